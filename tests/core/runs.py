@@ -181,7 +181,8 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
         [case.batch(i, r) for i in indices for r in range(case.data_parallel_size)] for indices in case.mini_batches
     ]
 
-    start = 1 if case.staleness == "least" and case.slack != "exact" else 0  # for a norm to clip by
+    steps_ahead = case.staleness == "least" and case.slack != "exact"
+    start = max(case.start, 1) if steps_ahead else case.start  # for a norm to clip by
 
     def step(micro_batch: dict[str, Tensor]) -> Tensor:
         with case.context():

@@ -17,12 +17,12 @@ from tests.workers import opened
 # before: normally the device has got there, and nobody waits.
 BUDGET = {
     Wait(
-        "mini-batch", "Event.synchronize", "pipeline/updates/mini_batch.py:_send_message"
+        "mini-batch", "Event.synchronize", "core/updates/mini_batch.py:_send_message"
     ): 1,  # norms, counts, losses, logged values
-    Wait("mini-batch", "Event.synchronize", "pipeline/updates/reduction.py:_read"): 1,  # norms of what replicas summed
+    Wait("mini-batch", "Event.synchronize", "core/updates/reduction.py:_read"): 1,  # norms of what replicas summed
 }
 STEPS_AHEAD = {
-    Wait("mini-batch", "copy", "pipeline/updates/mini_batch.py:reduce_now"): 1
+    Wait("mini-batch", "copy", "core/updates/mini_batch.py:reduce_now"): 1
 }  # stages that step ahead, replicas
 MOST = 2
 MIXED = {"precision": "bf16-mixed"}
@@ -121,7 +121,7 @@ def test_what_a_user_adds_is_found(pools: Pools) -> None:
 def test_what_a_hook_makes_of_a_moved_batch_is_what_is_weighed_all_at_once(pools: Pools) -> None:
     """On the device, where alone it is: the host's might weigh something else. Its fingerprint is not taken there."""
     _, first = pools.run(2, count, Counted("prepares"), timeout=120)
-    assert added(first) == {Wait("mini-batch", "Event.synchronize", "pipeline/batches/micro_batch.py:_weights"): 1}
+    assert added(first) == {Wait("mini-batch", "Event.synchronize", "core/batches/micro_batch.py:_weights"): 1}
 
 
 def added(found: Found) -> dict[Wait, float]:
