@@ -126,9 +126,6 @@ class PipelineSession:
             partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
-            problems = [p for tie in self.stage.whole.ties if tie.is_trained for p in tie.problems(self._fresh_stage)]
-            if problems:
-                raise ConfigurationError.from_problems(problems)
         self.averages.cut()
         self.seed = seed
         return self.stage
@@ -199,8 +196,7 @@ class PipelineSession:
         if not engine.mesh.is_last:  # the last stage runs each backward at once
             problems += cuda_graph_problems(stage.model, engine.runner.device)
         agree_on_problems(mesh, problems)
-        ties, fresh = self.whole_model.ties, self._fresh_stage
-        problems = tied_group_problems(mesh, ties, stage.parameters, optimizer, fresh)
+        problems = tied_group_problems(mesh, self.whole_model.ties, stage.parameters, optimizer)
         if problems:
             raise ConfigurationError.from_problems(problems)
         self._advise(optimizer, engine.settings)
@@ -331,11 +327,6 @@ class PipelineSession:
             self.finish()
         finally:
             self.watch.guard.end()
-
-    @property
-    def _fresh_stage(self) -> int | None:
-        """A last stage without delay, if there is one."""
-        return self._connected().num_stages - 1 if self.settings.staleness == "fresh_last_stage" else None
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"

@@ -79,7 +79,7 @@ class Training:
         settings = PipelineSettings(
             micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
             delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-            staleness=case.staleness, slack=case.slack, synchronous_start=case.start,
+            staleness=case.staleness, slack=case.slack,
             weight_dtype="bf16" if case.bf16 else None,
         )  # fmt: skip
         self.session = session = (
@@ -196,7 +196,7 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
         [case.batch(i, r) for i in indices for r in range(case.data_parallel_size)] for indices in case.mini_batches
     ]
 
-    steps_ahead = case.staleness != "uniform" and case.slack != "exact"
+    steps_ahead = case.staleness == "least" and case.slack != "exact"
     start = max(case.start, 1) if steps_ahead else case.start  # for a norm to clip by
 
     def step(micro_batch: dict[str, Tensor]) -> Tensor:
@@ -218,8 +218,10 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
 
 def ahead(stage: int, case: Case, num_stages: int) -> int:
     """By how many micro-batches forwards run ahead, written down apart from the schedule's own rule."""
-    behind, lookahead = num_stages - 1 - stage, min(case.lookahead or 0, num_stages - 1)
-    return behind + behind * (lookahead + 1) // num_stages
+    behind, more, left = num_stages - 1 - stage, 1, case.lookahead or 0
+    while num_stages > 1 and left >= num_stages - 1:  # a micro-batch more on every hop
+        more, left = more + 1, left - (num_stages - 1)
+    return behind * more + behind * (left + 1) // num_stages
 
 
 def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
@@ -233,8 +235,7 @@ def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
         least = (
             ahead(0, case, num_stages) if case.slack == "exact" else ahead(first[stage], case, num_stages) + case.slack
         )
-        if case.staleness == "least" or stage == num_stages - 1:
-            found.append((own, least if case.staleness == "least" else 0))
+        found.append((own, least))
     return found
 
 

@@ -27,7 +27,6 @@ from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.nested import merged
 
 OLDER, MASTERS = "older_weights", "masters"
-_FORMER = "fresh_last_stage"  # the argument's name before there was a staleness
 _OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
 
@@ -78,18 +77,11 @@ def facts(session: PipelineSession) -> dict[str, Any]:
         "delay": engine.settings.delay,
         "staleness": engine.settings.staleness,
         "slack": engine.settings.slack,
-        "synchronous_start": engine.settings.synchronous_start,
         "weight_dtype": engine.settings.weight_dtype,
         "seed": engine.runner.seed,
         "mini_batch": engine.mini_batch,
         "optimizer": None if session.optimizer is None else name_of(session.optimizer),
     }
-
-
-def with_staleness(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of a checkpoint with the staleness also where that was not called so yet, but ``fresh_last_stage=True``."""
-    rest = {name: value for name, value in saved.items() if name != _FORMER}
-    return {"staleness": "fresh_last_stage" if saved.get(_FORMER) else "uniform", "slack": 0, **rest}
 
 
 def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +133,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
 
     Stages, replicas, micro-batches and the delay may be others than those that wrote it. A weight that had no older
-    version there (no delay, a fresh last stage) is its own older version.
+    version there (no delay, the last stage) is its own older version.
 
     Raises:
         ConfigurationError: the weights are kept in another way.
@@ -183,8 +175,7 @@ def load_optimizer_state(session: PipelineSession, optimizer: Optimizer, state: 
             " stages; load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
         )
     assert session.stage is not None
-    saved = {**state, "cut": with_staleness(state["cut"])}
-    load_by_parameter(optimizer, session.stage.parameters, _cut(session), saved, session.whole_model.find)
+    load_by_parameter(optimizer, session.stage.parameters, _cut(session), state, session.whole_model.find)
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
@@ -215,7 +206,6 @@ def _found(master: Tensor | None, name: str) -> Tensor:
 
 def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
     now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
-    state = with_staleness(state)
     before = {name: state.get(name, value) for name, value in now.items()}
     changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
     if not changes:

@@ -69,16 +69,15 @@ def check_copies(state: Mapping[str, Any], same: Iterable[Sequence[str]]) -> Non
 
 
 def tied_group_problems(
-    mesh: Mesh, ties: Sequence[Tie], parameters: Mapping[str, Tensor], optimizer: Optimizer, fresh_stage: int | None
+    mesh: Mesh, ties: Sequence[Tie], parameters: Mapping[str, Tensor], optimizer: Optimizer
 ) -> list[str]:
-    """Shared parameters whose copies would be stepped differently, or cannot be trained; a blocking collective.
+    """Shared parameters whose copies would be stepped differently; a blocking collective.
 
     Args:
         mesh: this rank's place.
         ties: of the whole model, the same on all ranks; without any nothing is exchanged.
         parameters: name -> parameter of this stage.
         optimizer: of this stage.
-        fresh_stage: a last stage without delay, if there is one.
     """
     if not ties:
         return []
@@ -87,7 +86,7 @@ def tied_group_problems(
     for text in exchange(mesh, json.dumps([mesh.stage, own])):
         stage, options = json.loads(text)
         by_stage[stage] = options
-    return [problem for tie in ties for problem in _problems(tie, by_stage, fresh_stage)]
+    return [problem for tie in ties for problem in _problems(tie, by_stage)]
 
 
 def _own(mesh: Mesh, ties: Sequence[Tie]) -> list[Tie]:
@@ -103,7 +102,7 @@ def _options(parameter: Tensor, optimizer: Optimizer) -> dict[str, str]:
     return kind | {"held": "no"}
 
 
-def _problems(tie: Tie, by_stage: Mapping[int, Mapping[str, Mapping[str, str]]], fresh_stage: int | None) -> list[str]:
+def _problems(tie: Tie, by_stage: Mapping[int, Mapping[str, Mapping[str, str]]]) -> list[str]:
     first, *others = (by_stage[stage][tie.names[0]] for stage in tie.stages)
     if all(options[_TRAINED] == repr(False) for options in (first, *others)):
         return []
@@ -115,4 +114,4 @@ def _problems(tie: Tie, by_stage: Mapping[int, Mapping[str, Mapping[str, str]]],
                 f" optimizer treats them differently ({values}): their copies would drift apart; put both names into"
                 " groups with the same options, and freeze or train both"
             ]
-    return tie.problems(fresh_stage)
+    return []

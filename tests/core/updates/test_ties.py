@@ -103,13 +103,6 @@ def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> N
     assert "gradients 0.25, 0.125, 0.25 updates old, by stage" in session.describe()
 
 
-def test_a_fresh_last_stage_that_shares_weights_is_refused() -> None:
-    session = PipelineSession(PipelineSettings(staleness="fresh_last_stage"))
-    session.mesh = Mesh(2, 1, 0)
-    with pytest.raises(ConfigurationError, match=r"the gradient of head.weight is complete, which stage 0 shares"):
-        session.cut(gpt(), 0, CPU)
-
-
 @pytest.mark.parametrize("routed", [False, True])
 def test_replicas_share_and_reduce(pools: Pools, routed: bool) -> None:
     case = Case(3, data_parallel_size=2, tied=True, routed=routed, max_norm=0.3, error_feedback=1.0)
@@ -171,19 +164,17 @@ def test_more_than_two_stages_may_share(trained: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "fresh", "message"),
+    ("trained", "message"),
     [
-        ((True, True), None, ""),
-        ((False, False), 2, ""),
-        ((True, False), None, r"differently \(requires_grad: True and False\).*freeze or train both"),
-        ((True, True), 2, "staleness='fresh_last_stage' steps the last stage before"),
-        ((True, True, True), None, ""),
-        ((True, True, True), 2, "the gradient of layer2 is complete"),
-        ((False, False, False), None, ""),
+        ((True, True), ""),
+        ((False, False), ""),
+        ((True, False), r"differently \(requires_grad: True and False\).*freeze or train both"),
+        ((True, True, True), ""),
+        ((False, False, False), ""),
     ],
 )
 def test_what_was_frozen_when_the_model_was_cut_may_be_trained_later(
-    monkeypatch: pytest.MonkeyPatch, trained: tuple[bool, ...], fresh: int | None, message: str
+    monkeypatch: pytest.MonkeyPatch, trained: tuple[bool, ...], message: str
 ) -> None:
     """Each stage says what it does with its copy; here stage 0 hears what the others would have said."""
     stages = (0, 2) if len(trained) == 2 else (0, 1, 2)
@@ -198,7 +189,7 @@ def test_what_was_frozen_when_the_model_was_cut_may_be_trained_later(
 
     monkeypatch.setattr("lightning_asyncpp.core.cut.tied_state.exchange", texts)
     copy = nn.Parameter(torch.zeros(2))
-    problems = tied_group_problems(Mesh(3, 1, 2), [tie], {"layer0": copy}, torch.optim.SGD([copy], lr=0.1), fresh)
+    problems = tied_group_problems(Mesh(3, 1, 2), [tie], {"layer0": copy}, torch.optim.SGD([copy], lr=0.1))
     assert len(problems) == bool(message)
     assert re.search(message, " ".join(problems))
 

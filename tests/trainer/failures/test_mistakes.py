@@ -135,11 +135,6 @@ def test_more_stages_than_layers(pools: Pools) -> None:
     assert_refused(refusals(pools, Run(m.TwoLayers), 3), *parts)
 
 
-def test_tied_embeddings_with_a_fresh_last_stage(pools: Pools) -> None:
-    outcomes = refusals(pools, Run(m.tied_gpt, options={"staleness": "fresh_last_stage"}, dataset="tokens"))
-    assert_refused(outcomes, "staleness='fresh_last_stage' steps the last stage before", "tie_embeddings=False")
-
-
 def test_groups_that_treat_the_copies_of_a_shared_parameter_differently(pools: Pools) -> None:
     outcomes = refusals(pools, Run(m.gpt_with_another_rate_for_the_head, dataset="tokens"))
     assert_refused(outcomes, "the optimizer treats them differently (initial_lr: 0.1 and 0.2; ", "the same options")
