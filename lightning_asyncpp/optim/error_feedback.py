@@ -26,7 +26,7 @@ class ErrorFeedback(DelayCorrection):
     Source: "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous Pipeline Parallel LLM Pretraining",
     arXiv 2606.30634. With u_t the whole step of the base optimizer at update t (weights before minus after)::
 
-        W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at the first update
+        W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at a parameter's first update
 
     Where only the share phi of a gradient is an update old, as with the least staleness, a strategy scales strength by
     phi, stage by stage (:meth:`set_delay`; docs/research/theory.md, section 7).
@@ -44,7 +44,7 @@ class ErrorFeedback(DelayCorrection):
     ``group["lr"]`` act on it. Names of parameters are passed through to the base.
 
     A parameter without a gradient is not moved by the base: u_t = 0, and the formula holds as for all others, so its
-    last step's extrapolation is taken back. One that needs no gradient costs nothing.
+    last step's extrapolation is taken back. One that never had a gradient costs nothing and never moves.
 
     With masters (``compute_weights``, the strategies' ``weight_dtype="bf16"``) the identity is the rule: the masters
     hold Y, to which s * u_0 is added once, after the first update, and W_{t+1} = Y_{t+1} - s * u_t is only ever written
@@ -94,23 +94,22 @@ class ErrorFeedback(DelayCorrection):
         return {p: buffer.copy_(p) for p, buffer in buffers.items()}
 
     def _correct(self, params: list[Tensor], before: Weights, remembered: Entries) -> None:
-        correct = self._take_step if self._moves_the_base_trajectory else self._feed_back
         for p in params:
-            if p.requires_grad or p in remembered:
-                known = remembered.get(p, {}).get("previous_step")
-                step = correct(p.detach(), before.get(p), known, self._strength(p))
-                self.state[p]["previous_step"] = step
+            if p not in before and p not in remembered:
+                continue
+            known = remembered.get(p, {}).get("previous_step")
+            correct = self._take_step if self._moves_the_base_trajectory else self._feed_back
+            self.state[p]["previous_step"] = correct(p.detach(), before.get(p), known, self._strength(p))
 
     def _feed_back(self, weight: Tensor, before: Tensor | None, known: Tensor | None, strength: float) -> Tensor:
-        """Correct a weight; return its step. What has no gradient has taken a step of 0."""
+        """Correct a weight, and return its step: 0 where it has no gradient."""
         dtype = BUFFER_DTYPES[self.buffer_dtype] if self.buffer_dtype else weight.dtype
         previous = torch.zeros_like(weight, dtype=dtype) if known is None else known
-        if before is not None or known is not None:
-            feed_back(weight, before, previous, 0.0 if known is None else strength)
+        feed_back(weight, before, previous, 0.0 if known is None else strength)
         return previous
 
     def _take_step(self, weight: Tensor, before: Tensor | None, known: Tensor | None, strength: float) -> Tensor:
-        """Return the step of Y, whose first one strength * u_0 is added to."""
+        """Return the step of Y; after the first one strength * u_0 is added to Y."""
         if before is None:
             return torch.zeros_like(weight) if known is None else known.zero_()
         step = torch.sub(before, weight, out=before)
