@@ -28,7 +28,6 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire.transport import Transport
@@ -165,17 +164,20 @@ class Engine:
         if self.accumulating:
             self.updates.drop_open(self.next_forward, self.next_backward)
 
-    def close(self, ticket: Ticket, payload: Payload | None = None) -> None:
+    def close(
+        self, hyper_parameters: list[dict[str, Any]] | None = None, payload: Payload | None = None, note: Any = None
+    ) -> None:
         """Declare the mini-batch complete: the batches since the last close share one update.
 
         Args:
-            ticket: what was set for its update.
+            hyper_parameters: of every group of the optimizer, for its update.
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
+            note: what the strategy wants to know at its update.
         """
         self._guard.check_trained()
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
-        self.updates.close(self.next_forward, ticket, payload)
+        self.updates.close(self.next_forward, hyper_parameters, payload, note)
         if flushes:
             self._finish_backwards()
         self.updates.launch_complete(self.next_backward)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -26,17 +25,15 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.cut.tied_state import tied_group_problems
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failures.failure_watch import FailureWatch
 from lightning_asyncpp.core.manifest import Manifest, Section
-from lightning_asyncpp.core.optimizers.advice import advice_on_micro_batches
-from lightning_asyncpp.core.optimizers.fitness import sparse_problems, stage_problems, version_problems
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
 from lightning_asyncpp.core.ranks.manifests import agree_on_run, agree_on_sections, differences_between_ranks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer, name_parameters
 from lightning_asyncpp.core.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
@@ -193,53 +190,39 @@ class PipelineSession:
         layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
         return f"{mesh.describe()}, {engine.settings.describe(engine.schedules())}{layers}{route}"
 
-    def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
-        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
+    def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
+        """Take this stage's part of an optimizer of the whole model.
 
         Args:
-            optimizer: of this stage.
+            optimizer: made from the whole model: see :meth:`Stage.whole_model`.
             step: clips the gradient of an update, and steps the optimizer.
-            with_closure: whether its steps are given a closure that does more than to return something.
 
         Raises:
-            ConfigurationError: it cannot step a stage by itself, one gradient per step is not enough for it, or it
-                treats the copies of a shared parameter differently.
+            ConfigurationError: a layer cannot be trained on this rank; all of them raise it.
         """
-        engine, mesh = self.running(), self._connected()
-        stage = engine.stage
-        problems = [*stage_problems(optimizer, with_closure), *sparse_problems(stage.model)]
-        if engine.schedule.stage_rule.held:
-            problems += version_problems(optimizer)
-        if not engine.mesh.is_last:  # the last stage runs each backward at once
-            problems += cuda_graph_problems(stage.model, engine.runner.device)
-        agree_on_problems(mesh, problems)
-        ties, fresh = self.whole_model.ties, self._fresh_stage
-        problems = tied_group_problems(mesh, ties, stage.parameters, optimizer, fresh)
-        if problems:
-            raise ConfigurationError.from_problems(problems)
-        self._advise(optimizer, engine.settings)
-        stage.layers_elsewhere = {}  # whoever groups parameters has done so
+        engine, mesh, stage = self.running(), self._connected(), self.stage
+        assert stage is not None
+        # The last stage runs each backward at once.
+        agree_on_problems(mesh, [] if mesh.is_last else cuda_graph_problems(stage.model, engine.runner.device))
         self._release_optimizer()
-        self._attached = AttachedOptimizer(optimizer, engine, step, self.watch.check)
+        with stage.whole_model():
+            name_parameters(optimizer, {p: name for name, p in stage.root.named_parameters()})
+        stage_optimizer = StageOptimizer(optimizer, stage.parameters.values(), stage.copies())
+        stage_optimizer.keep_own()
+        self._attached = AttachedOptimizer(stage_optimizer, engine, step, self.watch.check)
         if stage.num_stages > 1:
             self._clipping_guard.begin(stage.parameters.values())
-
-    def _advise(self, optimizer: Optimizer, settings: ResolvedSettings) -> None:
-        """Say what an optimizer does better with, where the number of micro-batches decides how many are delayed."""
-        if settings.delay and settings.staleness == "least":
-            advice = advice_on_micro_batches(optimizer, settings.num_stages, settings.micro_batches)
-            if advice is not None:
-                rank_zero_info(advice)
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The attached one."""
         return None if self._attached is None else self._attached.optimizer
 
-    def check_optimizer(self, optimizer: object) -> None:
-        """Refuse a step of another optimizer than the attached one."""
-        if self._attached is not None:
-            self._attached.check_same(optimizer)
+    @property
+    def stage_optimizer(self) -> StageOptimizer:
+        """This stage's part of it."""
+        assert self._attached is not None, "attach() an optimizer first"
+        return self._attached.stage_optimizer
 
     @property
     def whole_model(self) -> WholeModel:
@@ -247,10 +230,10 @@ class PipelineSession:
         assert self.stage is not None, "cut() comes first"
         return self.stage.whole
 
-    def tell_delay(self) -> None:
+    def set_delay(self) -> None:
         """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
         if self._attached is not None:
-            self._attached.tell_delay()
+            self._attached.set_delay()
 
     @contextmanager
     def user_step(self) -> Iterator[None]:
@@ -309,16 +292,15 @@ class PipelineSession:
         return output
 
     def close(self, payload: Payload | None = None, note: Any = None) -> None:
-        """End the mini-batch and file its ticket; raises as :meth:`run` does.
+        """End the mini-batch, with the hyper-parameters that are set now; raises as :meth:`run` does.
 
         Args:
             payload: what its control message carries.
-            note: what the strategy wants to find in its update's ticket.
+            note: what the strategy wants to know at its update.
         """
-        assert self._attached is not None, "attach() an optimizer before training"
         engine, changes = self._watched()
         changes.before_close()
-        engine.close(self._attached.file_ticket(note), payload)
+        engine.close(self.stage_optimizer.hyper_parameters(), payload, note)
 
     def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Apply the updates whose time has come.
@@ -338,8 +320,11 @@ class PipelineSession:
 
     def check_drain(self) -> None:
         """Raise RuntimeError if an update is being applied: what drains would find a part of it."""
-        if self._attached is not None:
-            self._attached.check_drain()
+        if self._attached is not None and self._attached.update is not None:
+            raise RuntimeError(
+                "weights cannot be gathered, saved, loaded or evaluated while an update is applied, in a hook of its"
+                " step: do it in on_train_batch_end, or in a Fabric loop after optimizer.step()"
+            )
 
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""

@@ -20,7 +20,6 @@ from lightning_asyncpp.core.batches.tree import merge_outputs
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
 from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
-from lightning_asyncpp.core.optimizers.steps import OneGradient
 from lightning_asyncpp.core.updates.clipping import check_norm_type
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import delayed_refusals as refusals
@@ -190,7 +189,7 @@ class DelayedGradientStrategy(DelayedCheckpoints, DelayedStrategyMixin, DDPStrat
                 loss = closure()
 
         def step() -> None:
-            given = {} if closure is None else {"closure": OneGradient(optimizer, loss)}
+            given = {} if closure is None else {"closure": lambda: loss}
             self.precision.optimizer_step(optimizer, **given, **kwargs)
 
         self._update(step, self.precision)

@@ -24,8 +24,6 @@ from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
 from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.core.manifest import MANIFEST, Manifest
-from lightning_asyncpp.core.optimizers import described
-from lightning_asyncpp.core.optimizers.steps import OneGradient, StepGuard
 from lightning_asyncpp.core.randomness import derive
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.lease import Leases
@@ -45,7 +43,6 @@ from lightning_asyncpp.trainer.identity import (
     checkpoint_folders,
     data_section,
     hyper_parameters,
-    schedulers_section,
     trainer_section,
 )
 from lightning_asyncpp.trainer.logging.whole_model_log import MicroBatchLog, StatisticsLog
@@ -87,7 +84,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._statistics_log = StatisticsLog()
         self._stop_on_signal: StopOnSignal | None = None
         self._module_first: ModuleFirst | None = None
-        self._step_guard: StepGuard | None = None
         self.progress = Progress(arguments.inexact_resume)
         self.manifest, self.leases = Manifest(), Leases()
         self.manifest.keep("versions", versions())
@@ -166,17 +162,12 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._loaded_state = None
         if micro_batches is not None and self._module_first is not None:
             self._module_first.around = self._drawing_at_batch_end
-        if not self.settings.is_plain:
-            self._step_guard = StepGuard(self.optimizers[0], lambda: self._running.updating)
 
     def _identify(self, module: LightningModule) -> None:
         """Say what this run is, and in what it is another one than the checkpoint's."""
         self.manifest.keep("trainer", trainer_section(module.trainer))
         self.manifest.keep("model", described_model(network_in(module) or module))
         self.manifest.keep("hyper-parameters", hyper_parameters(module))
-        self.manifest.keep("optimizer", described.rule(self.optimizers[0]))
-        self.manifest.keep("optimizer's", described.options(self.optimizers[0], self.optimizers[0].param_groups))
-        self.manifest.keep("scheduler", schedulers_section(module.trainer))
         go_on_from(self.manifest, (self._loaded_state or {}).get(MANIFEST))
         if self.is_global_zero:
             self.leases.begin({"run": self.manifest.run}, checkpoint_folders(module.trainer))
@@ -268,8 +259,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         **kwargs: Any,
     ) -> Any:
         """Take the gradient, where it belongs, and apply it to the newest weights."""
-        if self._step_guard is not None:
-            self._step_guard.check_same(optimizer)
         if self.settings.is_plain:
             result = super().optimizer_step(optimizer, self._checked(closure, self.precision_plugin), model, **kwargs)
             self._running.mini_batch += 1
@@ -283,9 +272,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
             raise ConfigurationError(NOTHING_TO_STEP)
 
         def step() -> None:
-            once = OneGradient(optimizer, result)
-            super(DelayedGradientStrategy, self).optimizer_step(optimizer, once, model, **kwargs)
-            once.check_called()
+            super(DelayedGradientStrategy, self).optimizer_step(optimizer, lambda: result, model, **kwargs)
 
         self._update(step, self.precision_plugin)
         self._statistics_log.metrics = self._running.counts.metrics
@@ -321,9 +308,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self.leases.end()
         self._is_training, self._loaded_state = False, None
-        if self._step_guard is not None:
-            self._step_guard.release()
-            self._step_guard = None
         self.progress.forget()
         if self._module_first is not None:
             self._module_first.release()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_asyncpp.core.updates.ticket import TicketOffice
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
@@ -25,7 +26,6 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from tests.workers import end_with_parent, free_port, worker_context
 
 DIM, SAMPLES, EARLY, LENGTH = 4, 8, 5, 150

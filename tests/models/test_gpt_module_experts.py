@@ -14,11 +14,11 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_asyncpp.core.optimizers.steps import watch_steps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.core.optimizers.steps import watch_steps
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.models.router import SigmoidRouter
 from lightning_asyncpp.trainer.gpt_module import GPTModule

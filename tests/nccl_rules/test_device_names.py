@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_asyncpp.core.updates.ticket import Ticket
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
@@ -28,7 +29,6 @@ from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.control_message import StopFlags
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch
 from lightning_asyncpp.core.updates.reduction import Reduction, plan_buckets, squares
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.weights import WeightVersions, lent, writing
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Way

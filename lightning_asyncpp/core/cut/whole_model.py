@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.core.cut.hidden import HiddenLayers
 from lightning_asyncpp.core.cut.ties import Tie, find_ties, first_sharing
 from lightning_asyncpp.core.cut.units import Unit, first_names, has_parameters
 from lightning_asyncpp.core.schedule import Schedule
@@ -141,6 +142,7 @@ class WholeModel:
         shared_names: name of a parameter that several layers have -> all of them.
         same: for every parameter that has several names in the root, all of them: entries that a checkpoint must have
             equal.
+        hidden: layers of other stages than the one that this process cut.
     """
 
     counts: tuple[int, ...] = ()
@@ -152,6 +154,7 @@ class WholeModel:
     same: tuple[tuple[str, ...], ...] = ()
     num_parameters: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    hidden: HiddenLayers = field(default_factory=HiddenLayers)
 
     @classmethod
     def of(

@@ -20,8 +20,6 @@ from lightning_asyncpp.core.emulator.delayed_weights import DelayedWeights, chec
 from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.core.emulator.micro_batch_gradient import MicroBatchGradient
 from lightning_asyncpp.core.emulator.mini_batch_counts import MiniBatchCounts
-from lightning_asyncpp.core.optimizers.fitness import delayed_problems, version_problems
-from lightning_asyncpp.core.optimizers.steps import DURING_AN_UPDATE
 from lightning_asyncpp.core.schedule import StalenessRule
 from lightning_asyncpp.core.updates.clipping import clip_coefficient
 from lightning_asyncpp.core.updates.reduction import squares
@@ -60,11 +58,6 @@ class DelayEmulator:
         partition: Partition | None = None,
     ) -> None:
         _check_parameters(module)
-        problems = [] if settings.is_plain else delayed_problems(optimizer)
-        if settings.delay == "least":
-            problems += version_problems(optimizer)
-        if problems:
-            raise ConfigurationError.from_problems(problems)
         self.settings, self.optimizer, self.micro_batches = settings, optimizer, micro_batches
         self.mini_batch = 0
         self._last_norm: float | None = None
@@ -143,7 +136,7 @@ class DelayEmulator:
             RuntimeError: one is applied.
         """
         if self._updating:
-            raise RuntimeError(DURING_AN_UPDATE)
+            raise RuntimeError("a checkpoint cannot be taken or loaded while an update is applied")
 
     def drop(self) -> None:
         """Throw away what batches have brought since the last update: they belong to none."""

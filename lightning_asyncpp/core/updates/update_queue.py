@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.core.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.errors import NonFiniteGradientError, lost_peers
@@ -100,16 +100,24 @@ class UpdateQueue:
         """How many updates this stage has applied, or left out."""
         return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
 
-    def close(self, end: int, ticket: Ticket, payload: Payload | None = None) -> None:
+    def close(
+        self,
+        end: int,
+        hyper_parameters: list[dict[str, Any]] | None = None,
+        payload: Payload | None = None,
+        note: Any = None,
+    ) -> None:
         """Declare the open mini-batch whole.
 
         Args:
             end: one past its last micro-batch.
-            ticket: what was set for its update.
+            hyper_parameters: of every group of the optimizer, for its update.
             payload: what its control message carries.
+            note: what the strategy wants to know at its update.
         """
         mini_batch, whole = self.open, self.runner.stage.whole
-        mini_batch.close(end, ticket, payload, whole.statistics.length)
+        mini_batch.close(end, whole.statistics.length, payload)
+        mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
         if self.mesh.world_size > 1:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
@@ -256,7 +264,7 @@ class UpdateQueue:
     def _apply(self, mini_batch: MiniBatch) -> Update:
         if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
-            return Update(mini_batch.index, mini_batch.ticket, self._agree(mini_batch), None)
+            return _update(mini_batch, self._agree(mini_batch))
         message = self._agree(mini_batch)
         update = self._update(mini_batch, message)
         if message.finite and message.weight:
@@ -270,7 +278,7 @@ class UpdateQueue:
         """Make room for the version that the update of a mini-batch makes."""
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
         staleness = 0 if rule.in_start(mini_batch.index) else rule.staleness(count)
-        return Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance(), staleness)
+        return _update(mini_batch, message, self.weights.advance(), staleness)
 
     def _agree(self, mini_batch: MiniBatch) -> ControlMessage:
         """Wait for what all ranks have to say about a mini-batch, and note it."""
@@ -309,6 +317,10 @@ class UpdateQueue:
         finally:
             for parameter in self.weights.parameters.values():
                 parameter.grad = None
+
+
+def _update(mini_batch: MiniBatch, *args: Any) -> Update:
+    return Update(mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, *args)
 
 
 def _no_optimizer(_: Update) -> None:

@@ -16,8 +16,6 @@ from typing_extensions import override
 from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.core.manifest import MANIFEST, Manifest
-from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints, check_states
@@ -100,10 +98,5 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if any(BY_PARAMETER in state for state in checkpoint["optimizer_states"]):
-            raise ConfigurationError(
-                "this checkpoint was written by a pipeline strategy, which keeps the optimizer by stages: load only the"
-                " weights: pass the model loaded with load_state_dict, without ckpt_path"
-            )
         check_states(self.optimizers, checkpoint)
         super().load_optimizer_state_dict(checkpoint)

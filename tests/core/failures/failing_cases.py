@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_asyncpp.core.updates.ticket import TicketOffice
 from torch import Tensor
 
 from lightning_asyncpp.core.batches.micro_batch import split_batch
@@ -21,7 +22,6 @@ from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from lightning_asyncpp.errors import PeerLostError
 from tests.core.cases import DIM, Case, make_model
 from tests.workers import free_port, worker_context

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from lightning_asyncpp.core.optimizers.advice import advice_on_micro_batches
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
-from lightning_asyncpp.core.optimizers.advice import advice_on_micro_batches
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_asyncpp.core.optimizers.state_by_name import by_parameter, load_by_parameter
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_asyncpp.core.optimizers.state_by_name import by_parameter, load_by_parameter
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optim import MuonAdamW
 

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 import pytorch_optimizer
 import torch
-from torch import Tensor, nn
-
-import lightning_asyncpp.optim as own
 from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers, is_placeholder
 from lightning_asyncpp.core.optimizers.fitness import (
     delayed_problems,
@@ -23,6 +20,9 @@ from lightning_asyncpp.core.optimizers.fitness import (
 )
 from lightning_asyncpp.core.optimizers.probe import GLOBAL, LOSS, RANDOM, SEVERAL, examine, is_known
 from lightning_asyncpp.core.optimizers.steps import OneGradient
+from torch import Tensor, nn
+
+import lightning_asyncpp.optim as own
 from lightning_asyncpp.errors import ConfigurationError
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_asyncpp.core.updates.ticket import TicketOffice
 from torch import nn
 
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from tests.core.cases import CountingSGD
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning_asyncpp.core.optimizers.state_by_name import keep_states_once
+from lightning_asyncpp.core.updates.ticket import TicketOffice
 from torch import nn
 
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
@@ -24,11 +26,9 @@ from lightning_asyncpp.core.cut.ties import Tie, find_ties
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.optimizers.state_by_name import keep_states_once
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.wire.link import Neighbours
 from lightning_asyncpp.core.wire.transport import Transport

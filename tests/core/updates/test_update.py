@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lightning_asyncpp.core.updates.ticket import Ticket
 from torch import nn
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -15,7 +16,6 @@ from lightning_asyncpp.core.updates.clipping import clip_coefficient, gradient_n
 from lightning_asyncpp.core.updates.control_message import StopFlags
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch
 from lightning_asyncpp.core.updates.reduction import squares
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning_asyncpp.core.updates.ticket import Ticket
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
@@ -17,7 +18,6 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.wire.link import Neighbours
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
