@@ -209,6 +209,8 @@ class PipelineSession:
             name_parameters(optimizer, {p: name for name, p in stage.root.named_parameters()})
         stage_optimizer = StageOptimizer(optimizer, stage.parameters.values(), stage.copies())
         stage_optimizer.keep_own()
+        optimized = set(stage_optimizer.parameters)
+        engine.updates.train_only([name for name, p in stage.parameters.items() if p in optimized])
         self._attached = AttachedOptimizer(stage_optimizer, engine, step, self.watch.check)
         if stage.num_stages > 1:
             self._clipping_guard.begin(stage.parameters.values())

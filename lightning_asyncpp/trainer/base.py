@@ -65,6 +65,7 @@ from lightning_asyncpp.trainer.module_facts import (
 from lightning_asyncpp.trainer.refusals import (
     NOTHING_TO_STEP,
     ONE_OPTIMIZER,
+    OTHER_OPTIMIZER,
     module_problems,
     optimizer_problem,
     trainer_problems,
@@ -281,6 +282,8 @@ class PipelineStrategy(
     ) -> Any:
         """Run the batch, and apply the update of the batch before."""
         assert self._batch_ends is not None
+        if optimizer is not self.session.optimizer:
+            raise ConfigurationError(OTHER_OPTIMIZER)
         with self._engine_works():
             result = closure()
             if not self.session.running().accumulating:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
@@ -98,7 +97,6 @@ def _train(mesh: Mesh, micro_batches: int, at: tuple[int, ...]) -> list[tuple[fl
     device = torch.device("cpu")
     engine = Engine(cut(model, mesh.stage, mesh.num_stages, 0, device), mesh, settings, 0, device, UserHooks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    office = TicketOffice(optimizer)
     engine.updates.apply = lambda _: optimizer.step() and None
     batch = torch.ones(micro_batches, DIM)
 
@@ -107,7 +105,7 @@ def _train(mesh: Mesh, micro_batches: int, at: tuple[int, ...]) -> list[tuple[fl
 
     def train_batch() -> None:
         engine.run(batch, step)
-        engine.close(office.file())
+        engine.close()
         engine.updates.apply_due()
 
     costs = []

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_asyncpp.core.updates.ticket import Ticket
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
@@ -230,7 +229,7 @@ def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.Monke
     assert {g.device for g in reducing.gradients.values() if g is not None} == {CUDA}
     assert len(squares(gradients)) == len(parameters) - 1
     launched = MiniBatch(Mesh(1, 1, 0), 0, 0, weight=2.0)
-    launched.close(1, Ticket(), None, num_statistics=0)
+    launched.close(1, num_statistics=0)
     launched.launch(gradients, torch.zeros(0, dtype=torch.float64), StopFlags(), {})
     assert launched.poll()
     assert launched._message is not None

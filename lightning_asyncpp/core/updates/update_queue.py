@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -67,12 +67,22 @@ class UpdateQueue:
         self.detach()
         self._late = torch.empty(0, device=runner.device).is_cuda
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
-        size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
-        self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
+        self.train_only(weights.parameters)
         self._told = False  # of a mini-batch without weight
         self._applied_within: list[Update] = []  # a batch, and not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
+
+    def train_only(self, names: Collection[str]) -> None:
+        """Count and reduce the gradients of these parameters alone: the optimizer has no others, and clips no others.
+
+        Args:
+            names: of parameters of this stage; what stages share is counted in any case.
+        """
+        tied = names_on(self.mesh.stage, self._ties)
+        self._optimized = {n: p for n, p in self.weights.parameters.items() if n in names or n in tied}
+        size, late = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES, self.weights.used_twice
+        self._buckets = plan_buckets(self._optimized, size, late) if self.mesh.num_replicas > 1 else []
 
     def detach(self) -> None:
         """Forget who applies updates."""
@@ -221,7 +231,7 @@ class UpdateQueue:
     def _launch(self, mini_batch: MiniBatch) -> None:
         apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
         uses = {name: self.weights.gradients_apart(name) for name in apart}
-        gradients = self.weights.take_gradients()
+        gradients = {n: g if n in self._optimized else None for n, g in self.weights.take_gradients().items()}
         if self._buckets and mini_batch.reduction is None:
             mini_batch.reduction = self._new_reduction()
         stage = self.runner.stage
@@ -308,7 +318,7 @@ class UpdateQueue:
         gradients = mini_batch.gradients
         foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], message.weight)
         for name, parameter in self.weights.parameters.items():
-            parameter.grad = gradients[name]
+            parameter.grad = gradients.get(name)
         try:
             with self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
                 yield

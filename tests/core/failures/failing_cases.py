@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from torch import Tensor
 
 from lightning_asyncpp.core.batches.micro_batch import split_batch
@@ -105,14 +104,13 @@ class Run:
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.updates.apply = lambda _: self.optimizer.step() and None
-        self.office = TicketOffice(self.optimizer)
         self.step = self.case.step(self.model)
         ALIVE.append(self)
 
     def train(self, index: int, batch: Batch | None = None, step: Callable[..., Tensor] | None = None) -> list[Update]:
         """One batch, and the updates that are due after it."""
         self.engine.run(self.case.batch(index, self.mesh.replica) if batch is None else batch, step or self.step)
-        self.engine.close(self.office.file())
+        self.engine.close()
         return self.engine.updates.apply_due()
 
     def drain(self) -> None:

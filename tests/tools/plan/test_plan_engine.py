@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lightning_asyncpp.core.updates.ticket import Ticket
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
@@ -155,7 +154,7 @@ def held(settings: ResolvedSettings, mesh: Mesh, neighbours: Neighbours) -> list
     found = []
     for _ in range(MINI_BATCHES):
         engine.run(torch.ones(2 * settings.micro_batches, WIDTH), lambda batch, _: stage.model(batch).square().mean())
-        engine.close(Ticket())
+        engine.close()
         engine.updates.apply_due()
         found.append(counter.moments)
         counter.moments = []
