@@ -32,9 +32,10 @@ class AttachedOptimizer:
         self.stage_optimizer, self._engine, self._step, self._check = stage_optimizer, engine, step, check
         self.optimizer = stage_optimizer.optimizer
         self.update: Update | None = None
-        self._delay: float | None = None
         self.set_delay()
         engine.weights.masters_hold_weights = not callable(getattr(self.optimizer, "compute_weights", None))
+        optimized = set(stage_optimizer.parameters)
+        engine.updates.train_only([name for name, p in engine.stage.parameters.items() if p in optimized])
         engine.updates.apply, engine.updates.leave_out = self._apply, partial(leave_out, self.optimizer)
 
     def release(self) -> None:
@@ -48,9 +49,8 @@ class AttachedOptimizer:
         self._set_delay(0 if rule.in_start(engine.mini_batch) else rule.staleness(engine.settings.micro_batches))
 
     def _set_delay(self, staleness: float) -> None:
-        if staleness != self._delay and callable(set_delay := getattr(self.optimizer, "set_delay", None)):
+        if callable(set_delay := getattr(self.optimizer, "set_delay", None)):
             set_delay(staleness)
-        self._delay = staleness
 
     def _apply(self, update: Update) -> None:
         self._check()

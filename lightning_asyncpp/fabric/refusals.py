@@ -8,7 +8,6 @@ from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.core.cut.units import model_problems
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
-from lightning_asyncpp.core.step.own_gradients import parameter_hook_problems
 
 ONE_MODEL_ONE_OPTIMIZER = (
     "fabric.setup_optimizers: a pipeline has one model, which is set up first, and one optimizer. Call"
@@ -70,5 +69,5 @@ def module_problems(session: PipelineSession, module: nn.Module, precision: str,
             " module with pipeline_layers(), or use a second Fabric with a strategy of its own"
         )
     problems += problems_of_precision(precision) + problems_of_weight_dtype(session.settings.weight_dtype, precision)
-    problems += model_problems(module, "the model") + parameter_hook_problems(module, "the model")
+    problems += model_problems(module, "the model")
     return problems + problems_of_reduction(loss_reduction)

@@ -1,4 +1,4 @@
-"""A stage's part of a whole model's optimizer: hyper-parameters of an earlier time, and state by the whole's numbers."""
+"""A stage's part of an optimizer: hyper-parameters of an earlier time, and state by the whole model's numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from lightning_asyncpp.core.stage_optimizer import StageOptimizer
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer, rest_of
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optim import ErrorFeedback
 from lightning_asyncpp.storage.nested import merged
@@ -55,9 +55,6 @@ def one_parameter() -> nn.Parameter:
     only = parameter(2)
     only.grad = torch.ones(2)
     return only
-
-
-# -- hyper-parameters ----------------------------------------------------------------------------------------------------
 
 
 def test_a_step_sees_the_hyper_parameters_of_its_time_and_the_present_comes_back() -> None:
@@ -104,8 +101,6 @@ def test_what_the_step_counts_is_its_own() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.1 / (t + 1)
 
 
-# -- stages ---------------------------------------------------------------------------------------------------------------
-
 CUTS = ([5], [2, 3], [1, 3, 1])
 
 
@@ -124,7 +119,7 @@ def train(optimizer: Optimizer, stages: list[StageOptimizer], held: list[nn.Para
 
 
 @pytest.mark.parametrize("counts", CUTS)
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", ["adamw", "adagrad", "counting"])
 def test_stages_in_turns_equal_the_whole(kind: str, counts: list[int]) -> None:
     whole, held = parameters(), parameters()
     expected, optimizer = MAKE[kind](groups(whole)), MAKE[kind](groups(held))
@@ -152,17 +147,22 @@ def test_the_state_of_all_stages_is_that_of_the_whole_and_goes_on_anywhere(kind:
     plain = MAKE[kind](groups(parameters()))
     plain.load_state_dict(saved)
     assert_same(plain.state_dict(), expected.state_dict())
+    weights = [p.detach().clone() for p in whole]
     give_gradients(whole, 2)
     expected.step()
-    again = saved_by(kind, counts[::-1], range(2, 3), saved)
+    again = saved_by(kind, counts[::-1], range(2, 3), saved, weights)
     assert_same(again, expected.state_dict())
 
 
-def saved_by(kind: str, counts: list[int], times: range, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The merged state of stages that trained by themselves, after weights of the whole at the beginning."""
+def saved_by(
+    kind: str, counts: list[int], times: range, state: dict[str, Any] | None = None, weights: Any = ()
+) -> dict[str, Any]:
+    """The merged state of stages that trained by themselves, from a state or from the beginning."""
     parts = []
     for index in range(len(counts)):
         held = parameters()
+        for p, value in zip(held, weights):
+            p.detach().copy_(value)
         optimizer = MAKE[kind](groups(held))
         stage = stages_of(optimizer, held, counts)[index]
         stage.keep_own()
@@ -170,16 +170,12 @@ def saved_by(kind: str, counts: list[int], times: range, state: dict[str, Any] |
         assert all(id(p) in own for group in optimizer.param_groups for p in group["params"])
         assert all(id(p) in own for p in optimizer.state)
         if state is not None:
-            stage.load_state_dict(state, {k: v for k, v in state.items() if k == "error_feedback"} and rest(state))
+            stage.load_state_dict(state, rest_of(state))
         train(optimizer, [stage], held, times)
         parts.append(merged([stage.state_dict(), stage.rest() if index == 0 else {}]))
         stage.release()
         assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
     return reread(merged(parts))
-
-
-def rest(state: dict[str, Any]) -> dict[str, Any]:
-    return {"error_feedback": {"steps": state["error_feedback"]["steps"]}} if "error_feedback" in state else {}
 
 
 def reread(state: dict[str, Any]) -> dict[str, Any]:

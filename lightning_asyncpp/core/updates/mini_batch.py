@@ -15,7 +15,9 @@ from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.stage_optimizer import HyperParameters
 from lightning_asyncpp.core.updates.control_message import (
+    ControlChain,
     ControlMessage,
     ControlSum,
     MessageLayout,
@@ -61,7 +63,7 @@ class MiniBatch:
     end: int | None = None
     weight: float = 0.0
     counted: Collected = field(default_factory=Collected)
-    hyper_parameters: list[dict[str, Any]] = field(default_factory=list)
+    hyper_parameters: HyperParameters = field(default_factory=list)
     note: Any = None
     payload: Payload = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     layout: MessageLayout = field(init=False)
@@ -133,7 +135,7 @@ class MiniBatch:
             if not (self.tied is None or self.tied.have_arrived()):
                 return False
             self._read_norms()
-        if self._is_known():
+        if isinstance(self.exchange, ControlChain) or self._is_known():  # in a chain the others wait for this one
             self._send_message()
         return self._message is not None
 
@@ -232,7 +234,7 @@ class Update:
     """
 
     mini_batch: int
-    hyper_parameters: list[dict[str, Any]]
+    hyper_parameters: HyperParameters
     note: Any
     message: ControlMessage
     weights_before: dict[nn.Parameter, Tensor] | None = None
