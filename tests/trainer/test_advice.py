@@ -29,7 +29,7 @@ def test_a_plain_adam_with_few_micro_batches_is_told_once(pools: Pools) -> None:
     told, elsewhere = pools.run(2, fit_and_note, Run(Net, strategy="default"))
     assert elsewhere == []
     assert len(told) == 1
-    assert told[0].startswith("AdamW with micro_batches=2 on 2 stages")
+    assert told[0].startswith("AdamW with micro_batches=4 on 2 stages")
 
 
 @pytest.mark.parametrize(
