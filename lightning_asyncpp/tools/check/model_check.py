@@ -1,317 +1,228 @@
-"""Trains a model for a few updates as a pipeline would, and as the plain reference does, and compares the two."""
+"""Trains the first updates of a module several ways, with real Trainers in this process, and compares them."""
 
 from __future__ import annotations
 
 import copy
-import functools
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-from torch import Tensor, nn
+import lightning as L
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_asyncpp.core.batches.user_hooks import loss_of
-from lightning_asyncpp.core.cut.cutting import cut
-from lightning_asyncpp.core.cut.partition_choice import Asked, choose_partition
-from lightning_asyncpp.core.cut.units import pipeline_units, telling
-from lightning_asyncpp.core.cut.whole_model import WholeModel
-from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.model_call import ModelCall
-from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.schedule import Slack, Staleness, agrees_first
-from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings, is_whole
-from lightning_asyncpp.core.stage_optimizer import StageOptimizer
-from lightning_asyncpp.core.step.own_gradients import refuse_input_gradients
-from lightning_asyncpp.core.updates.clipping import clip_by_norm
-from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.core.wire.header import Header, TensorInfo
-from lightning_asyncpp.core.wire.link import Neighbours
-from lightning_asyncpp.core.wire.transport import Transport
-from lightning_asyncpp.errors import ConfigurationError, NonFiniteGradientError
-from lightning_asyncpp.reference import Held, train_reference
-from lightning_asyncpp.tools.check.check_report import CheckReport, WholeBatches, difference_in_change, is_loud
-from lightning_asyncpp.tools.check.compared_calls import compare_calls
-from lightning_asyncpp.tools.check.in_turns import run_in_turns
-from lightning_asyncpp.tools.check.problems import (
-    Problems,
-    argument_problems,
-    can_run,
-    configured_problems,
-    prepare,
-)
-from lightning_asyncpp.tools.check.trial import (
-    MakeOptimizer,
-    StepOf,
-    Trial,
-    default_optimizer,
-    largest_gradients,
-    notes_on_hooks,
-    training_step,
-)
-from lightning_asyncpp.tools.check.whole_batch import compare_whole_batches
+from lightning_asyncpp.core.cut.network import network_in, prefix_of
+from lightning_asyncpp.core.cut.partition_choice import Asked
+from lightning_asyncpp.core.cut.units import stages_of_parameters, telling
+from lightning_asyncpp.core.randomness import random_states, set_random_states
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.tools.check.record import Apart, Record, first_difference, largest_differences
+from lightning_asyncpp.tools.check.reference_strategy import PlainStrategy, ReferenceStrategy
+from lightning_asyncpp.tools.check.report import CheckReport, Comparison, Difference
+from lightning_asyncpp.tools.check.same_draws import SameDraws
+from lightning_asyncpp.tools.check.weights import possible_weights
+from lightning_asyncpp.trainer.strategy import DelayedGradientStrategy
 
-_NOT_FINITE = (
-    "the gradient is not finite, so that nothing can be compared. Look at the batches (NaN in their inputs;"
-    " labels that are all -100), at the initial weights, at logarithms, roots and divisions in the step, and at whether"
-    " the training diverges (give check_model an optimizer with a lower learning rate, for its own is SGD with 0.01);"
-    " torch.autograd.set_detect_anomaly(True) names the operation"
-)
+# What is rounding: three quarters of the digits of a dtype for a loss, half of them for a gradient, where terms cancel.
+_DIGITS = {"loss": 0.75, "gradient used": 0.5}
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+Change = Callable[[L.LightningModule], None]
 
 
 def check_model(
-    module: nn.Module,
-    batches: Iterable[Any],
-    step: StepOf | None = None,
-    *,
+    module: L.LightningModule,
+    data: Iterable[Any],
     stages: int = 2,
     micro_batches: int | None = None,
-    lookahead: int | None = None,
-    delay: int = 1,
     staleness: Staleness | None = None,
     slack: Slack = 0,
+    lookahead: int | None = None,
     partition: Asked = "auto",
+    delay: int = 1,
     updates: int = 4,
-    optimizer: MakeOptimizer | None = None,
-    max_norm: float | None = 1.0,
     seed: int = 0,
-    tolerance: float = 1e-2,
+    **trainer: Any,
 ) -> CheckReport:
-    """Train a model for a few updates in a pipeline, in this process, and compare it with a single process's training.
+    """Train the first updates of a module several ways, in this process, and compare them.
 
-    The pipeline is the real one, its engine, its messages and two versions of the weights, with a thread for each
-    stage. It is compared with :func:`lightning_asyncpp.reference.train_reference`, which runs the whole model.
-    Nothing that is given is changed. The module's hooks around batches and updates are called on both sides, as far as
-    they need no Trainer; the report names those that are not. Then every batch is run as a whole, too: where its loss
-    is not the weighted mean over its micro-batches, or not finite, the report has a finding, and its ``ok`` is False.
-    So it is where that could not be compared, or the module's optimizer not looked at; ``left_out`` says why.
+    Each is a ``Trainer`` of its own with a copy of the module, its optimizer, schedulers and hooks:
+
+    * ``pieces``: a pipeline without delay against the whole model. To the last bit; what differs, cutting the model
+      changes.
+    * ``delayed``: a pipeline with the delay against the rule that it trains by, on the whole model. To the last bit;
+      what differs, the delay changes.
+    * ``whole``: losses and gradients of whole batches against those of their microbatches, up to rounding; what
+      differs, cutting batches changes.
 
     Args:
-        module: a LightningModule, whose ``self.model`` is checked; or, with ``step``, any model.
-        batches: a few batches, as a loader yields them, on the model's device; the module's own hooks prepare them.
-            They are repeated where there are fewer than ``updates``.
-        step: (module, micro-batch) -> its loss; it calls the model once. Default: ``module.training_step(batch, 0)``.
-        stages: number of stages, P.
-        micro_batches: pieces that every batch is cut into; default: ``stages``.
-        lookahead: as for the strategy.
-        delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
+        module: a LightningModule; it is not changed.
+        data: a loader, or a list of batches, which are repeated where there are too few.
+        stages: number of stages.
+        micro_batches: as for the strategy.
         staleness: as for the strategy.
         slack: as for the strategy.
+        lookahead: as for the strategy.
         partition: as for the strategy; nothing is measured, numbers of parameters count instead.
-        updates: number of mini-batches.
-        optimizer: named parameters -> optimizer; default: SGD with a learning rate of 0.01.
-        max_norm: clip the gradient's norm to this.
+        delay: 0 for ``sync_pipeline``.
+        updates: number of updates.
         seed: of the run.
-        tolerance: how much a weight may differ, as a share of the largest change in its tensor. On a CPU nothing
-            differs; sums in another order, on a GPU, differ by about 1e-4 of a change in fp32.
-
-    Returns:
-        Where the model was cut, what crossed the cuts, and how near the results are.
+        **trainer: of the Trainers, such as ``gradient_clip_val``, ``precision``, ``callbacks``; ``accelerator`` is the
+            CPU if it is not given.
 
     Raises:
-        ConfigurationError: the model cannot be cut, with every problem that was found; or it trains to something else,
-            or its gradients are not finite, with what to look at.
+        ConfigurationError: the pipeline cannot train the module, with every problem that was found.
     """
-    found = Problems(argument_problems(module, step, stages, updates))
-    shape: dict[str, Any] = {"micro_batches": micro_batches, "lookahead": lookahead, "partition": partition}
-    settings = PipelineSettings.chosen(delay, staleness, slack=slack, **shape)
-    resolved = None if found else found.attempt(lambda: settings.resolved(stages))
-    taken = list(itertools.islice(itertools.cycle(batches), max(updates, 0) if is_whole(updates) else 0))
-    if not taken and not found:
-        found.append("check_model got no batch: give it one or more")
-    prototype = prepare(module, settings, stages if is_whole(stages) else 0, seed, found)
-    of_optimizer, unseen = configured_problems(prototype) if optimizer is None else ([], "")
-    found += of_optimizer
-    step = step or training_step
-    layers_compared = ""
-    if resolved is not None and taken and can_run(prototype):
-        trial = Trial(prototype, step, taken, resolved, optimizer or default_optimizer, max_norm, seed, set())
-        layers_compared = found.attempt_user_code(lambda: _compare_calls(trial)) or ""
-    found.raise_any()
+    batches = list(itertools.islice(data, updates))
+    if not batches:
+        raise ConfigurationError("check_model got no batch: give it a loader or a list with one or more")
+    asked = {"stages": stages, "micro_batches": micro_batches, "partition": partition}
+    delayed = {**asked, "delay": 1, "staleness": staleness, "slack": slack, "lookahead": lookahead}
+    check = _Check(module, batches, updates, seed, trainer)
+    with _quietly():
+        comparisons = [check.compare_stages("pieces", {**asked, "delay": 0})]
+        if delay and comparisons[0].difference is None:
+            comparisons.append(check.compare_stages("delayed", delayed))
+        comparisons.append(check.compare_whole())
+    return CheckReport(check.layers, check.settings.micro_batches, check.losses, comparisons)
+
+
+class _Check:
+    """Runs Trainers and compares what they recorded.
+
+    Attributes:
+        settings: of the pipeline that ran last.
+        layers: names of those of each stage.
+        losses: of the first pipeline's reference.
+    """
+
+    settings: ResolvedSettings
+
+    def __init__(
+        self, module: L.LightningModule, batches: Sequence[Any], updates: int, seed: int, trainer: Mapping[str, Any]
+    ) -> None:
+        self._module, self._batches, self._updates, self._seed, self._trainer = module, batches, updates, seed, trainer
+        self._device = torch.device("cuda", 0) if trainer.get("accelerator") in ("gpu", "cuda") else torch.device("cpu")
+        self._counts: tuple[int, ...] = ()
+        self._stages: dict[str, int] = {}
+        self.layers: list[list[str]] = []
+        self.losses: list[float] = []
+
+    def compare_stages(self, name: str, arguments: Mapping[str, Any]) -> Comparison:
+        """Compare a pipeline with the reference, to the last bit."""
+        strategy = DelayedGradientStrategy(**arguments)
+        found = self._run(strategy)
+        self._note_stages(strategy)
+        expected = self._run(ReferenceStrategy(self.settings, self._counts, self._seed, self._device))
+        self.losses = self.losses or expected.losses()
+        apart = first_difference(expected, found)
+        return Comparison(name, apart and self._difference(name, apart), "equal to the last bit")
+
+    def compare_whole(self) -> Comparison:
+        """Compare whole batches with their microbatches."""
+        apart, most = self._whole_apart()
+        if apart is None:
+            at_most = [f"{most.get(kind, 0.0):.1e} for a {kind}" for kind in _DIGITS]
+            return Comparison("whole", None, f"equal up to rounding: at most {' and '.join(at_most)}")
+        if self._rounding_apart(self._plain(1), self._plain(1, seed=self._seed + 1))[0]:
+            return Comparison("whole", None, "not compared: the step draws permutations, or numbers that are not torch's")
+        if any(isinstance(layer, _BatchNorm) for layer in self._module.modules()) and not self._whole_apart(_freeze)[0]:
+            return Comparison("whole", None, "equal but for BatchNorm, whose statistics are those of a microbatch")
+        hint = ""
+        for text, weight in possible_weights(self._batches[0]):
+            if not self._whole_apart(lambda module, w=weight: (_freeze(module), setattr(module, "micro_batch_weight", w)))[0]:
+                hint = f"They agree with `def micro_batch_weight(self, micro_batch): return float({text})`."
+                break
+        return Comparison("whole", dataclasses.replace(self._difference("whole", apart), hint=hint))
+
+    def _whole_apart(self, change: Change = lambda module: None) -> tuple[Apart | None, dict[str, float]]:
+        return self._rounding_apart(self._plain(1, change), self._plain(self.settings.micro_batches, change))
+
+    def _rounding_apart(self, one: tuple[Record, float], many: tuple[Record, float]) -> tuple[Apart | None, dict[str, float]]:
+        """The first difference that is no rounding, and the largest one of each kind."""
+        eps, most, first = max(one[1], many[1]), dict[str, float](), None
+        for key, apart, values in largest_differences(one[0], many[0]):
+            most[key.kind] = max(most.get(key.kind, 0.0), apart)
+            if first is None and apart > eps ** _DIGITS[key.kind]:
+                first = Apart((key,), values)
+        return first, most
+
+    def _plain(self, micro_batches: int, change: Change = lambda module: None, seed: int | None = None) -> tuple[Record, float]:
+        """What a batch gives in so many pieces, and the eps of the coarsest dtype in it."""
+        settings = dataclasses.replace(self.settings, micro_batches=micro_batches, delay=0)
+        strategy = PlainStrategy(settings, self._counts, self._seed, self._device)
+        draws = SameDraws()
+        return self._run(strategy, draws, change, keep=True, seed=seed), draws.eps
+
+    def _run(
+        self, strategy: Strategy, context: AbstractContextManager[Any] | None = None,
+        change: Change = lambda module: None, keep: bool = False, seed: int | None = None,
+    ) -> Record:
+        record, given = Record(keep), dict(self._trainer)
+        module, callbacks = copy.deepcopy((self._module, given.pop("callbacks", [])))
+        change(module)
+        L.seed_everything(self._seed if seed is None else seed, workers=False, verbose=False)
+        trainer = L.Trainer(**{
+            "strategy": strategy, "accelerator": "cpu", "devices": 1, "max_steps": self._updates, "max_epochs": 1, "logger": False,
+            "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+            "limit_val_batches": 0, "num_sanity_val_steps": 0, "callbacks": [record, *callbacks], **given,
+        })
+        with context or nullcontext():
+            trainer.fit(module, _Batches(copy.deepcopy(self._batches), self._updates))
+        return record
+
+    def _note_stages(self, strategy: DelayedGradientStrategy) -> None:
+        session, module = strategy.session, strategy.lightning_module
+        network = network_in(module)
+        assert session.resolved is not None and session.partition is not None and session.stage is not None and network is not None
+        self.settings, self._counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
+        self._stages = {prefix + name: stage for name, stage in stages_of_parameters(network, self._counts).items()}
+        units = iter(session.stage.units)
+        self.layers = [telling([prefix + unit.name for unit in itertools.islice(units, count)]) for count in self._counts]
+
+    def _difference(self, comparison: str, apart: Apart) -> Difference:
+        first = apart.keys[0]
+        return Difference(comparison, first.update, first.kind, first.name, self._stages.get(first.name), apart.values, len(apart.keys) - 1)
+
+
+class _Batches:
+    """Batches as a loader."""
+
+    def __init__(self, batches: Sequence[Any], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(itertools.cycle(self._batches), self._count)
+
+
+def _freeze(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.eval()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Neither log nor warn, and leave random numbers as they were."""
+    states, seeds, disabled = random_states(), {name: os.environ.get(name) for name in _SEEDS}, logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        results = run_in_turns(stages, functools.partial(_run_stage, trial), trial.device)
-    except NonFiniteGradientError as error:
-        raise ConfigurationError(_NOT_FINITE) from error
-    expected = _reference(trial)
-    report = CheckReport(
-        layers_compared=layers_compared,
-        stages=[result.layers for result in results],
-        crossings=[result.crossing for result in results[:-1]],
-        losses=results[-1].losses,
-        differences=_differences(trial, results, expected),
-        whole_batches=_compare_whole_batches(trial),
-        notes=notes_on_hooks(prototype, trial.left_out),
-        beyond_noise=_differences(trial, results, expected, without_noise=True),
-        without_weight=results[-1].without_weight,
-        optimizer_left_out=unseen,
-    )
-    report.judge(expected.losses, tolerance)
-    return report
-
-
-class _StageResult(NamedTuple):
-    """What a stage ended with: its layers, its entries of ``state_dict``, on the last one losses, what it sent, how
-    large its gradients were, and on the last one which mini-batches have no loss, for nothing in them counts."""
-
-    layers: list[str]
-    state: dict[str, Tensor]
-    losses: list[float]
-    crossing: tuple[TensorInfo, ...]
-    largest: dict[str, Tensor]
-    without_weight: list[int]
-
-
-class _WatchedTransport(Transport):
-    """Keeps what it was first given to send on."""
-
-    crossing: tuple[TensorInfo, ...] = ()
-
-    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        self.crossing = self.crossing or header.tensors
-        super().send_activation(header, tensors)
-
-
-def _compare_calls(trial: Trial) -> str:
-    """Compare the model's own forward with its layers applied one after the other, on every micro-batch: it may have
-    branches that few of them take."""
-    said, count = "", 0
-    batches = _distinct(trial)
-    for index, batch in enumerate(batches):
-        module = copy.deepcopy(trial.module)
-        hooks, network = trial.hooks(module), trial.network(module)
-        batch = trial.calls(module).prepared(copy.deepcopy(batch), index)
-        for k, micro_batch in enumerate(trial.pieces(module, batch)):
-            call = ModelCall(network, hooks.model_name)
-            args, kwargs = call.capture(lambda: trial.step(module, micro_batch))  # noqa: B023  (it is called at once)
-            if trial.settings.num_stages > 1:
-                refuse_input_gradients(args, kwargs, hooks.model_name)
-            where = f"micro-batch {k} of batch {index}"
-            said, count = compare_calls(network, args, kwargs, trial.seed, hooks.model_name, where), count + 1
-    return f"{said}, with {count} micro-batches of {len(batches)} batch{'' if len(batches) == 1 else 'es'}"
-
-
-def _distinct(trial: Trial) -> list[Any]:
-    """Batches that come again are looked at once."""
-    return list({id(batch): batch for batch in trial.batches}.values())
-
-
-def _compare_whole_batches(trial: Trial) -> WholeBatches:
-    """On the weights that training starts from."""
-    calls = trial.calls(copy.deepcopy(trial.module))
-    prepared = [calls.prepared(copy.deepcopy(batch), index) for index, batch in enumerate(_distinct(trial))]
-    return compare_whole_batches(trial, prepared)
-
-
-def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult:
-    """Train one stage, as the strategies do."""
-    module, batches = copy.deepcopy(trial.module), copy.deepcopy(trial.batches)
-    network = trial.network(module)
-    counts = choose_partition(network, mesh.stage, mesh.num_stages, trial.settings.partition).counts
-    stage = cut(network, mesh.stage, mesh.num_stages, trial.seed, trial.device, module, counts)
-    hooks = trial.hooks(module)
-    transport = None
-    if mesh.num_stages > 1:
-        limit = trial.settings.max_message_bytes
-        transport = _WatchedTransport(mesh, trial.device, limit, neighbours=neighbours)
-    engine = Engine(stage, mesh, trial.settings, trial.seed, trial.device, hooks, transport=transport)
-    engine.runner.unequal.stop()  # whole batches are compared, which says more
-    with stage.whole_model():
-        optimizer, calls = trial.optimizer(module), trial.calls(module)
-    own = StageOptimizer(optimizer, stage.parameters.values())
-    own.keep_own()
-    largest: dict[str, Tensor] = {}
-
-    def apply(update: Update) -> None:
-        if trial.max_norm is not None:
-            clip_by_norm(engine.weights.parameters.values(), update.message.norm, trial.max_norm)
-        calls.before_step(optimizer)
-        largest_gradients(dict(engine.weights.parameters), largest)
-        own.step(update.hyper_parameters, optimizer.step)
-        calls.end(update.mini_batch)
-
-    engine.updates.apply = apply
-    losses: list[float] = []
-    without_weight: list[int] = []
-    for t, batch in enumerate(batches):
-        batch = calls.prepared(batch, t)
-        calls.start(t)
-        output = engine.run(batch, lambda micro_batch, _: trial.step(module, micro_batch))
-        loss = output.mean_loss(hooks.loss_reduction) if mesh.is_last else None
-        losses.append(float("nan") if loss is None else float(loss))
-        without_weight += [t] if loss is None else []
-        engine.close(own.hyper_parameters())
-        engine.apply_due()
-    engine.drain()
-    engine.release()
-    layers = telling([unit.name for unit in stage.units])
-    crossing = () if transport is None else transport.crossing
-    return _StageResult(layers, stage.state_dict(), losses, crossing, largest, without_weight)
-
-
-class _Expected(NamedTuple):
-    """What a single process ends with: ``state_dict``, losses, and how large its gradients were."""
-
-    state: dict[str, Tensor]
-    losses: list[float]
-    largest: dict[str, Tensor]
-
-
-def _reference(trial: Trial) -> _Expected:
-    """Train the whole model by the plain rule."""
-    module, batches = copy.deepcopy(trial.module), copy.deepcopy(trial.batches)
-    hooks, calls, optimizer = trial.hooks(module), trial.calls(module), trial.optimizer(module)
-    network = trial.network(module)
-    largest: dict[str, Tensor] = {}
-    current = 0
-
-    def mean_loss(micro_batch: Any) -> Tensor:
-        loss = loss_of(trial.step(module, micro_batch))
-        return loss / hooks.micro_batch_weight(micro_batch) if hooks.loss_reduction == "sum" else loss
-
-    def started() -> Iterator[list[Any]]:
-        nonlocal current
-        for current, batch in enumerate(batches):
-            batch = calls.prepared(batch, current)
-            calls.start(current)
-            yield [batch]
-
-    def before(*_: Any) -> None:
-        calls.before_step(optimizer)
-        largest_gradients(dict(network.named_parameters()), largest)
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda *_: calls.end(current))
-    losses = train_reference(
-        network, mean_loss, started(), optimizer,
-        micro_batches=trial.settings.micro_batches, delay=trial.settings.delay, max_norm=trial.max_norm,
-        weight=hooks.micro_batch_weight, split=hooks.split_batch, held=_held_back(trial.settings, network),
-        exact_norm=agrees_first(trial.settings.staleness, trial.settings.slack),
-        synchronous_start=trial.settings.synchronous_start, seed=trial.seed,
-    )  # fmt: skip
-    return _Expected(network.state_dict(), losses, largest)
-
-
-def _held_back(settings: ResolvedSettings, network: nn.Module) -> list[Held]:
-    """Parameters of each stage, and how many micro-batches it holds back; those that hold back all are left out."""
-    units = pipeline_units(network)
-    counts = choose_partition(network, 0, settings.num_stages, settings.partition).counts
-    whole, following = WholeModel.of(units, counts)[0], iter(units)
-    own = [[p for unit in itertools.islice(following, count) for p in unit.module.parameters()] for count in counts]
-    held = [whole.schedule(settings, stage).stage_rule.held for stage in range(settings.num_stages)]
-    return [(parameters, number) for parameters, number in zip(own, held) if number is not None]
-
-
-def _differences(
-    trial: Trial, results: Sequence[_StageResult], expected: _Expected, without_noise: bool = False
-) -> dict[str, float]:
-    """How weights and buffers differ; also without elements whose gradient is nothing but rounding."""
-    initial = trial.network(trial.module).state_dict()
-    scale = max((float(g.max()) for g in expected.largest.values() if g.numel()), default=0.0)
-    differences = {}
-    for result in results:
-        for name, tensor in result.state.items():
-            a, b, start = tensor, expected.state[name], initial[name]
-            if without_noise and name in result.largest and name in expected.largest:
-                loud = is_loud(result.largest[name], expected.largest[name], scale)
-                a, b, start = (t.to(loud.device)[loud] for t in (a, b, start))
-            differences[name] = difference_in_change(a, b, start)
-    return {name: difference for name, difference in differences.items() if difference}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        set_random_states(states)
+        for name, value in seeds.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
