@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.core.cut.units import layer_by_layer, pipeline_units
-from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 Held = tuple[Sequence[nn.Parameter], int]  # parameters of a stage; how many micro-batches it holds back
@@ -124,10 +124,12 @@ class MeanGradient:
     counts: Collected = field(default_factory=Collected)
 
     def mean_loss(self) -> float:
+        """Weighted mean of the losses that are numbers."""
         numbers = [(loss, w) for loss, w in self.losses if not math.isnan(loss)]
         return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
 
     def is_usable(self, skip_nonfinite: bool) -> bool:
+        """Whether there is an update."""
         finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
         if not finite and not skip_nonfinite:
             raise FloatingPointError("a gradient is not finite")
@@ -313,21 +315,22 @@ def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 @contextmanager
 def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
     """Seed the step from k, every unit from (unit, k), and go on with the step's own generator after the model."""
-    state: list[Tensor] = []
-    hooks = [model.register_forward_pre_hook(lambda *_: state.append(torch.get_rng_state()))]
+    state: list[tuple[Tensor, Tensor | None]] = []
+    device = next(model.parameters()).device
+    hooks = [model.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))]
     seeds: dict[nn.Module, list[int]] = {}  # one module may be several units
     for index, unit in enumerate(pipeline_units(model)):
         seeds.setdefault(unit.module, []).append(derive(seed, "layer", index, 0, k))
     for module, in_turn in seeds.items():
         next_seed = itertools.cycle(in_turn).__next__
-        hooks.append(module.register_forward_pre_hook(lambda *_, s=next_seed: torch.manual_seed(s()) and None))
-    hooks.append(model.register_forward_hook(lambda *_: torch.set_rng_state(state.pop())))
-    outside = torch.get_rng_state()
-    torch.manual_seed(derive(seed, "train", 0, k))
+        hooks.append(module.register_forward_pre_hook(lambda *_, s=next_seed: seed_generators(s(), device)))
+    hooks.append(model.register_forward_hook(lambda *_: set_generator_states(state.pop(), device)))
+    outside = generator_states(device)
+    seed_generators(derive(seed, "train", 0, k), device)
     try:
         yield
     finally:
-        torch.set_rng_state(outside)
+        set_generator_states(outside, device)
         for hook in hooks:
             hook.remove()
 

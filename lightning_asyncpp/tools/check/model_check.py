@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
 
 from lightning_asyncpp.core.cut.network import network_in, prefix_of
 from lightning_asyncpp.core.cut.partition_choice import Asked
@@ -25,17 +27,17 @@ from lightning_asyncpp.core.randomness import random_states, set_random_states
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.tools.check.record import Apart, Record, first_difference, largest_differences
-from lightning_asyncpp.tools.check.reference_strategy import PlainStrategy, ReferenceStrategy
+from lightning_asyncpp.tools.check.record import Record, first_difference
+from lightning_asyncpp.tools.check.reference_strategy import ReferenceStrategy
 from lightning_asyncpp.tools.check.report import CheckReport, Comparison, Difference
 from lightning_asyncpp.tools.check.same_draws import SameDraws
-from lightning_asyncpp.tools.check.weights import possible_weights
 from lightning_asyncpp.trainer.strategy import DelayedGradientStrategy
 
-# What is rounding: three quarters of the digits of a dtype for a loss, half of them for a gradient, where terms cancel.
-_DIGITS = {"loss": 0.75, "gradient used": 0.5}
-_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-Change = Callable[[L.LightningModule], None]
+_QUIET: Mapping[str, Any] = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "limit_val_batches": 0, "num_sanity_val_steps": 0, "max_epochs": 1, "devices": 1,
+}  # fmt: skip
+Change = Callable[[L.LightningModule], object]
 
 
 def check_model(
@@ -67,11 +69,8 @@ def check_model(
         module: a LightningModule; it is not changed.
         data: a loader, or a list of batches, which are repeated where there are too few.
         stages: number of stages.
-        micro_batches: as for the strategy.
-        staleness: as for the strategy.
-        slack: as for the strategy.
-        lookahead: as for the strategy.
-        partition: as for the strategy; nothing is measured, numbers of parameters count instead.
+        micro_batches, staleness, slack, lookahead, partition: as for the strategy; nothing is measured, numbers of
+            parameters count instead.
         delay: 0 for ``sync_pipeline``.
         updates: number of updates.
         seed: of the run.
@@ -85,125 +84,99 @@ def check_model(
     if not batches:
         raise ConfigurationError("check_model got no batch: give it a loader or a list with one or more")
     asked = {"stages": stages, "micro_batches": micro_batches, "partition": partition}
-    delayed = {**asked, "delay": 1, "staleness": staleness, "slack": slack, "lookahead": lookahead}
+    delayed = {"staleness": staleness, "slack": slack, "lookahead": lookahead}
     check = _Check(module, batches, updates, seed, trainer)
     with _quietly():
-        comparisons = [check.compare_stages("pieces", {**asked, "delay": 0})]
+        comparisons = [check.compare_stages("pieces", delay=0, **asked)]
         if delay and comparisons[0].difference is None:
-            comparisons.append(check.compare_stages("delayed", delayed))
+            comparisons.append(check.compare_stages("delayed", delay=1, **asked, **delayed))
         comparisons.append(check.compare_whole())
     return CheckReport(check.layers, check.settings.micro_batches, check.losses, comparisons)
 
 
+@dataclass
 class _Check:
-    """Runs Trainers and compares what they recorded.
+    """Runs Trainers and compares what they recorded."""
 
-    Attributes:
-        settings: of the pipeline that ran last.
-        layers: names of those of each stage.
-        losses: of the first pipeline's reference.
-    """
+    module: L.LightningModule
+    batches: Sequence[Any]
+    updates: int
+    seed: int
+    trainer: Mapping[str, Any]
+    settings: ResolvedSettings = field(init=False)
+    layers: list[list[str]] = field(init=False)
+    losses: list[float] = field(default_factory=list)
+    _counts: Sequence[int] = ()
+    _stages: Mapping[str, int] = field(default_factory=dict)
 
-    settings: ResolvedSettings
-
-    def __init__(
-        self, module: L.LightningModule, batches: Sequence[Any], updates: int, seed: int, trainer: Mapping[str, Any]
-    ) -> None:
-        self._module, self._batches, self._updates, self._seed, self._trainer = module, batches, updates, seed, trainer
-        self._device = torch.device("cuda", 0) if trainer.get("accelerator") in ("gpu", "cuda") else torch.device("cpu")
-        self._counts: tuple[int, ...] = ()
-        self._stages: dict[str, int] = {}
-        self.layers: list[list[str]] = []
-        self.losses: list[float] = []
-
-    def compare_stages(self, name: str, arguments: Mapping[str, Any]) -> Comparison:
+    def compare_stages(self, name: str, **arguments: Any) -> Comparison:
         """Compare a pipeline with the reference, to the last bit."""
         strategy = DelayedGradientStrategy(**arguments)
         found = self._run(strategy)
         self._note_stages(strategy)
-        expected = self._run(ReferenceStrategy(self.settings, self._counts, self._seed, self._device))
-        self.losses = self.losses or expected.losses()
-        apart = first_difference(expected, found)
-        return Comparison(name, apart and self._difference(name, apart), "equal to the last bit")
+        expected = self._run(self._reference(self.settings))
+        self.losses = self.losses or expected.losses
+        return Comparison(name, self._placed(name, first_difference(expected, found)), "equal to the last bit")
 
     def compare_whole(self) -> Comparison:
         """Compare whole batches with their microbatches."""
-        apart, most = self._whole_apart()
+        apart = self._apart_from_whole()
         if apart is None:
-            at_most = [f"{most.get(kind, 0.0):.1e} for a {kind}" for kind in _DIGITS]
-            return Comparison("whole", None, f"equal up to rounding: at most {' and '.join(at_most)}")
-        if self._rounding_apart(self._plain(1), self._plain(1, seed=self._seed + 1))[0]:
-            return Comparison("whole", None, "not compared: the step draws permutations, or numbers that are not torch's")
-        if any(isinstance(layer, _BatchNorm) for layer in self._module.modules()) and not self._whole_apart(_freeze)[0]:
-            return Comparison("whole", None, "equal but for BatchNorm, whose statistics are those of a microbatch")
-        hint = ""
-        for text, weight in possible_weights(self._batches[0]):
-            if not self._whole_apart(lambda module, w=weight: (_freeze(module), setattr(module, "micro_batch_weight", w)))[0]:
-                hint = f"They agree with `def micro_batch_weight(self, micro_batch): return float({text})`."
-                break
-        return Comparison("whole", dataclasses.replace(self._difference("whole", apart), hint=hint))
+            return Comparison("whole", remark="losses and gradients are equal up to rounding")
+        if first_difference(self._plain(1)[0], *self._plain(1, seed=self.seed + 1)):
+            return Comparison("whole", remark="not compared: the step draws a permutation, or not with torch")
+        has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
+        if has_batch_norm and self._apart_from_whole(_freeze) is None:
+            return Comparison("whole", remark="equal but for BatchNorm, whose statistics are those of a microbatch")
+        weights = (text for text, weight in _possible_weights(self.batches[0]) if self._is_right(weight))
+        hint = "They agree with `def micro_batch_weight(self, micro_batch): return float({})`."
+        return Comparison("whole", self._placed("whole", apart, next((hint.format(text) for text in weights), "")))
 
-    def _whole_apart(self, change: Change = lambda module: None) -> tuple[Apart | None, dict[str, float]]:
-        return self._rounding_apart(self._plain(1, change), self._plain(self.settings.micro_batches, change))
+    def _is_right(self, weight: Callable[[Any], float]) -> bool:
+        def weigh(module: L.LightningModule) -> None:
+            _freeze(module)
+            module.micro_batch_weight = weight  # type: ignore[assignment]
 
-    def _rounding_apart(self, one: tuple[Record, float], many: tuple[Record, float]) -> tuple[Apart | None, dict[str, float]]:
-        """The first difference that is no rounding, and the largest one of each kind."""
-        eps, most, first = max(one[1], many[1]), dict[str, float](), None
-        for key, apart, values in largest_differences(one[0], many[0]):
-            most[key.kind] = max(most.get(key.kind, 0.0), apart)
-            if first is None and apart > eps ** _DIGITS[key.kind]:
-                first = Apart((key,), values)
-        return first, most
+        return self._apart_from_whole(weigh) is None
 
-    def _plain(self, micro_batches: int, change: Change = lambda module: None, seed: int | None = None) -> tuple[Record, float]:
-        """What a batch gives in so many pieces, and the eps of the coarsest dtype in it."""
-        settings = dataclasses.replace(self.settings, micro_batches=micro_batches, delay=0)
-        strategy = PlainStrategy(settings, self._counts, self._seed, self._device)
-        draws = SameDraws()
-        return self._run(strategy, draws, change, keep=True, seed=seed), draws.eps
+    def _apart_from_whole(self, change: Change = lambda module: None) -> Difference | None:
+        whole, _ = self._plain(1, change)
+        return first_difference(whole, *self._plain(self.settings.micro_batches, change))
 
-    def _run(
-        self, strategy: Strategy, context: AbstractContextManager[Any] | None = None,
-        change: Change = lambda module: None, keep: bool = False, seed: int | None = None,
-    ) -> Record:
-        record, given = Record(keep), dict(self._trainer)
-        module, callbacks = copy.deepcopy((self._module, given.pop("callbacks", [])))
+    def _plain(self, parts: int, change: Change = lambda module: None, seed: int | None = None) -> tuple[Record, float]:
+        """What batches give at the first weights, in so many pieces, and the eps of the coarsest dtype in it."""
+        settings = replace(self.settings, micro_batches=parts, delay=0, staleness="uniform", slack=0)
+        with SameDraws() as draws:
+            return self._run(self._reference(settings, seed, at_first=True), change, keep=True), draws.eps
+
+    def _reference(self, settings: ResolvedSettings, seed: int | None = None, at_first: bool = False) -> Strategy:
+        device = torch.device("cuda", 0) if self.trainer.get("accelerator") in ("gpu", "cuda") else torch.device("cpu")
+        return ReferenceStrategy(settings, self._counts, self.seed if seed is None else seed, device, at_first)
+
+    def _run(self, strategy: Strategy, change: Change = lambda module: None, keep: bool = False) -> Record:
+        record, given = Record(keep), {"accelerator": "cpu", **_QUIET, **self.trainer}
+        callbacks = given.pop("callbacks", None) or []
+        batches = list(itertools.islice(itertools.cycle(self.batches), self.updates))
+        module, callbacks, batches = copy.deepcopy((self.module, callbacks, batches))
         change(module)
-        L.seed_everything(self._seed if seed is None else seed, workers=False, verbose=False)
-        trainer = L.Trainer(**{
-            "strategy": strategy, "accelerator": "cpu", "devices": 1, "max_steps": self._updates, "max_epochs": 1, "logger": False,
-            "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-            "limit_val_batches": 0, "num_sanity_val_steps": 0, "callbacks": [record, *callbacks], **given,
-        })
-        with context or nullcontext():
-            trainer.fit(module, _Batches(copy.deepcopy(self._batches), self._updates))
+        L.seed_everything(getattr(strategy, "seed", self.seed), workers=False, verbose=False)
+        trainer = L.Trainer(strategy=strategy, max_steps=self.updates, callbacks=[record, *callbacks], **given)
+        trainer.fit(module, DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
         return record
 
     def _note_stages(self, strategy: DelayedGradientStrategy) -> None:
         session, module = strategy.session, strategy.lightning_module
         network = network_in(module)
-        assert session.resolved is not None and session.partition is not None and session.stage is not None and network is not None
+        assert session.resolved is not None and session.partition is not None  # noqa: PT018
+        assert session.stage is not None and network is not None and module is not None  # noqa: PT018
         self.settings, self._counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
         self._stages = {prefix + name: stage for name, stage in stages_of_parameters(network, self._counts).items()}
-        units = iter(session.stage.units)
-        self.layers = [telling([prefix + unit.name for unit in itertools.islice(units, count)]) for count in self._counts]
+        units = iter([prefix + unit.name for unit in session.stage.units])
+        self.layers = [telling(list(itertools.islice(units, count))) for count in self._counts]
 
-    def _difference(self, comparison: str, apart: Apart) -> Difference:
-        first = apart.keys[0]
-        return Difference(comparison, first.update, first.kind, first.name, self._stages.get(first.name), apart.values, len(apart.keys) - 1)
-
-
-class _Batches:
-    """Batches as a loader."""
-
-    def __init__(self, batches: Sequence[Any], count: int) -> None:
-        self._batches, self._count = batches, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(itertools.cycle(self._batches), self._count)
+    def _placed(self, comparison: str, apart: Difference | None, hint: str = "") -> Difference | None:
+        stage = self._stages.get(apart.name.partition(" ")[0]) if apart else None
+        return apart and replace(apart, comparison=comparison, stage=stage, hint=hint)
 
 
 def _freeze(module: nn.Module) -> None:
@@ -212,17 +185,25 @@ def _freeze(module: nn.Module) -> None:
             layer.eval()
 
 
+def _possible_weights(batch: Any) -> Iterator[tuple[str, Callable[[Any], float]]]:
+    """Expressions of what a loss may be a mean over, and the functions: labels that count, and what masks leave."""
+    entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
+    keys = [k for k, v in entries.items() if isinstance(v, Tensor)] if isinstance(entries, Mapping) else []
+    for ignored, key, shift in itertools.product((-100, 0), keys, (0, 1)):  # language models shift labels
+        at = (..., slice(shift, None))
+        text = f"(micro_batch[{key!r}]{'[..., 1:]' if shift else ''} != {ignored}).sum()"
+        yield text, lambda m, k=key, i=ignored, at=at: float((m[k][at] != i).sum())  # type: ignore[misc]
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Neither log nor warn, and leave random numbers as they were."""
-    states, seeds, disabled = random_states(), {name: os.environ.get(name) for name in _SEEDS}, logging.root.manager.disable
+    states, disabled = random_states(), logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):  # which gets the seed
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)
         set_random_states(states)
-        for name, value in seeds.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})

@@ -9,18 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp import reference
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.batches.batch_output import BatchOutput, or_nan
 from lightning_asyncpp.core.batches.user_hooks import UserHooks, loss_of
 from lightning_asyncpp.core.cut.materialize import materialize
@@ -40,29 +40,28 @@ class ReferenceStrategy(SingleDeviceStrategy):
         counts: number of layers of each of its stages.
         seed: of the run.
         device: where it trains.
+        at_first: take every gradient at the first weights, without the losses that layers add: a balance of experts is
+            one of each microbatch. With one microbatch batches are not split.
     """
 
     applies_statistics = materializes_stages = True
 
-    def __init__(self, settings: ResolvedSettings, counts: Sequence[int], seed: int, device: torch.device) -> None:
+    def __init__(
+        self, settings: ResolvedSettings, counts: Sequence[int], seed: int, device: torch.device, at_first: bool = False
+    ) -> None:
         super().__init__(device)
-        self.settings, self.counts, self.seed = settings, counts, seed
+        self.settings, self.counts, self.seed, self.at_first = settings, counts, seed, at_first
         self.update = 0
         self._gradient = reference.MeanGradient()
         self._before: reference.Weights = {}
         self._newest: reference.Weights = {}
         self._norm_before = 0.0
-
-    @property
-    def network(self) -> nn.Module:
-        """What the pipeline cuts."""
-        network = network_in(self.lightning_module)
-        assert network is not None
-        return network
+        self._said = Collected()
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
         module: Any = self.lightning_module
+        self.network = cast(Any, network_in(module))
         problems_of_layers(self.network, module.example_input_array, name_in_steps(module))  # finds them
         units = pipeline_units(self.network)
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
@@ -70,7 +69,18 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self.hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.schedules = self._schedules(units)
+        self._collect_losses()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+
+    def _collect_losses(self) -> None:
+        """Keep the losses that layers add from the step, which may add them itself in a plain training."""
+        collection = collecting()
+
+        def begin(*_: Any) -> None:
+            self._said = collection.__enter__()
+
+        self.network.register_forward_pre_hook(begin)
+        self.network.register_forward_hook(lambda *_: collection.__exit__())
 
     def _schedules(self, units: Sequence[Unit]) -> dict[Tensor, Schedule]:
         """What has versions -> the schedule of its stage."""
@@ -92,22 +102,25 @@ class ReferenceStrategy(SingleDeviceStrategy):
             results.append(result)
             weights.append(float(self.hooks.micro_batch_weight(micro_batch)))
             loss = loss_of(result)
-            return loss / weights[-1] if self.hooks.loss_reduction == "sum" else loss
+            loss = loss / weights[-1] if self.hooks.loss_reduction == "sum" else loss
+            return loss + self._said.total_loss() if not self.at_first else loss
 
-        self._gradient = self.gradient_of(batch, step)
+        self._gradient = self._gradient_of(batch, step)
         output = BatchOutput(results, weights)
         loss = or_nan(output.mean_loss(self.hooks.loss_reduction), self.root_device)
         return {**output.beside_loss(), "loss": loss}
 
-    def gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> reference.MeanGradient:
+    def _gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> reference.MeanGradient:
         """Return the gradient of a batch, of which every microbatch runs on the weights that the rule gives it."""
         parts = self.settings.micro_batches
-        self._newest = reference.values_of(self.schedules if self.settings.delay else ())
+        slots = [batch] if self.at_first and parts == 1 else self.hooks.split_batch(batch, parts)
+        if not (self.at_first and self._newest):
+            self._newest = reference.values_of(self.schedules if self.at_first or self.settings.delay else ())
         for parameter in self.parameters:
             parameter.grad = None  # of the update before
         gradient = reference.gradient_of(
-            self.network, {p: p for p in self.parameters}, step, self.hooks.split_batch(batch, parts), self._go_to,
-            self.hooks.micro_batch_weight, self.seed, self.update * parts,
+            self.network, {p: p for p in self.parameters}, step, slots, self._go_to, self.hooks.micro_batch_weight,
+            self.seed, self.update * parts,
         )  # fmt: skip
         reference.load(self._newest)
         return gradient
@@ -128,7 +141,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
-            set_delay({p: self._staleness(p) for p in self.parameters})
+            rules = {p: self.schedules[p].stage_rule for p in self.parameters}
+            parts = self.settings.micro_batches
+            set_delay({p: 0.0 if r.in_start(self.update) else r.staleness(parts) for p, r in rules.items()})
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self._norm_before = self._gradient.norm(self.parameters)
         reference.update_buffers(self.network, self._gradient.counts)
@@ -136,50 +151,15 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self.update += 1
         return result
 
-    def _staleness(self, parameter: Tensor) -> float:
-        rule = self.schedules[parameter].stage_rule
-        return 0.0 if rule.in_start(self.update) else rule.staleness(self.settings.micro_batches)
-
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of the gradient as hooks left it; where a stage steps before it is known, by the last one.
 
         The norm of a gradient that no hook changed is the reference's, which rounds as a pipeline does.
         """
-        raw = {p: self._gradient.mean(p, 0.0, None) for p in self.parameters}
-        grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = self._gradient.norm(self.parameters)
-        if not all(p.grad is g or (p.grad is not None and g is not None and g.equal(p.grad)) for p, g in raw.items()):
+        raw = [g for p in self.parameters if (g := self._gradient.mean(p, 0.0, None)) is not None]
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if len(raw) != len(grads) or not all(map(torch.equal, raw, grads)):
             norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads))
         for p in self.parameters:
             clip_by_norm([p], self._norm_before if self.schedules[p].steps_ahead(self.update) else norm, clip_val)
-
-    @override
-    def teardown(self) -> None:
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        super().teardown()
-
-
-class PlainStrategy(ReferenceStrategy):
-    """Takes every gradient at the first weights, of a whole batch or of its microbatches, to compare the two.
-
-    Losses that layers add are left out: a balance of experts is one of each microbatch.
-    """
-
-    _first: reference.Weights | None = None
-
-    @override
-    def gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> reference.MeanGradient:
-        parts = self.settings.micro_batches
-        self._first = self._first or reference.values_of(self.parameters)
-        reference.load(self._first)
-        gradient = reference.MeanGradient()
-        for piece in [batch] if parts == 1 else self.hooks.split_batch(batch, parts):
-            if piece is None or not (weight := float(self.hooks.micro_batch_weight(piece))):
-                continue
-            with collecting():
-                loss = step(piece)
-            for p, g in zip(self.parameters, torch.autograd.grad(loss * weight, self.parameters, allow_unused=True)):
-                if g is not None:
-                    gradient.sums[p] = gradient.sums[p] + g if p in gradient.sums else g
-            gradient.weight += weight
-        return gradient

@@ -23,7 +23,7 @@ _MEAN = (
 )
 # (comparison, what differs) -> the sentences of the contract that may explain it
 _SENTENCES = {
-    ("pieces", "loss"): (_ARGUMENTS,),
+    ("pieces", "loss"): (_ARGUMENTS, f"{_STEP}: an optimizer that calls its closure again does not fit"),
     ("pieces", "gradient used"): (_ARGUMENTS, f"{_STEP}: a hook sees those of one stage at a time"),
     ("pieces", "value at the end"): ("4. Layers run once per microbatch, in the same order for every batch", _BETWEEN),
     ("delayed", "loss"): (_ARGUMENTS, _BETWEEN),
@@ -42,62 +42,38 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first quantity that differs.
+    """The first quantity that differs; ``values``: what is right, and what was found; of a tensor its norm."""
 
-    Attributes:
-        comparison: ``"pieces"``, ``"delayed"`` or ``"whole"``.
-        update: index of the update.
-        kind: which quantity.
-        name: of the parameter or buffer; empty for a loss.
-        stage: that has it, if one has.
-        values: on the side that is right, and on the other; of a tensor its 2-norm.
-        others: how many more parameters differ in it.
-        hint: what was found to make it right, if anything.
-    """
-
-    comparison: str
     update: int
     kind: str
-    name: str
-    stage: int | None
+    name: str  # of a parameter or buffer
     values: tuple[Any, Any]
-    others: int = 0
-    hint: str = ""
+    others: int  # parameters that differ in it, too
+    comparison: str = ""
+    stage: int | None = None
+    hint: str = ""  # what was found to make it right
 
     def __str__(self) -> str:
         place = f" of {self.name}" if self.name else ""
         place += f" (stage {self.stage})" if self.stage is not None else ""
         more = f"; so do {self.others} more" if self.others else ""
         sentences = _SENTENCES.get((self.comparison, self.kind), (_STEP,))
-        why = self.hint or "May be explained by the contract:\n      " + "\n      ".join(f"{text}." for text in sentences)
+        why = self.hint or "\n      ".join(["May be explained by the contract:", *sentences])
         return f"update {self.update}, {self.kind}{place}: {_both(self.kind, self.values)}{more}\n    {why}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way to train, compared with another.
-
-    Attributes:
-        name: ``"pieces"``, ``"delayed"`` or ``"whole"``.
-        difference: if there is one.
-        remark: how equal they are, or why they were not compared.
-    """
+    """One way to train, compared with another: ``"pieces"``, ``"delayed"`` or ``"whole"``."""
 
     name: str
     difference: Difference | None = None
-    remark: str = ""
+    remark: str = ""  # how equal they are, or why they were not compared
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Whether a pipeline trains a module as one process does.
-
-    Attributes:
-        stages: names of the layers on each stage, the first stage first.
-        micro_batches: number of pieces of a batch.
-        losses: of the first updates, in one process.
-        comparisons: what was compared.
-    """
+    """Whether a pipeline trains a module as one process does; layers on each stage, losses of the first updates."""
 
     stages: Sequence[Sequence[str]]
     micro_batches: int

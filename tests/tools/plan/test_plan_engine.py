@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
@@ -19,7 +20,6 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.core.wire.link import Neighbours
 from lightning_asyncpp.core.wire.transport import Transport
-from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from lightning_asyncpp.tools.plan.fake_tensors import Reading
 from lightning_asyncpp.tools.plan.in_flight import StageSchedule, _Walk
 from lightning_asyncpp.tools.plan.stage_run import Profile
