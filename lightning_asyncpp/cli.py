@@ -40,7 +40,6 @@ _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
     "ablate": "lightning_asyncpp.tools.ablation.ablate",
-    "bench": "lightning_asyncpp.tools.bench.bench",
     "check": "lightning_asyncpp.tools.check.check",
     "checkpoint": "lightning_asyncpp.tools.checkpoint.checkpoint",
     "doctor": "lightning_asyncpp.tools.doctor.doctor",

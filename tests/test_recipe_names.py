@@ -92,7 +92,6 @@ def test_commands_of_lightning_take_names(given: list[str], expected: list[str])
         ["check", "--config", "quikstart"],
         ["plan", "quikstart"],
         ["ablate", "quikstart"],
-        ["bench", "time-to-loss", "--config", "quikstart"],
         ["recipes", "--copy", "quikstart"],
     ],
     ids=lambda arguments: " ".join(arguments[:2]),

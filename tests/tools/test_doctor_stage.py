@@ -23,15 +23,6 @@ SECONDS = {"eager": 0.5, "plain": 0.4, "compiled": 0.3, "bf16": 0.25, "plain-com
 
 def test_a_stage_on_a_gpu_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(given: Task, module: list[str], name: str, result: Path, limit: float = 0.0) -> str:
-        if name == "muon":
-            ours = {
-                "milliseconds": {"median": 2.0},
-                "speed_over_torch": {"median": 1.5},
-                "difference": {"relative": 0.01},
-            }
-            systems = {"ours": ours, "torch": {"milliseconds": {"median": 3.0}}}
-            result.write_text(json.dumps({"systems": systems}))
-            return ""
         if name == "bf16":
             return "exit code 1: it does not compile"
         found = {"seconds": SECONDS[name], "allocated": 4 * 2**30, "reserved": 5 * 2**30, "flops_per_token": 1e9}
@@ -51,7 +42,6 @@ def test_a_stage_on_a_gpu_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert eager.figures["mfu"] == pytest.approx(131072e9 / 989e12, abs=1e-4)
     assert found["waits of the host, eager, bf16-mixed"].status == "warning"
     assert found["memory, planned and real, eager, bf16-mixed"].status == "warning"
-    assert found["Muon's step, beside torch.optim.Muon's"].figures["speed_over_torch"] == 1.5
     assert found["one stage, compiled, bf16-mixed, weight_dtype bf16"].status == "warning"
     assert found["one stage beside a plain loop, eager"].status == "warning"
     assert found["one stage beside a plain loop, compiled"].status == "ok"
@@ -137,12 +127,6 @@ def test_what_is_too_large_or_too_slow_is_not_wrong(
     assert text in finding.text
 
 
-def test_muon_too_is_left_out_where_there_is_no_time(tmp_path: Path) -> None:
-    given = Task("stage", "", str(tmp_path), False, time.time() + 12)
-    stage_speed._compare_muon(given, False, given.findings)
-    assert [finding.status for finding in given.findings.read()] == ["skipped"]
-
-
 def test_a_driver_that_torch_cannot_use_is_out_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = Ended(1, 1.0)
     assert run_row(tmp_path, monkeypatch, ended, "", machine=CPUS)[1]["CUDA_VISIBLE_DEVICES"] == ""
@@ -163,7 +147,7 @@ def test_compiled_code_is_kept_for_the_next_row_unless_it_was_killed(
 
 
 def test_what_quick_leaves_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_measure", "_compare_memory", "_compare_muon"):
+    for name in ("_measure", "_compare_memory"):
         monkeypatch.setattr(stage_speed, name, lambda *_: None)
     given = Task("stage", "", str(tmp_path), True, time.time() + 300)
     with_gpus(1).save(given.machine_file)
@@ -171,21 +155,6 @@ def test_what_quick_leaves_out_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert [finding.title for finding in given.findings.read()] == [
         "one stage, a plain loop, compiled, bf16", "one stage, compiled, bf16-mixed, weight_dtype bf16",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("is_gpu", "status"), [(True, "warning"), (False, "failed")])
-def test_steps_of_muon_that_differ(is_gpu: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(given: Task, module: list[str], name: str, result: Path) -> str:
-        ours = {
-            "milliseconds": {"median": 2.0}, "speed_over_torch": {"median": 1.5}, "difference": {"relative": 0.5},
-        }  # fmt: skip
-        result.write_text(json.dumps({"systems": {"ours": ours, "torch": {"milliseconds": {"median": 3.0}}}}))
-        return ""
-
-    monkeypatch.setattr(stage_speed, "_run", run)
-    given = Task("stage", "", str(tmp_path), False, time.time() + 300)
-    stage_speed._compare_muon(given, is_gpu, given.findings)
-    assert [finding.status for finding in given.findings.read()] == [status]
 
 
 def test_a_stage_that_hangs_leaves_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.recording.clock_offsets import ClockOffset, clock_offset
-from lightning_asyncpp.core.recording.trace import Trace
-from lightning_asyncpp.tools.bench.harness.stage_layers import SleepingLayer, Sleeps
+from research.benchmarks.stages import Meter, SleepingLayer, Sleeps
 from tests.core.cases import DIM
 from tests.core.fake_device import lagging_clock
 from tests.trainer.runs import Net, Run, fit
 
-METER = Trace(-1)
+METER = Meter()
 
 
 class SleepingNet(Net):

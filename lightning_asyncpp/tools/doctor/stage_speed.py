@@ -1,4 +1,4 @@
-"""The last part: one stage of a GPT, trained as users train: speed, waits of the host, memory, and Muon's step."""
+"""The last part: one stage of a GPT, trained as users train: speed, waits of the host, and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.lightning_cli.command import read_configuration
-from lightning_asyncpp.tools.bench.optimizer_contenders import ROUNDING
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.stage_recipe import Row, Size, peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Findings, NoTimeLeftError, Task
@@ -37,7 +36,6 @@ def run(task: Task, findings: Findings) -> None:
     first, *others = rows_of(machine)
     _measure(task, machine, size, first, measured, findings)
     _compare_memory(task, machine, size, first, measured, findings)
-    _compare_muon(task, bool(machine.gpus), findings)
     for row in others:
         if row.is_quick or not task.quick:
             _measure(task, machine, size, row, measured, findings)
@@ -157,34 +155,6 @@ def _planned(recipe: Path, is_gpu: bool) -> int:
     stages = Stages(plan, settings, on_gpu=is_gpu)
     (memory,) = stages.memory(settings.micro_batches, settings.lookahead, plan.batch_size)
     return memory.total
-
-
-def _compare_muon(task: Task, is_gpu: bool, findings: Findings) -> None:
-    """Muon's step and torch's, as ``asyncpp bench optimizer`` compares them."""
-    title = "Muon's step, beside torch.optim.Muon's"
-    with findings.checking(title):
-        result = task.path / "stage-muon.json"
-        sizes = "--vocab 0 --repeats 7 --device cuda" if is_gpu else (
-            "--vocab 0 --repeats 3 --layers 1 --width 128 --heads 4 --kv-heads 2 --mlp 384 --context 16"
-        )  # fmt: skip
-        options = ["--systems", "ours", "torch", "--error-feedback", "false", "--json", str(result)]
-        command = ["lightning_asyncpp", "bench", "optimizer", *sizes.split(), *options]
-        if error := _run(task, command, "muon", result):
-            _say_error(title, error, findings)
-            return
-        systems = json.loads(result.read_text(encoding="utf-8"))["systems"]
-        ours, reference = systems["ours"], systems["torch"]
-        speed, difference = ours["speed_over_torch"]["median"], ours["difference"]
-        figures = {f"{name}_ms": round(one["milliseconds"]["median"], 3) for name, one in (
-            ("ours", ours), ("torch", reference))}  # fmt: skip
-        figures |= {"speed_over_torch": round(speed, 3), "difference": difference["relative"]}
-        text = f"{figures['ours_ms']:g} ms and {figures['torch_ms']:g} ms (ours is {speed:.2f} times as fast)"
-        if difference["relative"] > ROUNDING:
-            text += f"; their steps differ by {difference['relative']:.1%}, more than roundings of bf16"
-            # How much they come to was found on CPUs.
-            findings.add(title, "warning" if is_gpu else "failed", text, figures, "report it with this file")
-        else:
-            findings.add(title, "ok", text, figures)
 
 
 def _compare_loops(name: str, ours: dict[str, Any], plain: dict[str, Any], is_gpu: bool, findings: Findings) -> None:
