@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp.models import GPT, GPTConfig
 from research.benchmarks.options import parse_options
@@ -76,18 +75,7 @@ class Network(Run):
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def batches(self, replica: int = 0) -> list[Batch]:
-        """Every ``replicas``-th sample, as Lightning's sampler deals them."""
-        text = self._text()[replica :: self.replicas]
-        return [(batch[:, :-1], batch[:, 1:]) for batch in text.split(self.micro_batches * self.rows)]
-
-    def loader(self) -> DataLoader[Any]:
-        """All samples, to be collated; Lightning deals them to replicas."""
-        text = self._text()
-        samples = TensorDataset(text[:, :-1], text[:, 1:])
-        return DataLoader(samples, batch_size=self.micro_batches * self.rows)
-
-    def _text(self) -> Tensor:
-        """Consecutive bytes of Python's standard library (samples, context + 1)."""
+        """Consecutive bytes of Python's standard library, every ``replicas``-th sample of (context + 1) of them."""
         samples = self.total_batches * self.replicas * self.micro_batches * self.rows
         count = samples * (self.context + 1)
         text = b""
@@ -95,7 +83,9 @@ class Network(Run):
             if len(text) < count:
                 text += path.read_bytes()
         text *= -(-count // len(text))
-        return torch.frombuffer(bytearray(text[:count]), dtype=torch.uint8).long().view(samples, self.context + 1)
+        tokens = torch.frombuffer(bytearray(text[:count]), dtype=torch.uint8).long().view(samples, self.context + 1)
+        own = tokens[replica :: self.replicas].split(self.micro_batches * self.rows)
+        return [(batch[:, :-1], batch[:, 1:]) for batch in own]
 
 
 def main(argv: Sequence[str]) -> None:

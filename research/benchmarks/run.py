@@ -101,9 +101,9 @@ class Run:
         ]
         return [distinct[index % 4] for index in range(self.total_batches)]
 
-    def loader(self) -> DataLoader[Any]:
+    def loader(self, replica: int) -> DataLoader[Any]:
         """What our strategies get from the user; here batches that are there already, as torch's schedules get."""
-        return DataLoader(self.batches(), batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(self.batches(replica), batch_size=None)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -52,9 +52,9 @@ class Schedule(Run):
         sleeps = Sleeps(self.forward_ms * part, self.backward_ms * part, share, stage, self.jitter, self.seed)
         return SleepingLayer(sleeps, self.width, meter)
 
-    def loader(self) -> DataLoader[Any]:
+    def loader(self, replica: int) -> DataLoader[Any]:
         """Samples to be collated."""
-        inputs, targets = (torch.cat(tensors) for tensors in zip(*self.batches(), strict=True))
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*self.batches(replica), strict=True))
         return DataLoader(TensorDataset(inputs, targets), batch_size=self.micro_batches * self.rows)
 
 

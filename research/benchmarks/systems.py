@@ -106,9 +106,9 @@ def _run_trainer(run: Run, system: str) -> RankRun:
         trainer = L.Trainer(
             **_machine(run), strategy=strategy, callbacks=[clock, *recorders], gradient_clip_val=run.max_norm,
             max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
+            enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
-        trainer.fit(_Module(run, meter), run.loader())
+        trainer.fit(_Module(run, meter), run.loader(dist.get_rank() // run.stages))
     loss = float(trainer.callback_metrics["train_loss"]) if trainer.global_rank == 0 else None
     return RankRun(system, meter.stage, meter.spans, clock.marks, loss)
 

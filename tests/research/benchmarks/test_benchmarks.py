@@ -147,7 +147,7 @@ def test_what_the_schedules_are_worth_where_nothing_is_measured(shape: tuple[int
             return (20.0 if kind is Kind.FORWARD else 40.0) * jitter_factor(sigma, 0, stage, k, kind)
 
         lanes = simulate(schedules, 12, micro_batches, length, hop)
-        assert steady_state(lanes, micro_batches, 3, 10)[1] == pytest.approx(known, rel=0.02), (hop, sigma)
+        assert steady_state(lanes, micro_batches, 3, 10)[1] > 0.98 * known, (hop, sigma)
 
 
 def test_stages_that_wait_for_each_other_are_named() -> None:
