@@ -39,7 +39,10 @@ def simulate(
     while any(todo):
         left = sum(map(len, todo))
         for stage, (actions, lane) in enumerate(zip(todo, lanes, strict=True)):
-            while actions and (source := _source(schedules, stage, actions[0], micro_batches)) in {None, *arrivals}:
+            while actions:
+                source = _source(schedules, stage, actions[0], micro_batches)
+                if source is not None and source not in arrivals:
+                    break
                 kind, index = actions[0].kind, actions.popleft().index
                 ready = arrivals[source] if source else 0.0
                 start = max(ready, lane[-1].end if lane else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,6 @@ from research.benchmarks.report import Spread, describe_machine, print_table
 MUON_LR, ADAMW_LR, DECAY, BETAS = 3e-3, 1e-3, 0.1, (0.9, 0.95)
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
-    "gram": {"newton_schulz_form": "gram"},
     "float32": {"newton_schulz_dtype": "float32"},
 }
 """MuonAdamW, with its options."""
@@ -58,7 +58,7 @@ class OptimizerStep:
     repeats: int = 9
     threads: int = 0
     device: str = "cpu"
-    systems: tuple[str, ...] = ("ours", "gram", "torch", "torch-fused", "pytorch_optimizer")
+    systems: tuple[str, ...] = ("ours", "torch-fused", "pytorch_optimizer")
 
     def make_stage(self) -> nn.Sequential:
         """The same weights whenever it is called."""
@@ -175,7 +175,7 @@ def relative_difference(own: Sequence[Tensor], reference: Sequence[Tensor], star
         sum(float((p.detach() - q.detach()).double().square().sum()) for p, q in zip(one, reference, strict=True))
         for one in (own, start)
     )
-    return (difference / step) ** 0.5
+    return math.sqrt(difference / step)
 
 
 def main(argv: Sequence[str]) -> None:

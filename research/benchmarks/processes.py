@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import socket
@@ -12,17 +13,20 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import start_processes
 
 from research.benchmarks import link
 from research.benchmarks.run import RankRun, Run
 from research.benchmarks.systems import run_system
 
+R = TypeVar("R", bound=Run)
 
-def measure(run: Run) -> tuple[Run, dict[str, list[list[RankRun]]]]:
+
+def measure(run: R) -> tuple[R, dict[str, list[list[RankRun]]]]:
     """Run all systems in new processes; how far they are goes to standard error.
 
     Returns:
@@ -33,7 +37,7 @@ def measure(run: Run) -> tuple[Run, dict[str, list[list[RankRun]]]]:
         for line in hosts.facts:
             print(line, file=sys.stderr, flush=True)
         arguments = run, Path(name), hosts, _free_port()
-        multiprocessing.start_processes(_work, arguments, run.processes, start_method="forkserver")
+        start_processes(_work, arguments, run.processes, start_method="forkserver")
         ranks = [pickle.loads(Path(name, str(rank)).read_bytes()) for rank in range(run.processes)]
     runs: dict[str, list[list[RankRun]]] = {system: [] for system in run.systems}
     for of_ranks in zip(*(of_rank for _, of_rank in ranks), strict=True):

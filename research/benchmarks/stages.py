@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lightning_asyncpp.core.schedule import Kind
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """A forward, backward or update of a stage: of which micro-batch (or mini-batch), and when."""
 
     kind: Kind

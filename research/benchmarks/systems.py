@@ -165,8 +165,12 @@ def _run_floor(run: Run, system: str) -> RankRun:
 def _run_schedule(run: Run, system: str) -> RankRun:
     """One of torch's schedules in a plain loop; replicas reduce their gradients after the flush."""
     replica, stage = divmod(dist.get_rank(), run.stages)
-    pipelines = [dist.new_group([r * run.stages + s for s in range(run.stages)]) for r in range(run.replicas)]
-    reductions = [dist.new_group([r * run.stages + s for r in range(run.replicas)]) for s in range(run.stages)]
+    pipelines: list[Any] = [
+        dist.new_group([r * run.stages + s for s in range(run.stages)]) for r in range(run.replicas)
+    ]
+    reductions: list[Any] = [
+        dist.new_group([r * run.stages + s for r in range(run.replicas)]) for s in range(run.stages)
+    ]
     meter, marks, losses = Meter(), [], list[Tensor]()
     indices = chunks_of(system, stage, run.stages)
     count = run.stages * len(indices)

@@ -23,7 +23,6 @@ from research.benchmarks.report import Spread, describe_machine, print_table
 
 ROOT = Path(__file__).parents[2]
 _SYNC, _ASYNC = "lightning_asyncpp.SyncPipelineStrategy", "lightning_asyncpp.AsyncPipelineStrategy"
-_START_SHARE = 0.2  # of the updates
 Curve: TypeAlias = Sequence[tuple[int, float, float]]
 """Validations of a run in their order: step, seconds of training, loss."""
 
@@ -39,7 +38,7 @@ class TimeToLoss:
 
     Attributes:
         config: recipe of `asyncpp fit`.
-        systems: besides sync; async, async+2bw, async+2bw+start (a fifth of the updates without delay), async+slack1.
+        systems: besides sync; async, async+2bw, async+slack1.
         targets: losses; 0: found among those that all runs reached.
         json: file for the curves.
     """
@@ -115,10 +114,8 @@ def common_targets(curves: Sequence[Curve], count: int = 4) -> list[float]:
 def overrides(options: TimeToLoss, system: str, seed: int, folder: Path) -> dict[str, Any]:
     """What a training sets besides the recipe: the same for all systems but for the strategy."""
     arguments: dict[str, Any] = {"micro_batches": options.micro_batches}
-    if system.startswith("async+2bw"):
+    if system == "async+2bw":
         arguments["staleness"] = "uniform"
-    if system.endswith("+start"):
-        arguments["synchronous_start"] = round(_START_SHARE * options.steps)
     if system == "async+slack1":
         arguments["slack"] = 1
     clock = {"class_path": f"{__name__}.LossClock", "init_args": {"file": str(folder / "curve.json")}}
