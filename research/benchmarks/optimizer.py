@@ -25,9 +25,7 @@ OURS: dict[str, dict[str, Any]] = {
     "float32": {"newton_schulz_dtype": "float32"},
 }
 """MuonAdamW, with its options."""
-TOKENS = (2**12, 2**14, 2**16, 2**19)
-"""Per update, for the share that Error Feedback has in a training step."""
-_FEEDBACK, _WORK = "feedback", "work"
+_FEEDBACK = "feedback"
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class OptimizerStep:
     Attributes:
         layers, width, heads, kv_heads, mlp: of the transformer blocks.
         vocab: rows of the embedding on the stage; 0: a stage in the middle.
-        context: tokens of the sequence whose forward and backward are timed, in bfloat16.
         repeats: how often every system steps.
         threads: of torch; 0: as many as it takes by itself.
         systems: what is compared with torch's Muon and AdamW; pytorch_optimizer has to be installed.
@@ -54,7 +51,6 @@ class OptimizerStep:
     kv_heads: int = 5
     mlp: int = 2560
     vocab: int = 49152
-    context: int = 512
     repeats: int = 9
     threads: int = 0
     device: str = "cpu"
@@ -64,7 +60,7 @@ class OptimizerStep:
         """The same weights whenever it is called."""
         torch.manual_seed(0)
         config = GPTConfig(
-            vocab_size=max(1, self.vocab), context_length=self.context, num_layers=self.layers, dim=self.width,
+            vocab_size=max(1, self.vocab), context_length=128, num_layers=self.layers, dim=self.width,
             num_heads=self.heads, num_kv_heads=self.kv_heads, mlp_dim=self.mlp,
         )  # fmt: skip
         embedding, *blocks, _ = GPT(config).pipeline_layers()
@@ -94,13 +90,13 @@ def make_optimizers(system: str, stage: nn.Module) -> Sequence[Optimizer]:
     Raises:
         ValueError: there is no such system.
     """
-    ours = MuonAdamW(
-        stage.named_parameters(), lr=MUON_LR, adamw_lr=ADAMW_LR, weight_decay=DECAY, adamw_betas=BETAS,
-        **OURS.get(system, {}),
-    )  # fmt: skip
     if system in OURS:
-        return [ours]
-    matrices, others = (group["params"] for group in ours.param_groups)
+        named, options = stage.named_parameters(), {"lr": MUON_LR, "adamw_lr": ADAMW_LR, "weight_decay": DECAY}
+        return [MuonAdamW(named, **options, adamw_betas=BETAS, **OURS[system])]
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, p in stage.named_parameters():
+        (matrices if p.ndim == 2 and "embedding" not in name else others).append(p)
     if system == "pytorch_optimizer":
         from pytorch_optimizer import Muon
 
@@ -133,20 +129,6 @@ def feedback_alone(stage: nn.Module) -> Callable[[], None]:
             feedback.step()
 
     return step
-
-
-def training_work(options: OptimizerStep, stage: nn.Sequential) -> Callable[[], None]:
-    """Forward and backward of one sequence through the stage."""
-    shape = 1, options.context
-    states = torch.randn(*shape, options.width, device=options.device, requires_grad=True)
-    inputs = torch.zeros(shape, dtype=torch.int64, device=options.device) if options.vocab else states
-
-    def work() -> None:
-        with torch.autocast(options.device, torch.bfloat16):
-            output = stage(inputs)
-        output.backward(states.detach().to(output.dtype))
-
-    return work
 
 
 def take_turns(actions: Mapping[str, Callable[[], None]], repeats: int, device: str) -> dict[str, list[float]]:
@@ -195,15 +177,15 @@ def main(argv: Sequence[str]) -> None:
             actions[system]()
     start, reference = (list(stage.parameters()) for stage in (options.make_stage(), stages["torch"]))
     differences = {s: relative_difference(list(stages[s].parameters()), reference, start) for s in systems}
-    stage = options.make_stage()
-    actions |= {_FEEDBACK: feedback_alone(stage), _WORK: training_work(options, stage)}
+    actions[_FEEDBACK] = feedback_alone(options.make_stage())
     times = take_turns(actions, options.repeats, options.device)
     rows = []
     for system in systems:
         speed = [base / own for base, own in zip(times["torch"], times[system], strict=True)]
         rows.append([system, _milliseconds(times[system]), Spread.of(speed).text(2), f"{differences[system]:.1e}"])
     print_table(["system", "ms per step", "speed over torch", "difference from torch, of the step"], rows)
-    _print_feedback(times, options)
+    added, step = (statistics.median(times[name]) for name in (_FEEDBACK, systems[1]))
+    print(f"Error Feedback adds {_milliseconds(times[_FEEDBACK])} ms, {added / step:.1%} of the step of {systems[1]}.")
     print(f"{torch.get_num_threads()} threads, {options.device}; {describe_machine()}")
 
 
@@ -214,11 +196,3 @@ def _step_all(optimizers: Sequence[Optimizer]) -> None:
 
 def _milliseconds(seconds: Sequence[float]) -> str:
     return Spread.of([value * 1e3 for value in seconds]).text(1)
-
-
-def _print_feedback(times: Mapping[str, Sequence[float]], options: OptimizerStep) -> None:
-    system = "ours" if "ours" in times else "torch"
-    added, work, step = (statistics.median(times[name]) for name in (_FEEDBACK, _WORK, system))
-    shares = ", ".join(f"{added / (step + t * work / options.context):.2%} at {t}" for t in TOKENS)
-    print(f"Error Feedback adds {_milliseconds(times[_FEEDBACK])} ms, {added / step:.1%} of the step of {system}.")
-    print(f"Of a training step, by tokens per update: {shares}.")

@@ -46,7 +46,7 @@ class Figures:
     Attributes:
         milliseconds: per mini-batch in the steady state, without warm-up and the last mini-batch; of the slowest rank.
         utilisation: share of that time inside forwards and backwards, on the busiest stage; empty if not recorded.
-        losses: of the last mini-batch of the first replica; empty where none is computed.
+        losses: of the last mini-batch, the mean over replicas; empty where none is computed.
     """
 
     milliseconds: list[float]
@@ -65,7 +65,7 @@ class Figures:
                 shares = [busy_share(rank.spans, rank.marks[first], rank.marks[last]) for rank in ranks]
                 figures.utilisation.append(max(shares))
             if losses := [rank.loss for rank in ranks if rank.loss is not None]:
-                figures.losses.append(losses[0])
+                figures.losses.append(statistics.fmean(losses))
         return figures
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,17 +123,8 @@ def run_method(
     noise: Array | None = None,
 ) -> Run:
     """:func:`train` with the delay, share, strength and momentum of ``method``."""
-    return train(
-        gradient,
-        start,
-        method.rule(map_momentum),
-        lr=lr,
-        updates=updates,
-        delay=method.delay,
-        strength=method.strength,
-        phi=method.phi,
-        noise=noise,
-    )
+    options: dict[str, Any] = {"delay": method.delay, "strength": method.strength, "phi": method.phi, "noise": noise}
+    return train(gradient, start, method.rule(map_momentum), lr=lr, updates=updates, **options)
 
 
 def polar(m: Array) -> Array:

@@ -164,7 +164,7 @@ def nesterov_feedback_limit(beta: float, strength: float, phi: float = 1.0) -> f
     roots = margin.roots()
     positive = roots.real[(np.abs(roots.imag) < 1e-9) & (roots.real > 0)]
     alternating = _alternating_limit(beta, (1 + 2 * beta) * (1 + 2 * strength), phi)
-    return min([*positive.tolist(), alternating])
+    return float(min([*positive.tolist(), alternating]))
 
 
 def _alternating_limit(beta: float, numerator_there: float, phi: float) -> float:

@@ -83,7 +83,7 @@ def test_a_link_between_two_hosts_has_its_latency(tmp_path: Path) -> None:
 
 
 def test_optimizer_compares_steps(tmp_path: Path) -> None:
-    sizes = ["--layers", "1", "--width", "32", "--heads", "4", "--kv-heads", "2", "--mlp", "96", "--context", "8"]
+    sizes = ["--layers", "1", "--width", "32", "--heads", "4", "--kv-heads", "2", "--mlp", "96"]
     systems = ["--systems", "ours", "torch-fused", "--repeats", "2", "--threads", "1", "--vocab", "20"]
     printed = run_command(["optimizer", *sizes, *systems], tmp_path)
     rows = {row.split(" | ")[0].strip("| "): row for row in printed.splitlines() if row.startswith("|")}
@@ -178,6 +178,6 @@ def test_figures_leave_out_the_warm_up_and_the_last_mini_batch() -> None:
     run = Run(stages=1, warm_up=1, mini_batches=2, repeats=1)
     spans = [Span(Kind.FORWARD, 0, 0.0, 1.5), Span(Kind.BACKWARD, 0, 2.0, 2.5)]
     ranks = [RankRun("x", 0, spans, [1.0, 2.0, 3.0, 9.0], 0.5), RankRun("x", 0, spans, [1.0, 2.0, 3.0, 9.0], 1.5)]
-    assert Figures.of(run, [ranks]) == Figures([1000.0], [0.5], [0.5])
+    assert Figures.of(run, [ranks]) == Figures([1000.0], [0.5], [1.0])
     assert busy_share(spans, 1.0, 2.0) == 0.5
     assert Spread.of([3.0, 1.0, 2.0]).text(1) == "2.0 [1.0-3.0]"
