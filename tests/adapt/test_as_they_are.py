@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy
+from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy
+from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

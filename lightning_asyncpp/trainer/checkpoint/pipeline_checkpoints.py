@@ -250,7 +250,8 @@ class PipelineCheckpoints(TrainerCheckpoints):
                 f"data_parallel_size={mesh.num_replicas}, and the checkpoint was written with {replicas}: replicas read"
                 " other parts of the data"
             )
-        own = state[PROGRESS][rank_to_follow(mesh, state)]
+        of_ranks = state[PROGRESS]  # one, if all stages were in one process
+        own = of_ranks[rank_to_follow(mesh, state) if len(of_ranks) > 1 else 0]
         self.progress.resume(own, content["loops"]["fit_loop"], changes)
         self.superseded.begin(state.get(SUPERSEDED))
 
