@@ -93,7 +93,8 @@ class Training:
             _checkpoint_units(self.stage)
         hooks = UserHooks(micro_batch_weight=case.weight, forward_context=case.context)
         self.engine: Engine = session.start(hooks, device, training=True)
-        self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
+        with self.stage.whole_model():
+            self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
         self.scheduler = case.make_scheduler(self.optimizer)
         session.attach(self.optimizer, self._step)
 
@@ -124,14 +125,14 @@ class Training:
         saved = {
             "weights": state.gather_model_state(self.session, self.stage.state_dict()),
             "pipeline": state.gather_pipeline_state(self.session),
-            "optimizer": state.gather_optimizer_state(self.session, self.optimizer),
+            "optimizer": state.gather_optimizer_state(self.session),
         }  # fmt: skip
         saved = self._from_first_rank(saved)
         self.session.finish()
         other = Training(self.case, self.mesh, self.local_stages)
         other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
         state.load_pipeline_state(other.session, saved["pipeline"])
-        state.load_optimizer_state(other.session, other.optimizer, saved["optimizer"])
+        state.load_optimizer_state(other.session, saved["optimizer"], saved["pipeline"])
         if other.scheduler is not None and self.scheduler is not None:
             other.scheduler.load_state_dict(self.scheduler.state_dict())
         other.losses, other.norms, other.statistics = self.losses, self.norms, self.statistics
@@ -151,7 +152,7 @@ class Training:
         }  # fmt: skip
 
     def _step(self, update: Update) -> None:
-        assert update.ticket.note == update.mini_batch
+        assert update.note == update.mini_batch
         if self.case.max_norm is not None:
             self.session.clip(self.case.max_norm)
         self.optimizer.step()

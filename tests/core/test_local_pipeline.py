@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
-from lightning_asyncpp.core.cut.partition import Partition
-from lightning_asyncpp.core.local_session import LocalSession
-from lightning_asyncpp.core.settings import PipelineSettings
 from tests.core.cases import Case
 from tests.core.compare import (
     assert_same_losses,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
+from lightning_asyncpp.core.stage_optimizer import HyperParameters
 from lightning_asyncpp.core.updates.control_message import (
     ControlChain,
     ControlMessage,
@@ -23,7 +25,6 @@ from lightning_asyncpp.core.updates.control_message import (
     StopFlags,
 )
 from lightning_asyncpp.core.updates.reduction import Gradients, Reduction
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.errors import lost_peers
 
@@ -44,7 +45,8 @@ class MiniBatch:
         end: one past its last micro-batch; None while more may come (gradient accumulation).
         weight: sum of the micro-batches' weights so far.
         counted: what this stage's layers counted in its micro-batches.
-        ticket: what was set for its update, once it is closed.
+        hyper_parameters: of every group of the optimizer, for its update, once it is closed.
+        note: what the strategy wants to know at its update.
         payload: this replica's attachment to the control message, of the same length on all ranks.
         layout: of its control message, once it is closed.
         exchange: of the control messages, once it is closed; None in a world of one rank.
@@ -61,7 +63,8 @@ class MiniBatch:
     end: int | None = None
     weight: float = 0.0
     counted: Collected = field(default_factory=Collected)
-    ticket: Ticket = field(default_factory=Ticket)
+    hyper_parameters: HyperParameters = field(default_factory=list)
+    note: Any = None
     payload: Payload = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     layout: MessageLayout = field(init=False)
     exchange: ControlSum | None = None
@@ -78,16 +81,15 @@ class MiniBatch:
     _squares: float = 0.0
     _message: Tensor | None = None
 
-    def close(self, end: int, ticket: Ticket, payload: Payload | None, num_statistics: int) -> None:
+    def close(self, end: int, num_statistics: int, payload: Payload | None = None) -> None:
         """No further batch shares the update.
 
         Args:
             end: one past the last micro-batch.
-            ticket: what was set for the update.
-            payload: what the control message carries; None: nothing.
             num_statistics: how many numbers the counts of all layers are.
+            payload: what the control message carries; None: nothing.
         """
-        self.end, self.ticket = end, ticket
+        self.end = end
         if payload is not None:
             self.payload = payload
         self.layout = MessageLayout(self.mesh, num_statistics, self.payload)
@@ -247,14 +249,16 @@ class Update:
 
     Attributes:
         mini_batch: t, of the gradient; the update makes W_{t+1}.
-        ticket: what was set for mini-batch t.
+        hyper_parameters: of every group of the optimizer, as they were set for mini-batch t.
+        note: what the strategy gave to mini-batch t.
         message: what all ranks agreed on.
         weights_before: parameter -> W_t, alive as the older version; None without a delay.
         staleness: how many updates old the gradient of this stage is, phi.
     """
 
     mini_batch: int
-    ticket: Ticket
+    hyper_parameters: HyperParameters
+    note: Any
     message: ControlMessage
-    weights_before: dict[nn.Parameter, Tensor] | None
+    weights_before: dict[nn.Parameter, Tensor] | None = None
     staleness: float = 0

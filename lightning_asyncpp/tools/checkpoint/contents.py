@@ -15,7 +15,6 @@ from lightning_asyncpp.core.batches import tree
 from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
 from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER
 from lightning_asyncpp.core.manifest import MANIFEST, Manifest
-from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.storage.limits import dense_parts
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.opened import opened
@@ -129,7 +128,7 @@ def _is_model(state: Mapping[str, Any]) -> bool:
 def _optimizers(value: Any) -> Iterator[Mapping[str, Any]]:
     """The optimizer states in an entry: itself, or those in a list."""
     for state in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(state, Mapping) and "state" in state and ("param_groups" in state or BY_PARAMETER in state):
+        if isinstance(state, Mapping) and "state" in state and "param_groups" in state:
             yield state
 
 
