@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lightning_asyncpp.tools.bench import parsers as bench
-from lightning_asyncpp.tools.doctor.parts import PARTS
 from lightning_asyncpp.tools.plan.devices import DEVICES
 from lightning_asyncpp.tools.saved import parsers as saved
 from lightning_asyncpp.tools.subcommands import chosen
@@ -120,23 +119,15 @@ def _checkpoint_parser(command: str, description: str) -> ToolParser:
     return parser
 
 
-def doctor_parser() -> KnownPartParser:
+def doctor_parser() -> ToolParser:
     """Of ``asyncpp doctor``."""
-    parser = KnownPartParser(
-        "asyncpp doctor",
-        description="Examine this installation, with GPUs or without: versions and settings; whether small pipelines"
-        " train what one process trains, on the route that tensors take here; hardware queues; and how fast one stage"
-        " is. Every part runs in processes of its own and is stopped when its time is over; all take at most ten"
-        " minutes. Ends with code 1 if something failed.",
-        allow_abbrev=False,
-    )
-    names = [part.name for part in PARTS]
-    parser.add_argument("--quick", action="store_true", help="as little as says something: some two minutes")
-    parser.add_argument(
-        "--parts", nargs="+", default=names, metavar="PART",
-        help=f"which, of {', '.join(names)} (default: all); the first one always runs",
+    parser = ToolParser(
+        allow_abbrev=False, prog="asyncpp doctor",
+        description="Examine this installation: versions, devices, the link between two of them, and a training of two"
+        " stages (on GPUs over NCCL if there are two, else over gloo) that is compared with the reference. Ends with"
+        " code 1 if that fails or differs.",
     )  # fmt: skip
-    parser.add_argument("--output", default="doctor", metavar="FOLDER", help="of the report (default: doctor)")
+    parser.add_argument("--timeout", type=PositiveInt, default=300, help="seconds that the training may take")
     return parser
 
 

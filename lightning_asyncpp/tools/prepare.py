@@ -27,7 +27,11 @@ _LINES = (".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".zst")
 _TEXT = (".txt", ".md")
 ENDINGS = (".parquet", *_LINES, *(line + packed for line in _LINES for packed in _COMPRESSED), *_TEXT)
-_PIECES, _LEAST_BYTES, _MOST_BYTES = 200, 2**16, 2**24  # a file of lines is cut into about so many pieces of such a size
+_PIECES, _LEAST_BYTES, _MOST_BYTES = (
+    200,
+    2**16,
+    2**24,
+)  # a file of lines is cut into about so many pieces of such a size
 _REQUEST = ".prepared.json"
 _GROUP = 256  # documents that are encoded at a time
 
