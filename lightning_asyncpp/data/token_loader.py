@@ -15,7 +15,7 @@ from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import replica_environment, use_replica
 
 if TYPE_CHECKING:
-    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata import StreamingDataLoader
 
 
 def token_loader(

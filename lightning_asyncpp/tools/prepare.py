@@ -21,6 +21,7 @@ from lightning_asyncpp.data.corpus import Named, split
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, INDEX, finish_token_dataset, joined
 from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_definition
+from lightning_asyncpp.optional_packages import optional_package
 from lightning_asyncpp.tools.parsers import prepare_parser
 
 _LINES = (".jsonl", ".ndjson")
@@ -118,10 +119,8 @@ def find_pieces(source: str, text_key: str) -> list[Piece]:
 def _pieces_of(system: Any, text_key: str, path: str) -> list[Piece]:
     url, name = system.unstrip_protocol(path), os.path.basename(path)
     if path.endswith(".parquet"):
-        import pyarrow.parquet
-
         with system.open(path) as file:
-            opened = pyarrow.parquet.ParquetFile(file)
+            opened = _parquet().ParquetFile(file)
             columns = opened.schema_arrow.names
             if text_key not in columns:
                 raise DataError(f"{path} has no column {text_key!r}. Give --text-key, one of {', '.join(columns)}")
@@ -138,9 +137,7 @@ def read_documents(piece: Piece, text_key: str) -> Iterator[str]:
     kind = piece.url.removesuffix(".gz").removesuffix(".zst")
     with fsspec.open(piece.url, "rb", compression="infer") as file:
         if kind.endswith(".parquet"):
-            import pyarrow.parquet
-
-            table = pyarrow.parquet.ParquetFile(file).read_row_group(piece.start, columns=[text_key])
+            table = _parquet().ParquetFile(file).read_row_group(piece.start, columns=[text_key])
             yield from filter(None, table.column(0).to_pylist())
         elif kind.endswith(_LINES):
             if piece.start:
@@ -151,6 +148,10 @@ def read_documents(piece: Piece, text_key: str) -> Iterator[str]:
                     yield text
         else:
             yield file.read().decode()
+
+
+def _parquet() -> Any:
+    return optional_package("pyarrow.parquet", "reading parquet files")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ PACKAGES = ("lightning-asyncpp", "torch", "lightning", "torchmetrics", "litdata"
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
 """Environment variables that a report shows begin so."""
 _LOG_LINES = 25
+_TRIAL = "lightning_asyncpp.tools.doctor.trial"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,7 +50,7 @@ def run_trial(limit: float) -> tuple[Found | None, str]:
     """Run the trial in processes of its own, which may hang; return what it found, if it did, and its log."""
     with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-") as folder:
         result, log = Path(folder) / "found.json", Path(folder) / "log"
-        command = [sys.executable, "-X", "faulthandler", "-m", "lightning_asyncpp.tools.doctor.trial", str(result)]
+        command = [sys.executable, "-X", "faulthandler", "-m", _TRIAL, str(result)]
         with log.open("wb") as output:
             trial = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             try:
