@@ -49,7 +49,7 @@ TOOLS = {
     "generate": "lightning_asyncpp.tools.saved.generate",
     "import": "lightning_asyncpp.tools.saved.importing",
     "plan": "lightning_asyncpp.tools.plan.plan",
-    "prepare": "lightning_asyncpp.tools.prepare.prepare",
+    "prepare": "lightning_asyncpp.tools.prepare",
     "recipes": "lightning_asyncpp.tools.recipes",
     "trace": "lightning_asyncpp.tools.trace.trace",
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_asyncpp.data.digests import digest, ends_of, evenly
 from lightning_asyncpp.data.replica import classes_of_litdata
-from lightning_asyncpp.data.token_dataset import INDEX, METADATA
+from lightning_asyncpp.data.token_dataset import INDEX
 
 _CHUNKS, _END_BYTES = 16, 4 * 2**10
 Identity = dict[str, "str | int | float | bool | None"]
@@ -35,14 +35,13 @@ def stream_identity(dataset: Any, num_workers: int) -> Identity:
 def stream_contents(dataset: Any) -> Identity:
     """What a ``StreamingDataset`` holds, as far as it can be known without traffic.
 
-    ``tokens``: tokenizer and checksums of what was prepared from text; ``index``: of its chunks; ``part``: which part
-    is read; ``chunks``: the ends of some of them, if they lie here; ``url``: where nothing else is known.
+    ``index``: of its chunks; ``part``: which part is read; ``chunks``: the ends of some of them, if they lie here;
+    ``url``: where nothing else is known.
     """
     url = dataset.input_dir.url
     folder = None if dataset.input_dir.path is None else Path(dataset.input_dir.path)
     index = None if folder is None else _read(folder / INDEX)
     return {
-        "tokens": None if folder is None or url is not None else tokens_of(folder),
         "index": None if index is None else _of_index(index),
         "part": None if index is None else _part(dataset, index),
         "chunks": None if index is None or folder is None or url is not None else _of_chunks(folder, index),
@@ -56,20 +55,9 @@ def same_stream(dataset: Any, path: str) -> bool | None:
     if index is None:
         return None
     own = stream_contents(dataset)
-    there = {"tokens": tokens_of(Path(path)), "index": _of_index(index), "chunks": _of_chunks(Path(path), index)}
+    there = {"index": _of_index(index), "chunks": _of_chunks(Path(path), index)}
     known = [(value, own[name]) for name, value in there.items() if None not in (value, own[name])]
     return bool(known) and all(a == b for a, b in known)
-
-
-def tokens_of(split: Path) -> str | None:
-    """Digest of the tokenizer and the checksums of a split that was prepared from text; ``None`` without checksums."""
-    metadata = _read(split.parent / METADATA)
-    checksums = None if metadata is None else metadata.get("checksums")
-    if metadata is None or not isinstance(checksums, dict):
-        return None
-    # Not of the index, which says when it was written.
-    own = {name: value for name, value in checksums.items() if name.startswith(f"{split.name}/chunk")}
-    return digest([json.dumps([metadata.get("tokenizer"), own], sort_keys=True).encode()]) if own else None
 
 
 def _order(dataset: Any) -> Identity:

@@ -17,9 +17,9 @@ from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 IDENTITY = "identity"
 """Entry of a loader's state in a checkpoint: what :func:`loader_identity` returned."""
 Plain = str | int | float | bool | None
-HELD = ("contents", "files", "tokens", "index")
+HELD = ("contents", "files", "index")
 """What of it says what the data is, wherever it lies."""
-_SAME_PLACES = {"contents", "files", "tokens", "chunks"}  # the order of the epoch is what it was
+_SAME_PLACES = {"contents", "files", "chunks"}  # the order of the epoch is what it was
 _ELASTIC = RequirementCache("litdata>=0.2.69")
 """Deals out the rest of an epoch anew to batches of another size, or to another number of workers."""
 _PLAIN_BATCHES = ("BatchSampler",)  # torch's and torchdata's
