@@ -8,12 +8,8 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.optim import (
-    DelayCompensation,
     ErrorFeedback,
-    GradientExtrapolation,
-    LearningRateDiscount,
     MuonAdamW,
-    NesterovLookAhead,
     WeightPrediction,
 )
 
@@ -65,56 +61,6 @@ def predict(base, params, steps, delay, horizon=None, ahead=0.0):
     return weights
 
 
-def look_ahead(base, params, steps, delay, momentum=0.99, momentum_decay=0.004):
-    def c(t):
-        return momentum * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-
-    weights = [p.detach().clone() for p in params.values()]
-    y = weights
-    for t in steps:
-        u = base_step(base, params, weights, gradients(weights, t))
-        following = [w - (1 - c(t + 1)) * a for w, a in zip(weights, u)]
-        weights = [a + c(t + 2) * (a - b) for a, b in zip(following, y)]
-        y = following
-    return weights
-
-
-def discount(base, params, steps, delay, anneal_steps, staleness=None):
-    weights = [p.detach().clone() for p in params.values()]
-    for t in steps:
-        u = base_step(base, params, weights, gradients(weights, t))
-        power = 1 - min(t / anneal_steps, 1)
-        weights = [w - a / (delay if staleness is None else staleness) ** power for w, a in zip(weights, u)]
-    return weights
-
-
-def compensate(base, params, steps, delay, strength=0.04, adaptive=False, decay=0.95):
-    weights = [p.detach().clone() for p in params.values()]
-    history, q = [weights], [torch.zeros_like(w) for w in weights]
-    for t in steps:
-        g = gradients(weights, t)
-        q = [decay * a + (1 - decay) * b * b for a, b in zip(q, g)]
-        k = [strength / (a + 1e-7).sqrt() if adaptive else strength for a in q]
-        older = history[max(t - delay, 0)]
-        g = [a + b * a * a * (w - o) for a, b, w, o in zip(g, k, weights, older)]
-        u = base_step(base, params, weights, g)
-        weights = [w - a for w, a in zip(weights, u)]
-        history.append(weights)
-    return weights
-
-
-def extrapolate(base, params, steps, delay, strength=1.0):
-    weights = [p.detach().clone() for p in params.values()]
-    previous = None
-    for t in steps:
-        g = gradients(weights, t)
-        corrected = g if previous is None else [a + strength * (a - b) for a, b in zip(g, previous)]
-        previous = g
-        u = base_step(base, params, weights, corrected)
-        weights = [w - a for w, a in zip(weights, u)]
-    return weights
-
-
 def feed_back(base, params, steps, delay, strength=1.0):
     weights = [p.detach().clone() for p in params.values()]
     previous = None
@@ -131,11 +77,5 @@ CASES = {
     "prediction": (WeightPrediction, predict, {}),
     "prediction-2.5": (WeightPrediction, predict, {"horizon": 2.5}),
     "prediction-ahead": (WeightPrediction, predict, {"ahead": 1.5}),
-    "look-ahead": (NesterovLookAhead, look_ahead, {"momentum": 0.9, "momentum_decay": 0.5}),
-    "discount": (LearningRateDiscount, discount, {"anneal_steps": 5}),
-    "discount-by-3": (LearningRateDiscount, discount, {"anneal_steps": 4, "staleness": 3.0}),
-    "compensation": (DelayCompensation, compensate, {"strength": 0.3}),
-    "compensation-adaptive": (DelayCompensation, compensate, {"strength": 0.3, "adaptive": True, "decay": 0.5}),
-    "extrapolation": (GradientExtrapolation, extrapolate, {"strength": 0.7}),
 }
 STOPS_WITHOUT_DELAY = [case for case in CASES if case != "prediction-ahead"]

@@ -1,6 +1,6 @@
 """Against pytorch_optimizer, an independent implementation: equal where it follows the papers, and where it does not.
 
-In a process of its own: its import registers classes named Lion, Adan, SOAP, MARS and Muon, and then those short names
+In a process of its own: its import registers classes named SOAP and Muon, and then those short names
 are ambiguous on the command line.
 """
 
@@ -36,15 +36,10 @@ def compare(name, mine, theirs, shape=(5, 7), start="plain", tolerance=1e-12):
     assert difference < tolerance, name
 
 decayed = {"lr": 0.01, "weight_decay": 0.1}
-compare("Lion", lambda p: ours.Lion(p, **decayed), lambda p: library.Lion(p, betas=(0.95, 0.98), **decayed))
-compare("Adan", lambda p: ours.Adan(p, **decayed), lambda p: library.Adan(p, **decayed))
 # Without weight decay: the library decays after the step. With eps of 0: there it is not bias corrected.
 for frequency, tolerance in ((100, 1e-12), (3, 1e-6)):  # the library's QR is fp32, whatever the weights
     soap = {"lr": 0.01, "eps": 0, "weight_decay": 0, "precondition_frequency": frequency}
     compare("SOAP", lambda p: ours.SOAP(p, **soap), lambda p: library.SOAP(p, **soap), tolerance=tolerance)
-# The library puts 1e-15 under the root and takes 0 for the gradient before the first; the first is clipped in both.
-mars = {"eps": 0, "gamma": 0.1, **decayed}
-compare("MARS", lambda p: ours.MARS(p, **mars), lambda p: library.MARS(p, **mars), tolerance=1e-9)
 # Newton-Schulz in bfloat16 in both, but not the same products.
 compare(
     "NorMuon",
@@ -74,7 +69,7 @@ def run(make, late):
         optimizer.step()
     return p.detach()
 
-for name, late_equals_early in (("Lion", True), ("Adan", False), ("SOAP", False), ("MARS", False)):
+for name, late_equals_early in (("SOAP", False),):
     for package, equal in ((ours, True), (library, late_equals_early)):
         make = lambda p: getattr(package, name)(p, lr=0.01)
         difference = (run(make, False) - run(make, True)).abs().max().item()
@@ -89,10 +84,10 @@ import lightning_asyncpp.optim
 
 parser = jsonargparse.ArgumentParser(exit_on_error=False)
 parser.add_subclass_arguments(torch.optim.Optimizer, "optimizer", skip={"params"}, instantiate=False)
-for name in ("Lion", "Adan", "SOAP", "MARS"):
+for name in ("SOAP",):
     assert parser.parse_args([f"--optimizer={name}"]).optimizer.class_path == f"lightning_asyncpp.optim.{name}"
 import pytorch_optimizer
-for name in ("Lion", "Adan", "SOAP", "MARS"):
+for name in ("SOAP",):
     try:
         parser.parse_args([f"--optimizer={name}"])
     except jsonargparse.ArgumentError as error:

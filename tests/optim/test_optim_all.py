@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.optim import MARS, SOAP, Adan, ErrorFeedback, Lion, MuonAdamW, NorMuonAdamW
+from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW
 
 VOCABULARY, CONTEXT = 40, 12
 MAKE = {
@@ -21,9 +21,6 @@ MAKE = {
     "NorMuonAdamW": partial(NorMuonAdamW, lr=3e-3, newton_schulz_dtype="float32"),
     # Only the vocabulary's side is too long, and the bases are renewed within a few steps.
     "SOAP": partial(SOAP, lr=3e-3, precondition_frequency=2, max_precondition_dim=39),
-    "Adan": partial(Adan, lr=3e-3),
-    "Lion": partial(Lion, lr=2e-3),
-    "MARS": partial(MARS, lr=3e-3),
 }
 OURS = [name for name in MAKE if name != "AdamW"]
 NEED_NAMES = ("MuonAdamW", "NorMuonAdamW")
@@ -232,19 +229,10 @@ WRONG = {
         {"lr": -1.0, "beta2": 1.0, "eps": -1.0, "momentum": 1.5, "adamw_lr": -2.0, "adjust_lr": "bogus"},
         ["lr (normuon)", "beta2 (normuon)", "eps (normuon)", "momentum (normuon)", "lr (adamw)", "adjust_lr (normuon)"],
     ),
-    "MARS": (
-        {"lr": -1.0, "gamma": -1.0, "betas": (0.9, 1.0), "adamw_eps": -1.0, "adamw_names": "("},
-        ["lr (mars)", "lr (adamw)", "gamma (mars)", "betas (mars)", "eps (adamw)", "adamw_names"],
-    ),
     "SOAP": (
         {"lr": -1, "betas": (0.9, 1), "shampoo_beta": 1, "precondition_frequency": 0, "max_precondition_dim": 0.5},
         ["lr", "betas", "shampoo_beta", "precondition_frequency", "max_precondition_dim"],
     ),
-    "Adan": (
-        {"lr": float("nan"), "betas": (0.9, 0.9), "eps": -1.0, "weight_decay": -1.0},
-        ["lr", "betas", "eps", "weight_decay"],
-    ),
-    "Lion": ({"lr": "fast", "betas": 0.9, "weight_decay": float("inf")}, ["lr", "betas", "weight_decay"]),
 }
 
 
@@ -285,7 +273,7 @@ def test_the_closure_is_evaluated_with_autograd(name):
         assert float(optimizer.step(closure)) == 20
 
 
-@pytest.mark.parametrize("name", ["SOAP", "Adan", "Lion"])
+@pytest.mark.parametrize("name", ["SOAP"])
 def test_torch_groups_may_set_their_own_values(name):
     matrix, vector = nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))
     optimizer = MAKE[name]([{"params": [matrix]}, {"params": [vector], "lr": 0.5, "weight_decay": 0.0}])
@@ -294,7 +282,7 @@ def test_torch_groups_may_set_their_own_values(name):
         MAKE[name]([{"params": [matrix], "lr": -1}])
 
 
-@pytest.mark.parametrize("name", ["NorMuonAdamW", "MARS"])
+@pytest.mark.parametrize("name", ["NorMuonAdamW"])
 def test_there_is_no_third_group(name):
     optimizer = MAKE[name](gpt().named_parameters())
     with pytest.raises(ValueError, match=f"{name} keeps exactly two parameter groups"):

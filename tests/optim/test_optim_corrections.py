@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.optim import (
-    DelayCompensation,
     ErrorFeedback,
-    GradientExtrapolation,
-    LearningRateDiscount,
-    NesterovLookAhead,
     WeightPrediction,
 )
 from tests.optim.correction_references import (
@@ -22,7 +18,6 @@ from tests.optim.correction_references import (
     CASES,
     STEPS,
     STOPS_WITHOUT_DELAY,
-    base_step,
     gradients,
     make_params,
     predict,
@@ -135,31 +130,6 @@ def test_a_parameter_that_never_has_a_gradient_stays(case):
     assert torch.equal(params["scale"], before)
 
 
-def test_corrections_may_wrap_corrections():
-    params, twin = make_params(), make_params()
-    inner = partial(DelayCompensation, base=BASES["adamw"], strength=0.3)
-    both = ErrorFeedback(params.items(), inner)
-    both.set_delay(1)
-    train(both, params, range(STEPS))
-
-    reference = inner(twin.items())
-    weights, previous = [p.detach().clone() for p in twin.values()], None
-    for t in range(STEPS):
-        u = base_step(reference, twin, weights, gradients(weights, t))
-        weights = [w - (2 * a - b if previous else a) for w, a, b in zip(weights, u, previous or u)]
-        previous = u
-    for p, w in zip(params.values(), weights):
-        torch.testing.assert_close(p.detach(), w)
-
-    state = copy.deepcopy(both.state_dict())
-    fresh = ErrorFeedback(make_params().items(), inner)
-    fresh.load_state_dict(state)
-    assert fresh.state_dict().keys() == {"state", "param_groups", "error_feedback", "delay_compensation"}
-    assert fresh.param_groups is fresh.base.param_groups is fresh.base.base.param_groups
-    both.set_delay(0)
-    assert both.base.delay == 0
-
-
 def test_prediction_is_error_feedback_but_for_the_first_update():
     params, twin = make_params(), make_params()
     feedback, prediction = ErrorFeedback(params.items(), BASES["sgd"]), WeightPrediction(twin.items(), BASES["sgd"])
@@ -214,10 +184,6 @@ def test_states_saved_with_learning_rates_go_on(case):
     [
         (ErrorFeedback, {"strength": -1, "buffer_dtype": "int8"}, ["strength must be at least 0", "buffer_dtype must"]),
         (WeightPrediction, {"horizon": -1, "ahead": -1}, ["horizon must be", "ahead must be"]),
-        (NesterovLookAhead, {"momentum": 1.0, "momentum_decay": -1}, ["momentum must be in", "momentum_decay must be"]),
-        (LearningRateDiscount, {"anneal_steps": 0, "staleness": 0.5}, ["anneal_steps must be", "staleness must be"]),
-        (DelayCompensation, {"strength": float("nan"), "decay": 1.0}, ["strength must be", "decay must be in"]),
-        (GradientExtrapolation, {"strength": -0.1}, ["strength must be"]),
     ],
 )
 def test_wrong_arguments_are_named_all_at_once(correction, options, messages):
@@ -235,40 +201,6 @@ def test_a_delay_that_is_no_whole_number_of_at_least_0_is_refused():
         optimizer.set_delay({params["scale"]: -1})
     with pytest.raises(ValueError, match=r"cannot be 2\.0 updates old: delay must be a whole number"):
         optimizer.set_delay(2.0)
-
-
-def test_what_needs_gradients_at_one_version_refuses_fractions_inside_another_correction_too():
-    params = make_params()
-    inner = partial(DelayCompensation, base=BASES["adamw"])
-    optimizer = ErrorFeedback(params.items(), inner)
-    optimizer.set_delay(1)
-    for delay in (0.25, dict.fromkeys(params.values(), 0.25)):
-        with pytest.raises(ValueError, match=r"^DelayCompensation needs gradients .*use staleness='uniform'"):
-            optimizer.set_delay(delay)
-    assert optimizer.delay_of(params["scale"]) == 1, "nothing of it was taken up"
-
-
-@pytest.mark.parametrize("more", [2, 1, 4])
-def test_delay_compensation_takes_another_delay_in_mid_run(more):
-    """By the formula on W_{t-d}, with the d of the day; where W_{t-d} was not kept, the oldest that was."""
-    p = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = DelayCompensation([p], partial(torch.optim.SGD, lr=0.1), strength=2.0)
-    optimizer.set_delay(2)
-    history, kept = [p.detach().clone()], 2
-    for t in range(12):
-        delay = 2 if t < 5 else more
-        if t == 5:
-            again = DelayCompensation([p], partial(torch.optim.SGD, lr=0.1), strength=2.0)
-            again.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # under the delay of 1 that it begins with
-            optimizer = again
-            optimizer.set_delay(more)
-        oldest = history[max(0, t - min(delay, kept))]
-        kept = min(delay, kept + 1)
-        g = torch.arange(3.0, dtype=torch.float64) + t
-        p.grad = g.clone()
-        optimizer.step()
-        history.append(history[-1] - 0.1 * (g + 2.0 * g * g * (history[-1] - oldest)))
-        torch.testing.assert_close(p.detach(), history[-1])
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1.0])

@@ -133,15 +133,11 @@ KNOWN: dict[str, Make] = {
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 }
 KNOWN |= {"Muon": lambda p: torch.optim.Muon([q for q in p if q.ndim == 2]), "Adafactor": torch.optim.Adafactor}
-KNOWN |= {name: named(getattr(own, name), lr=0.01) for name in ("Adan", "Lion", "MARS", "SOAP", "MuonAdamW")}
+KNOWN |= {name: named(getattr(own, name), lr=0.01) for name in ("SOAP", "MuonAdamW")}
 KNOWN |= {"NorMuonAdamW": named(own.NorMuonAdamW, lr=0.01)}
 KNOWN |= {
     "ErrorFeedback": around(torch.optim.AdamW),
     "WeightPrediction": lambda p: own.WeightPrediction(p, torch.optim.AdamW),
-    "NesterovLookAhead": lambda p: own.NesterovLookAhead(p, torch.optim.SGD, momentum=0.9),
-    "LearningRateDiscount": lambda p: own.LearningRateDiscount(p, torch.optim.AdamW, anneal_steps=4),
-    "DelayCompensation": lambda p: own.DelayCompensation(p, torch.optim.AdamW, strength=0.1),
-    "GradientExtrapolation": lambda p: own.GradientExtrapolation(p, torch.optim.AdamW),
 }
 
 
