@@ -15,6 +15,8 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from research.ablations.rows import UNCORRECTED, Key, Row, Setting
 
 Config = dict[str, Any]
+RESULT = "result.json"
+"""What a training leaves in its folder."""
 _STRATEGY = "lightning_asyncpp.DelayedGradientStrategy"
 
 

@@ -24,11 +24,15 @@ def read_runs(folder: Path) -> tuple[str, list[Run]]:
         dtype={**_TEXTS, "stages": "Int64"},
         keep_default_na=False,
         na_values=[""],
-        float_precision="round_trip",
+        converters=dict.fromkeys(["momentum", "lr", "loss", "seconds"], _exact),
     )
     frame = frame.reindex(columns=_COLUMNS)
     lines = frame.astype(object).where(frame.notna(), None).to_dict("records")
     return (str(lines[0]["table"]) if lines else folder.name), [_run(line) for line in lines]
+
+
+def _exact(text: str) -> float:
+    return float(text or "nan")
 
 
 def _run(line: dict) -> Run:
@@ -42,7 +46,7 @@ def read_curves(folder: Path) -> pd.DataFrame:
     path = folder / CURVES
     if not path.exists():
         return pd.DataFrame(columns=["cell", "step", "metric", "value"])
-    return pd.read_csv(path, float_precision="round_trip")
+    return pd.read_csv(path, converters={"value": _exact})
 
 
 def write_table(folder: Path, table: str, runs: Iterable[Run], curves: pd.DataFrame) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from research.ablations.recipe import Arm, Recipe
+from research.ablations.recipe import RESULT, Arm, Recipe
 from research.ablations.results import read_curves, read_runs, write_table
 from research.ablations.rows import Key, Row, Run
 from research.ablations.search import Plan, make_plan
-from research.ablations.training import RESULT
 
 
 class Table:

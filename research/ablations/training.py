@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.errors import NonFiniteGradientError
+from research.ablations.recipe import RESULT
 
-RESULT = "result.json"
 _POINTS = 200  # of the curve of the training loss, at most
 
 
