@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that are files outside of this folder, and the help of every command.
+"""Hooks of mkdocs: pages that are files of the repository's root, and the help of every command.
 
 README.md links by absolute addresses, so that it works on GitHub and on PyPI; on the site they become relative links,
 which ``mkdocs build --strict`` checks.
@@ -23,12 +23,7 @@ ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/lightning-asyncpp/lightning-asyncpp"
 SITE = "https://lightning-asyncpp.github.io/lightning-asyncpp/"
 RAW = "https://raw.githubusercontent.com/lightning-asyncpp/lightning-asyncpp/main/"
-PAGES = {
-    "index.md": "README.md",
-    "project/contributing.md": "CONTRIBUTING.md",
-    "project/changelog.md": "CHANGELOG.md",
-    "research/ablations.md": "research/ablations/README.md",
-}
+PAGES = {"index.md": "README.md", "project/contributing.md": "CONTRIBUTING.md", "project/changelog.md": "CHANGELOG.md"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

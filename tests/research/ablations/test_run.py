@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -29,9 +27,7 @@ FIT = {
 }  # fmt: skip
 GRID = {
     "name": "tiny", "recipe": "fit.yaml", "lr_extensions": 0, "delays": [{"stages": 2, "micro_batches": 2}],
-    "optimizers": {
-        "AdamW": {"class_path": "torch.optim.AdamW", "lr": [0.001, 1e30]},
-    },
+    "optimizers": {"AdamW": {"class_path": "torch.optim.AdamW", "lr": [0.001, 1e30]}},
 }  # fmt: skip
 
 
@@ -61,7 +57,7 @@ def test_a_grid_goes_on_after_a_kill(tmp_path: Path, command: list[str]) -> None
     while not results(tmp_path) or len(list(trainings.glob("*"))) < 2:
         assert killed.poll() is None
         time.sleep(0.05)
-    os.kill(killed.pid, signal.SIGKILL)
+    killed.kill()
     killed.communicate()
     (first,) = results(tmp_path)
     assert (first["status"], first["lr"], first["delay"], first["stages"]) == (
