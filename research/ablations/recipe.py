@@ -135,7 +135,6 @@ class Recipe:
             "default_root_dir": str(folder),
             "callbacks": [{"class_path": "research.ablations.training.Recorder", "init_args": recorder}],
         }
-        config["trainer"]["strategy"]["init_args"] = _arguments_of_today(arm.delay)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "fit.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
@@ -147,16 +146,6 @@ def setting_of(arguments: Mapping[str, Any]) -> Setting:
     kind = str(arguments.get("delay", 1)) if uniform else "least"
     more = [f"{k}={v}" for k, v in sorted(arguments.items()) if k not in ("delay", "stages", "staleness")]
     return " ".join([kind, *more]), stages
-
-
-def _arguments_of_today(arguments: Mapping[str, Any]) -> Config:
-    """Arguments of ``DelayedGradientStrategy`` as it takes them until it knows ``staleness``."""
-    today = {"delay": 1, **arguments}
-    if "stages" not in today:
-        return today
-    if today.pop("staleness", "least") == "least":
-        return today | {"delay": "least"}
-    return {key: value for key, value in today.items() if key != "stages"}
 
 
 def set_at(content: Any, place: str, value: Any) -> None:

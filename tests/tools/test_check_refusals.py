@@ -190,8 +190,6 @@ def test_groups_of_shared_weights() -> None:
 def test_what_is_refused_because_of_the_age_of_gradients() -> None:
     """As in training."""
     batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
-    with pytest.raises(ConfigurationError, match="staleness='fresh_last_stage' steps the last stage before"):
-        check_model(TiedNet(Run(TiedNet)), batches, staleness="fresh_last_stage")
     with pytest.raises(ConfigurationError, match="slack=-1 must be a number of micro-batches"):
         check_model(TiedNet(Run(TiedNet)), batches, staleness="least", slack=-1)
 
