@@ -26,37 +26,10 @@ _CHECKPOINT = {
     "convert": "write it as one file, sharded, or its weights alone",
     "verify": "compare all of it with its checksums",
 }
-_ABLATE = "``asyncpp ablate``: trains a grid of optimizers, learning rates, delays and corrections, and compares them."
 _CHECK = (
     "Print how the model is cut and how near the results are. What is to be mended ends with code 1; where nothing is,"
     " but something could not be compared, with code 3."
 )
-
-
-def ablate_parser() -> ToolParser:
-    """Of ``asyncpp ablate``."""
-    parser = ToolParser(allow_abbrev=False, prog="asyncpp ablate", description=_ABLATE)
-    parser.add_argument("recipe", type=str, help="YAML file with the grid, or its name among `asyncpp recipes`")
-    parser.add_argument("--output", type=str | None, default=None, help="folder for the results of all recipes")
-    parser.add_argument(
-        "--workers", type=PositiveInt | None, default=None, help="trainings at once (default: cores / threads)"
-    )
-    parser.add_argument("--threads", type=PositiveInt, default=1, help="threads of every training")
-    parser.add_argument(
-        "--gpus",
-        type=str | None,
-        default=None,
-        help="such as 0,1: one training at once on each; 0,0 for two on one; counted as PyTorch counts them here",
-    )
-    parser.add_argument("--only", type=str | None, default=None, help="rows to run, such as 'AdamW*' (see --dry-run)")
-    parser.add_argument(
-        "--published",
-        type=str | None,
-        default=None,
-        help="folder with tables, such as docs/evidence: what their results.csv hold is not run again",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="show what would be run, and what is done already")
-    return parser
 
 
 def check_parser() -> KnownPartParser:
@@ -196,7 +169,6 @@ def recipes_parser() -> ToolParser:
         description="List the recipes that come with the package, or copy one for editing. Commands take their names"
         " as they take files: asyncpp fit quickstart",
     )  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="list the experiments of `asyncpp ablate`, too")
     parser.add_argument("--copy", metavar="NAME", help="write this recipe to a file")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where --copy writes (default: here)")
     return parser
@@ -220,7 +192,6 @@ def trace_parser() -> ToolParser:
 
 
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
-    "ablate": ablate_parser,
     "bench compute": bench.compute_parser,
     "bench draw": bench.draw_parser,
     "bench network": bench.network_parser,
