@@ -224,8 +224,7 @@ def trace_parser() -> ToolParser:
         " or Fabric's strategy.record_trace() recorded.",
     )  # fmt: skip
     parser.add_argument("run", type=str, help="folder of the recording, or one above it (the newest below is taken)")
-    parser.add_argument("--html", type=str | None, default=None, help="write a timeline to zoom into, for any browser")
-    parser.add_argument("--png", type=str | None, default=None, help="draw the timeline and the shares as a picture")
+    parser.add_argument("--html", type=str | None, default=None, help="write a page with a timeline, for any browser")
     parser.add_argument("--perfetto", type=str | None, default=None, help="write it for https://ui.perfetto.dev")
     parser.add_argument("--json", type=str | None, default=None, help="write the table's figures for other programs")
     parser.add_argument("--from-mini-batch", type=NonNegativeInt | None, default=None, help="the first to look at")

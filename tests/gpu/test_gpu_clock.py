@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-from lightning_asyncpp.core.recording.clocks import clock_of
-from lightning_asyncpp.core.recording.trace import Trace, Wait
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Trace, Wait, clock_of
 
 DEVICE = torch.device("cuda", 0)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
+from lightning_asyncpp.core.recording.clock_offsets import ClockOffset, clock_offset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.recording.clock_offsets import ClockOffset, clock_offset
-from lightning_asyncpp.core.recording.trace import Trace
+from lightning_asyncpp.core.trace import Trace
 from lightning_asyncpp.tools.bench.harness.stage_layers import SleepingLayer, Sleeps
 from tests.core.cases import DIM
 from tests.core.fake_device import lagging_clock

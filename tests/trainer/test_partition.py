@@ -12,14 +12,14 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_asyncpp.tools.trace.run_summary import summarise
+from lightning_asyncpp.tools.trace.run_table import table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import GPTModule, PipelineTrace
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.tools.trace.recorded_run import read_run
-from lightning_asyncpp.tools.trace.run_summary import summarise
-from lightning_asyncpp.tools.trace.run_table import table
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 from tests.core.cases import DIM
 from tests.trainer.pool import Pools

@@ -20,12 +20,11 @@ from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.randomness import derive, seed_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.recording.clocks import clock_of
-from lightning_asyncpp.core.recording.trace import Beside, Trace, Wait
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.step.around_call import AroundCall
 from lightning_asyncpp.core.step.kept_tensors import KeptTensors, run_backward
 from lightning_asyncpp.core.step.model_call import ModelCall
+from lightning_asyncpp.core.trace import Beside, Trace, Wait, clock_of
 from lightning_asyncpp.core.wire.header import Header, describe
 from lightning_asyncpp.core.wire.received import InputGradient, begin
 from lightning_asyncpp.core.wire.transport import Arrival, Transport

@@ -14,6 +14,7 @@ from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.trace import Moment
 from lightning_asyncpp.core.updates.control_message import (
     ControlMessage,
     ControlSum,
@@ -52,6 +53,7 @@ class MiniBatch:
         launched: whether its gradient is complete and on the way.
         gradients: name -> summed gradient of this stage, once complete; replaced by the sum over the replicas.
         stepped: whether this stage has stepped ahead of the others.
+        completed: when its gradient was complete, on the clock of the trace; None if nothing is recorded.
     """
 
     mesh: Mesh
@@ -69,6 +71,7 @@ class MiniBatch:
     launched: bool = False
     gradients: Gradients = field(default_factory=dict)
     stepped: bool = False
+    completed: Moment | None = None
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Reading = field(init=False)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_asyncpp.core.ranks.mesh import Mesh, Placement
-from lightning_asyncpp.core.recording.trace import Span
 from lightning_asyncpp.core.schedule import Kind, Schedule
-from lightning_asyncpp.tools.ideal import simulate
+from lightning_asyncpp.core.simulation import simulate
+from lightning_asyncpp.core.trace import Span
 from lightning_asyncpp.tools.plan.devices import HOP_SECONDS, Device
 from lightning_asyncpp.tools.plan.stage_run import Profile
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from lightning_asyncpp.core.recording import clocks
-from lightning_asyncpp.core.recording.clocks import ANCHOR_SECONDS, HOST, DeviceClock, clock_of
-from lightning_asyncpp.core.recording.trace import Beside, Recorded, Trace, Wait
+
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import ANCHOR_SECONDS, HOST, Beside, DeviceClock, Recorded, Trace, Wait, clock_of
 from tests.core.fake_device import FakeDevice
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.core.recording.clocks import HOST
-from lightning_asyncpp.core.recording.trace import Beside, Span, Trace, Wait, utilisation
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import HOST, Beside, Span, Trace, Wait, utilisation
 from lightning_asyncpp.strategy_parts.recording import follow
 
 

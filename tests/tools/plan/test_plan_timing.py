@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule, StalenessRule
+from lightning_asyncpp.core.simulation import simulate
 from lightning_asyncpp.core.wire.header import Header, TensorInfo
-from lightning_asyncpp.tools.ideal import simulate
 from lightning_asyncpp.tools.plan.devices import DEVICES, default_reserve
 from lightning_asyncpp.tools.plan.fake_tensors import Reading
 from lightning_asyncpp.tools.plan.stage_run import Profile

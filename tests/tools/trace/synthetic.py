@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
 from lightning_asyncpp.core.recording.trace_file import Meta, SpanFile, file_name
+
 from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, Staleness, StalenessRule
-from lightning_asyncpp.tools.ideal import simulate
+from lightning_asyncpp.core.simulation import simulate
+from lightning_asyncpp.core.trace import Beside, Span, Wait
 from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
 
 _WAITS = {Kind.FORWARD: Wait.ACTIVATION, Kind.BACKWARD: Wait.GRADIENT, Kind.UPDATE: Wait.AGREEMENT}

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_asyncpp.tools.trace.run_summary import summarise
 
 from lightning_asyncpp.cli import main as asyncpp
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.trace import trace as command
 from lightning_asyncpp.tools.trace.pictures import UNIT, events, page, page_data, write_png
 from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, TraceError
-from lightning_asyncpp.tools.trace.run_summary import summarise
 from lightning_asyncpp.tools.trace.trace import main
 from tests.tools.trace.synthetic import Recording, write_rank
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
 from lightning_asyncpp.core.recording.trace_file import file_name
-from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.tools.trace.recorded_run import TraceError, find_recording, read_rank, read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
 from lightning_asyncpp.tools.trace.run_table import statements
+
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Beside, Span, Wait
+from lightning_asyncpp.tools.trace.recorded_run import TraceError, find_recording, read_rank, read_run
 from tests.tools.trace.synthetic import Recording, write_rank
 
 SMALL = Recording(stages=2, micro_batches=2, mini_batches=3)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from lightning_asyncpp.core.recording.trace import Beside, Span, Wait
-from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.trace.causes import CAUSES, WORK, Phases, find_episodes, seconds_by_cause, underway
-from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun
 from lightning_asyncpp.tools.trace.run_summary import Summary, _schedule, summarise
 from lightning_asyncpp.tools.trace.run_table import table
 from lightning_asyncpp.tools.trace.staleness import check_versions
+
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Beside, Span, Wait
+from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun
 from tests.tools.trace.synthetic import Recording
 
 SYNC = Recording(stages=4, micro_batches=4, mini_batches=5, delay=0)

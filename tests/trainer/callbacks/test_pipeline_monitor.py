@@ -10,15 +10,15 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities import measure_flops
+from lightning_asyncpp.trainer.callbacks.stage_window import StageWindow, StalenessError
 from torch import nn
 
 from lightning_asyncpp import ConfigurationError, GPTModule, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.core.cut.whole_model import WholeModel
-from lightning_asyncpp.core.recording.trace import Span, Wait
 from lightning_asyncpp.core.schedule import Kind, StalenessRule
+from lightning_asyncpp.core.trace import Span, Wait
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.trainer.callbacks.stage_window import StageWindow, StalenessError
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.recorded import SleepingNet
 from tests.trainer.runs import Net, Run, fit, loader, make_model

@@ -9,13 +9,13 @@ from pathlib import Path
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-
-from lightning_asyncpp import ConfigurationError, PipelineMonitor, PipelineTrace
-from lightning_asyncpp.core.recording.trace import Beside, Wait
-from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
 from lightning_asyncpp.tools.trace.run_summary import summarise
 from lightning_asyncpp.tools.trace.run_table import table
+
+from lightning_asyncpp import ConfigurationError, PipelineMonitor, PipelineTrace
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Beside, Wait
+from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
 from tests.trainer.idioms.optimizers import EverySecondBatch
 from tests.trainer.pool import Pools
 from tests.trainer.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, shifted_clock
