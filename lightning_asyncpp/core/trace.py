@@ -321,13 +321,13 @@ def seconds_by_kind(spans: Iterable[Span], start: float, end: float) -> dict[Spa
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         if span.kind in BACKGROUND:
             continue
-        while under_way and under_way[-1][1] <= span.start:
-            advance(under_way[-1][1])
+        # What does not lie inside is over: by rounding one span may begin a moment before another ends.
+        while under_way and under_way[-1][1] < max(span.end, span.start + 1e-9):
+            advance(min(under_way[-1][1], span.start))
             under_way.pop()
         advance(span.start)
         draining = isinstance(span.kind, Wait) and any(kind is Beside.DRAIN for kind, _ in under_way)
-        limit = under_way[-1][1] if under_way else span.end
-        under_way.append((Beside.DRAIN if draining else span.kind, min(span.end, limit)))
+        under_way.append((Beside.DRAIN if draining else span.kind, span.end))
     while under_way:
         advance(under_way[-1][1])
         under_way.pop()

@@ -10,12 +10,12 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
-from lightning_asyncpp.core.recording.clock_offsets import ClockOffset, clock_offset
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.trace import Trace
+from lightning_asyncpp.strategy_parts.recording import clock_offset
 from lightning_asyncpp.tools.bench.harness.stage_layers import SleepingLayer, Sleeps
 from tests.core.cases import DIM
 from tests.core.fake_device import lagging_clock
@@ -103,10 +103,10 @@ class RunsTwice(Net):
         optimizer.step(closure=optimizer_closure)
 
 
-def shifted_clock(apart: bool) -> tuple[ClockOffset, float]:
+def shifted_clock(apart: bool) -> tuple[float, float, float]:
     """Rank r's clock is 1000 r seconds ahead; what is found, when ranks are on hosts of their own or on one."""
     rank = dist.get_rank()
     mesh = Mesh(dist.get_world_size(), 1, rank)
     mesh.connect()
     ahead = 1000.0 * rank
-    return clock_offset(mesh, f"host {rank if apart else 0}", lambda: time.perf_counter() + ahead), ahead
+    return *clock_offset(mesh, f"host {rank if apart else 0}", lambda: time.perf_counter() + ahead), ahead

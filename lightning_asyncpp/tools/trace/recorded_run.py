@@ -98,6 +98,8 @@ class RecordedRun:
         Raises:
             TraceError: the recording does not hold them.
         """
+        if first is None and last is None:
+            return self
         begins = self.begins
         for name, value in (("--from-mini-batch", first), ("--to-mini-batch", last)):
             if value is not None and value not in begins:
