@@ -144,17 +144,18 @@ def plan_parser() -> KnownPartParser:
     """Of ``asyncpp plan``."""
     parser = KnownPartParser(
         "asyncpp plan",
-        description="Say what a recipe needs on a kind of device, stage by stage, how fast it would be, what would fit"
-        " as well, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
+        description="Say whether a recipe fits on a kind of device, stage by stage, how fast it would be under several"
+        " schedules, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
         epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer..., --optimizer...), as"
         " for `asyncpp fit`.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", help="recipe of `asyncpp fit`: a file or a name")
     parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
-    parser.add_argument("--device", default="h100", help=f"kind: {', '.join(DEVICES)} (default: h100)")
+    parser.add_argument(
+        "--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)"
+    )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
-    parser.add_argument("--no-search", action="store_true", help="leave out what would fit, and what to change")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached (default: 0.4)")
     parser.add_argument(
         "--bandwidth-share", type=float, default=0.7, help="share of the memory's speed that updates reach (0.7)"

@@ -158,7 +158,7 @@ def test_validation_and_checkpoints_are_kept_apart(pools: Pools, tmp_path: Path)
     read = read_run(tmp_path / "trace")
     summary = summarise(read)
     assert indices(read, Beside.EVALUATE) == [2, 4, 6]
-    assert indices(read, Beside.CHECKPOINT) == [3]
+    assert indices(read, Beside.CHECKPOINT) == [3, 6]
     assert summary.rows[0].shares["evaluate"] > 0
     assert indices(read, Kind.FORWARD) == list(range(12))
     assert not summary.violations

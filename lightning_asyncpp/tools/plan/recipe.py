@@ -17,22 +17,19 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples
-from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
-from lightning_asyncpp.core.cut.units import has_layers, model_problems
+from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.optimizers.configured import optimizers_in
-from lightning_asyncpp.core.settings import PipelineSettings, problems_of_precision
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
-from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems, trainer_problems
 
 _STEPS = 1000
 """Length of a run whose recipe gives none in updates: schedules of the learning rate need one, memory does not."""
@@ -51,7 +48,6 @@ class Recipe:
         nodes: number of machines.
         per_node: devices of each as the recipe has it; None where it leaves that to the machine.
         batch: on the host, in the structure that the loader gives.
-        batch_size: samples of it.
         notes: what was taken for granted.
     """
 
@@ -63,7 +59,6 @@ class Recipe:
     nodes: int
     per_node: int | None
     batch: Any
-    batch_size: int
     notes: list[str]
 
     @property
@@ -74,28 +69,31 @@ class Recipe:
         return model
 
     @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        return number_of_samples(self.batch)
+
+    @property
     def accumulated(self) -> int:
         """Batches per update."""
         return int(self.trainer.accumulate_grad_batches)
 
     def argument(self, name: str) -> Any:
-        """An argument of the module; None if it has none of that name."""
+        """Return an argument of the module; None if it has none of that name."""
         return (self.config["model"].get("init_args") or {}).get(name)
 
     def with_argument(self, name: str, value: Any) -> Recipe:
-        """The same recipe with another argument of the module."""
+        """Return the same recipe with another argument of the module."""
         model = self.config["model"]
         model = {**model, "init_args": {**model["init_args"], name: value}}
         return build({**self.config, "model": model}, self.devices)
 
     def make_optimizer(self) -> Optimizer:
-        """The optimizer of what ``module`` holds now."""
+        """Make the optimizer of what ``module`` holds now."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            optimizers = optimizers_in(self.module.configure_optimizers())
-        if problems := optimizer_problems(optimizers, self.module):
-            raise ConfigurationError.from_problems(problems)
-        return optimizers[0]
+            (optimizer,) = optimizers_in(self.module.configure_optimizers())
+        return optimizer
 
 
 def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
@@ -106,48 +104,30 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
         devices: processes, in place of the recipe's.
 
     Raises:
-        ConfigurationError: it cannot be trained by a pipeline; all problems that can be known together.
+        ConfigurationError: it is none of a pipeline, or does not say how many devices there are.
         ValueError: a class refuses its arguments.
     """
     config = dict(copy.deepcopy(config))
-    trainer_config = config["trainer"]
+    trainer_config, notes = config["trainer"], []
     settings = _settings(trainer_config.get("strategy"))
-    nodes, per_node = int(trainer_config.get("num_nodes") or 1), _devices_of(trainer_config)
+    given = trainer_config.get("devices")
+    per_node = len(given) if isinstance(given, list) else int(given) if str(given).isdigit() else None
+    nodes = int(trainer_config.get("num_nodes") or 1)
     if devices is None and per_node is None:
-        given = trainer_config.get("devices")
         raise ConfigurationError(f"trainer.devices={given!r} depends on the machine: give the number with --devices")
-    notes: list[str] = []
     with quiet():
-        trainer = _trainer(trainer_config, notes)
-        module = _module_of(config["model"], trainer, notes)
+        trainer = _trainer(trainer_config)
+        module = _module(config["model"], trainer, notes)
         data = _instance(LightningDataModule, "data", config["data"]) if config.get("data") else None
-        problems = [*trainer_problems(trainer, settings.weight_dtype), *module_problems(module, trainer)]
-        if problems:
-            raise ConfigurationError.from_problems(problems)
         module = trainer.precision_plugin.convert_module(module)  # type: ignore[assignment]
-    _silence_logs(module)
-    batch = _example_batch(module, data, notes)
-    count = devices or nodes * (per_node or 0)
-    samples = number_of_samples(batch)
-    return Recipe(dict(config), module, trainer, settings, count, nodes, per_node, batch, samples, notes)
-
-
-def resized(batch: Any, old: int, new: int) -> Any:
-    """A batch with another number of samples: every tensor whose first dimension is ``old`` gets ``new``.
-
-    All of them share the memory of one: a search tries batches that would not fit this machine.
-    """
-
-    def resize(tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0 or tensor.shape[0] != old:
-            return tensor
-        return tensor[:1].expand(new, *tensor.shape[1:])
-
-    return batch if new == old else map_tensors(resize, batch)
+        for name in ("log", "log_dict"):
+            setattr(module, name, lambda *_, **__: None)
+        batch = _example_batch(module, data, notes)
+    return Recipe(config, module, trainer, settings, devices or nodes * (per_node or 0), nodes, per_node, batch, notes)
 
 
 def _settings(strategy: Any) -> PipelineSettings:
-    """The settings of the recipe's strategy, which must be a pipeline."""
+    """Return the settings of the recipe's strategy, which must be a pipeline."""
     name = strategy if isinstance(strategy, str) or strategy is None else strategy.get("class_path")
     arguments = {} if name is strategy else dict(strategy.get("init_args") or {})
     kind: Any = None
@@ -159,59 +139,37 @@ def _settings(strategy: Any) -> PipelineSettings:
         raise ConfigurationError(
             f"trainer.strategy={name!r} is no pipeline: give --trainer.strategy async_pipeline, or sync_pipeline"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         made: PipelineStrategy = kind(**arguments)
     return made.session.settings
 
 
-def _trainer(config: Mapping[str, Any], notes: list[str]) -> L.Trainer:
-    """A Trainer with all of the recipe's that decides on memory, or that a pipeline may refuse."""
-    precision = config.get("precision")
-    if str(precision).startswith("16"):  # on the CPU, where this runs, Lightning takes it for another one
-        raise ConfigurationError.from_problems(problems_of_precision("16-mixed"))
-    if config.get("plugins"):
-        notes.append("trainer.plugins are left out")
-    steps = config.get("max_steps", -1)
-    trainer = L.Trainer(
+def _trainer(config: Mapping[str, Any]) -> L.Trainer:
+    """Return a Trainer with all of the recipe's that decides on memory."""
+    steps = config.get("max_steps") or -1
+    return L.Trainer(
         accelerator="cpu",
         devices=1,
         plugins=[LightningEnvironment()],  # nothing is started, also in a job of Slurm
-        precision=precision,
-        max_steps=steps if steps and steps > 0 else _STEPS,
+        precision=config.get("precision"),
+        max_steps=steps if steps > 0 else _STEPS,
         accumulate_grad_batches=config.get("accumulate_grad_batches") or 1,
-        val_check_interval=config.get("val_check_interval"),
-        check_val_every_n_epoch=config.get("check_val_every_n_epoch", 1),
-        sync_batchnorm=bool(config.get("sync_batchnorm")),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.state.fn = TrainerFn.FITTING
-    given = config.get("callbacks") or []
-    for callback in given if isinstance(given, list) else [given]:
-        kind: Any = resolve_name(callback["class_path"])
-        trainer.callbacks.append(kind.__new__(kind))  # type: ignore[attr-defined]  # its class is all that is asked for
-    return trainer
 
 
-def _devices_of(config: Mapping[str, Any]) -> int | None:
-    """Devices of a node; None if they depend on the machine."""
-    devices = config.get("devices")
-    if isinstance(devices, list):
-        return len(devices)
-    if isinstance(devices, str) and devices.isdigit():
-        devices = int(devices)
-    return devices if isinstance(devices, int) and devices > 0 else None
-
-
-def _module_of(config: Mapping[str, Any], trainer: L.Trainer, notes: list[str]) -> LightningModule:
-    """The recipe's module, on the meta device unless it looks at values while it is built."""
+def _module(config: Mapping[str, Any], trainer: L.Trainer, notes: list[str]) -> LightningModule:
+    """Return the recipe's module, on the meta device unless it looks at values while it is built."""
+    arguments = dict(config.get("init_args") or {})
+    if "compile_blocks" in arguments:
+        arguments["compile_blocks"] = False  # there is nothing to run fast
 
     def built(device: AbstractContextManager[Any]) -> LightningModule:
         with torch.random.fork_rng(devices=[]), device:
-            module: LightningModule = _instance(LightningModule, "model", _uncompiled(config))
+            module: LightningModule = _instance(LightningModule, "model", {**config, "init_args": arguments})
             module.trainer = trainer
             if isinstance(module, PipelineModule) and type(module).configure_model is PipelineModule.configure_model:
                 with torch.device("meta"):  # configure_model would give it memory under this Trainer
@@ -222,8 +180,7 @@ def _module_of(config: Mapping[str, Any], trainer: L.Trainer, notes: list[str]) 
 
     try:
         module = built(torch.device("meta"))
-        network = network_in(module)
-        if network is None or has_layers(network) or model_problems(network):
+        if (network := network_in(module)) is not None and has_layers(network):
             return module
         why = "the model is run to find its layers"
     except Exception:
@@ -243,37 +200,24 @@ def _instance(kind: type, key: str, value: Mapping[str, Any]) -> Any:
     return instantiated(parser, key, value)
 
 
-def _uncompiled(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's class and arguments, without compilation: there is nothing to run fast."""
-    arguments = dict(model.get("init_args") or {})
-    if "compile_blocks" in arguments:
-        arguments["compile_blocks"] = False
-    return {**model, "init_args": arguments}
-
-
-def _silence_logs(module: LightningModule) -> None:
-    for name in ("log", "log_dict"):
-        setattr(module, name, lambda *_, **__: None)
-
-
 def _example_batch(module: LightningModule, data: LightningDataModule | None, notes: list[str]) -> Any:
-    """A batch on the host: what the data or the module says it looks like, or else the first one."""
+    """Return what the data or the module says a batch looks like, or else the first one."""
     for owner in (data, module):
         if callable(example := getattr(owner, "example_batch", None)):
             return example()
     notes.append("the first training batch was loaded, to see its shape; example_batch() of the data spares that")
-    source: Any = data if data is not None else module
-    with quiet():
-        if data is not None:
-            data.trainer = module.trainer
-            data.prepare_data()
-            data.setup("fit")
-        return next(iter(source.train_dataloader()))
+    source: Any = module
+    if data is not None:
+        source = data
+        data.trainer = module.trainer
+        data.prepare_data()
+        data.setup("fit")
+    return next(iter(source.train_dataloader()))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Lightning's remarks on the devices of this machine."""
+    """Leave out Lightning's remarks on the devices of this machine."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
