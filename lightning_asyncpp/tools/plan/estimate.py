@@ -21,23 +21,14 @@ from lightning_asyncpp.tools.plan.stages import Stages
 
 @dataclass(frozen=True)
 class Machine:
-    """What a recipe is to run on.
-
-    Attributes:
-        device: the kind of device.
-        mfu: share of the peak that forwards and backwards reach, recomputation counted as work.
-        bandwidth_share: share of the memory's peak bandwidth that the optimizer reaches.
-        per_node: devices of a node.
-        memory_gib: of a device.
-        reserve_gib: of that, what is left free.
-    """
+    """What a recipe is to run on."""
 
     device: Device
-    mfu: float
-    bandwidth_share: float
-    per_node: int
-    memory_gib: float
-    reserve_gib: float
+    mfu: float  # share of the peak that forwards and backwards reach, recomputation counted as work
+    bandwidth_share: float  # share of the memory's peak bandwidth that the optimizer reaches
+    per_node: int  # devices
+    memory_gib: float  # of a device
+    reserve_gib: float  # of that, what is left free
 
     @property
     def room(self) -> float:
@@ -66,8 +57,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one stage: a forward and a backward of the largest microbatch, an update, a message to the next stage
-    (0 on the last), and the reduction over replicas, which goes on beside other work."""
+    """Seconds of a forward, a backward, an update, a message to the next stage, and the reduction over replicas."""
 
     forward: float
     backward: float
@@ -114,11 +104,6 @@ class Estimate:
         return self.most <= self.machine.room
 
     @property
-    def per_update(self) -> int:
-        """Microbatches per update."""
-        return self.settings.micro_batches * self.recipe.accumulated
-
-    @property
     def samples(self) -> int:
         """Samples per update, over all replicas."""
         return self.recipe.batch_size * self.recipe.accumulated * self.settings.data_parallel_size
@@ -140,8 +125,8 @@ class Estimate:
     @property
     def flops_per_sample(self) -> float:
         """Of a forward and its backward, recomputation included."""
-        flops = sum(p.forward.flops + p.backward.flops for stage in self.stages.profiles for p in stage)
-        return flops / self.recipe.batch_size
+        flops = sum(profile.forward.flops + profile.backward.flops for profile in self.stages.profiles)
+        return flops * self.settings.micro_batches / self.recipe.batch_size
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -160,7 +145,9 @@ class Estimate:
     @property
     def own(self) -> str:
         """Name of the recipe's own schedule."""
-        return "1F1B" if not self.settings.delay else "2BW" if self.settings.staleness == "uniform" else "least staleness"
+        return (
+            "1F1B" if not self.settings.delay else "2BW" if self.settings.staleness == "uniform" else "least staleness"
+        )
 
     @cached_property
     def paces(self) -> dict[str, Pace]:
@@ -180,7 +167,7 @@ class Estimate:
 
     def staleness(self, name: str) -> list[float]:
         """Return how many updates old the gradients of each stage are under a schedule."""
-        return [schedule.stage_rule.staleness(self.per_update) for schedule in self.schedules[name]]
+        return [schedule.stage_rule.staleness(self.stages.per_update) for schedule in self.schedules[name]]
 
     @cached_property
     def times(self) -> list[StageTimes]:
@@ -188,7 +175,7 @@ class Estimate:
         machine, replicas = self.machine, self.settings.data_parallel_size
         mesh = Mesh(self.settings.num_stages, replicas, 0, placement=self.settings.placement)
         found = []
-        for stage, (profile, *_) in enumerate(self.stages.profiles):
+        for stage, profile in enumerate(self.stages.profiles):
             transfer = reduction = 0.0
             if profile.sent is not None:  # in the replica with the slowest link
                 pairs = ([mesh.rank_of(stage, r), mesh.rank_of(stage + 1, r)] for r in range(replicas))
@@ -201,12 +188,9 @@ class Estimate:
         return found
 
     def _pace(self, schedules: Sequence[Schedule]) -> Pace:
-        def seconds(stage: int, k: int, part: str) -> float:
-            profiles, place = self.stages.profiles[stage], k % self.settings.micro_batches
-            return self.machine.compute(getattr(profiles[place], part).flops) if place < len(profiles) else 0.0
-
+        times = self.times
         return pace_of(
-            schedules, self.per_update, lambda stage, k: seconds(stage, k, "forward"),
-            lambda stage, k: seconds(stage, k, "backward"), HOP_SECONDS, lambda stage, _: self.times[stage].update,
-            lambda stage, _: self.times[stage].reduction, lambda stage: self.times[stage].transfer,
+            schedules, self.stages.per_update, lambda stage, _: times[stage].forward,
+            lambda stage, _: times[stage].backward, HOP_SECONDS, lambda stage, _: times[stage].update,
+            lambda stage, _: times[stage].reduction, lambda stage: times[stage].transfer,
         )  # fmt: skip

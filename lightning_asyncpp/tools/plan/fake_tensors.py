@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException as NeedsValueError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import UnsupportedOperatorException as NoKernelError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_asyncpp.core.batches.structure import stands_for_tensors
 from lightning_asyncpp.models import grouped_linear  # noqa: F401  (registers the operators)
 
-__all__ = ["FakeTensorMode", "Meter", "NeedsValueError", "NoKernelError", "Reading", "fake_tensors", "without_memory"]
 stands_for_tensors(FakeTensor)
 
 
@@ -43,11 +40,13 @@ def without_memory(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     To be entered under :func:`fake_tensors`.
     """
+    before = [
+        (module, name, tensor)
+        for module in dict.fromkeys(m for top in modules for m in top.modules())
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
     made: dict[int, Tensor] = {}
-    before: list[tuple[nn.Module, str, Tensor]] = []
-    for module in dict.fromkeys(m for top in modules for m in top.modules()):
-        before += [(module, name, p) for name, p in module.named_parameters(recurse=False, remove_duplicate=False)]
-        before += [(module, name, b) for name, b in module.named_buffers(recurse=False, remove_duplicate=False)]
     for module, name, tensor in before:
         if id(tensor) not in made:
             new = empty_like(tensor)
@@ -62,64 +61,37 @@ def without_memory(modules: Sequence[nn.Module]) -> Iterator[None]:
             setattr(module, name, tensor)
 
 
-# -- operations -------------------------------------------------------------------------------------------------------
-
-
-def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Count torch's grouped product: every row of ``a`` meets one matrix."""
-    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-def _looped(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(x.shape) * weight.shape[1]
-
-
-def _looped_backward(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
-    return 4 * math.prod(x.shape) * grad.shape[1]
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Count scores, and the values that they weigh; every head of the queries has its own. A mask saves nothing."""
-    *heads, length, width = query.shape
-    return 2 * math.prod(heads) * length * key.shape[-2] * (width + value.shape[-1])
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Count two products for each of the forward, and the scores once more."""
-    *heads, length, width = query.shape
-    return 2 * _attention(query, key, value) + 2 * math.prod(heads) * length * key.shape[-2] * width
+    return 2 * _attention(query, key, value) + 2 * math.prod(query.shape) * key.shape[-2]
 
 
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    torch.ops.lightning_asyncpp.loop_linear: _looped,
-    torch.ops.lightning_asyncpp.loop_linear_backward: _looped_backward,
+    torch.ops.lightning_asyncpp.loop_linear: lambda x, weight, *_, **__: 2 * math.prod(x.shape) * weight.shape[1],
+    torch.ops.lightning_asyncpp.loop_linear_backward: lambda g, x, *_, **__: 4 * math.prod(x.shape) * g.shape[1],
+    # Every row of the first meets one matrix.
+    torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1],
     # Those of torch 2.11 are not known to its counter.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.aten._grouped_mm: _grouped,
 }
 """Operator -> its floating-point operations, from its arguments."""
 
 
-# -- the meter --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Reading:
-    """What happened during a part of a run.
+    """What happened during a part of a run."""
 
-    Attributes:
-        kept: bytes that are alive after it and were not before; negative if more was freed.
-        peak: most bytes alive at a time, above those before it.
-        moved: bytes that operators read and wrote, views left out.
-        flops: floating-point operations of matrix products and attention.
-    """
-
-    kept: int = 0
-    peak: int = 0
-    moved: int = 0
-    flops: int = 0
+    kept: int = 0  # bytes that are alive after it and were not before; negative if more was freed
+    peak: int = 0  # most bytes alive at a time, above those before it
+    moved: int = 0  # bytes that operators read and wrote, views left out
+    flops: int = 0  # of matrix products and attention
 
 
 class Meter(TorchDispatchMode):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedOperatorException
 
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import CONFIG, recipes_in
@@ -22,7 +23,6 @@ from lightning_asyncpp.tools.parsers import plan_parser
 from lightning_asyncpp.tools.plan.changes import changes_of
 from lightning_asyncpp.tools.plan.devices import DEVICES, Device, default_reserve, host_memory_gib
 from lightning_asyncpp.tools.plan.estimate import Estimate, Machine
-from lightning_asyncpp.tools.plan.fake_tensors import NeedsValueError, NoKernelError
 from lightning_asyncpp.tools.plan.recipe import Recipe, build
 from lightning_asyncpp.tools.plan.report import Report
 
@@ -32,19 +32,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     own, rest = plan_parser().parse_known_args(_with_recipe_in_front(sys.argv[1:] if argv is None else argv))
     try:
         report = make_report(own, rest)
-    except (NeedsValueError, NoKernelError) as error:
-        text = f"a layer or the optimizer looks at values, which tensors without memory do not have: {error}"
-        _end(text)
+    except (DataDependentOutputException, UnsupportedOperatorException) as error:
+        _end(f"a layer or the optimizer looks at values, which tensors without memory do not have: {error}")
     except (ConfigurationError, MisconfigurationException, ValueError, TypeError) as error:
         _end(str(error))
+    text = report.table()
     if own.json is not None:
-        text = json.dumps(report.as_json(), indent=2)
-        if own.json == "-":
-            print(text)
-        else:
-            Path(own.json).write_text(text + "\n", encoding="utf-8")
-    if own.json != "-":
-        print(report.table())
+        content = json.dumps(report.as_json(), indent=2)
+        text = content if own.json == "-" else text
+        if own.json != "-":
+            Path(own.json).write_text(content + "\n", encoding="utf-8")
+    print(text)
     if not report.estimate.fits:
         raise SystemExit(1)
 

@@ -17,6 +17,7 @@ from lightning_asyncpp.core.cut.ties import names_on, trained_on
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner.common import Flight, Task
 from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.schedule import StalenessRule
 from lightning_asyncpp.core.weights import WeightVersions, lent, writing
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.core.wire.transport import Arrival
@@ -24,14 +25,7 @@ from lightning_asyncpp.tools.plan.fake_tensors import Meter, Reading, bytes_of
 
 
 class Loopback:
-    """Takes the place of a stage's transport.
-
-    Args:
-        arriving: header of what the stage before sends; None on the first stage.
-
-    Attributes:
-        sent: header of what this stage sent last.
-    """
+    """Takes the place of a stage's transport between neighbors that are not there."""
 
     def __init__(self, arriving: Header | None) -> None:
         self.arriving = arriving
@@ -55,90 +49,56 @@ class Loopback:
         """Drop them."""
 
 
-@dataclass(frozen=True)
-class StageJob:
-    """A stage to profile.
+@dataclass
+class Profile:
+    """What one stage takes for microbatches of one size; memory in bytes."""
 
-    Attributes:
-        stage: its layers, with weights that have no memory.
-        num_versions: weight versions that are alive.
-        compute_dtype: of the versions beside masters; None without masters.
-        batch: a microbatch, on the first and the last stage.
-        arriving: header of what the stage before sends; None on the first stage.
-        hooks: the user's side.
-        step: the user's training step, called with a microbatch and its weight.
-        make_optimizer: makes the optimizer of this stage's parameters.
-        staleness: how many updates old its gradients are, for an optimizer that wants to know.
-    """
-
-    stage: Stage
-    num_versions: int
-    compute_dtype: torch.dtype | None
-    batch: Any
-    arriving: Header | None
-    hooks: UserHooks
-    step: Callable[[Any, float], Any]
-    make_optimizer: Callable[[], Optimizer]
-    staleness: float
+    num_parameters: int = 0  # trainable values
+    weights: int = 0  # memory of the parameters; with masters, of these
+    versions: int = 0  # of the weight versions beside them
+    buffers: int = 0
+    gradients: int = 0  # of a set of them, as they are summed over microbatches
+    tied: int = 0  # of the parameters that another stage has, too
+    optimizer: int = 0  # what the optimizer keeps
+    correction: int = 0  # what Error Feedback, or another correction, keeps
+    forward: Reading = field(default_factory=Reading)  # what it keeps stays until the backward
+    first_backward: Reading = field(default_factory=Reading)  # with which the gradients come into being
+    backward: Reading = field(default_factory=Reading)
+    update: Reading = field(default_factory=Reading)
+    sent: Header | None = None  # of what goes to the stage after
 
 
 @dataclass
-class Profile:
-    """What one stage takes for microbatches of one size; memory in bytes.
+class StageUnderTest:
+    """A stage whose weights have no memory, and all that runs it."""
 
-    Attributes:
-        num_parameters: trainable values.
-        weights: memory of the parameters; with masters, of these.
-        versions: of the weight versions beside them.
-        buffers: of tensors that are no parameters.
-        gradients: of a set of them, as they are summed over microbatches.
-        tied: of the parameters that another stage has, too.
-        optimizer: what the optimizer keeps.
-        correction: what Error Feedback, or another correction, keeps.
-        forward: a forward; what it keeps stays until the backward.
-        first_backward: the first backward of a mini-batch, with which the gradients come into being.
-        backward: any other.
-        update: the step of the optimizer.
-        sent: header of what goes to the stage after; None on the last.
-    """
+    stage: Stage
+    meter: Meter
+    rule: StalenessRule  # which weights it runs on
+    per_update: int  # microbatches
+    compute_dtype: torch.dtype | None  # of the versions beside masters
+    batch: Any  # a microbatch, on the first and the last stage
+    arriving: Header | None  # of what the stage before sends
+    hooks: UserHooks
+    step: Callable[[Any, float], Any]  # of the user, called with a microbatch and its weight
+    make_optimizer: Callable[[], Optimizer]
 
-    num_parameters: int = 0
-    weights: int = 0
-    versions: int = 0
-    buffers: int = 0
-    gradients: int = 0
-    tied: int = 0
-    optimizer: int = 0
-    correction: int = 0
-    forward: Reading = field(default_factory=Reading)
-    first_backward: Reading = field(default_factory=Reading)
-    backward: Reading = field(default_factory=Reading)
-    update: Reading = field(default_factory=Reading)
-    sent: Header | None = None
-
-
-def profile(job: StageJob, meter: Meter) -> Profile:
-    """Run two microbatches and two updates of a stage, under tensors without memory and the meter."""
-    return _Run(job, meter).profile()
-
-
-class _Run:
-    def __init__(self, job: StageJob, meter: Meter) -> None:
-        self.job, self.meter, self.found = job, meter, Profile()
-        stage = job.stage
-        self.transport = Loopback(job.arriving) if stage.num_stages > 1 else None
+    def __post_init__(self) -> None:
+        stage = self.stage
+        self.found, self.count = Profile(), 0
+        self.transport = Loopback(self.arriving) if stage.num_stages > 1 else None
         mesh = Mesh(stage.num_stages, 1, stage.num_stages - 1 - stage.index)
         # The runner calls nothing but what the loopback has.
-        self.runner = stage_runner(stage, mesh, self.transport, job.hooks, 0, stage.device)  # type: ignore[arg-type]
+        self.runner = stage_runner(stage, mesh, self.transport, self.hooks, 0, stage.device)  # type: ignore[arg-type]
         self.weights = self._weights()
-        self.count = 0
 
     def profile(self) -> Profile:
+        """Run two microbatches and two updates, under tensors without memory and the meter."""
         found, meter = self.found, self.meter
         with meter.reading() as made:
-            optimizer = self.job.make_optimizer()
+            optimizer = self.make_optimizer()
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
-            set_delay(self.job.staleness)
+            set_delay(self.rule.staleness(self.per_update))
         gradients = self._mini_batch()
         again = {name: None if g is None else torch.empty_like(g) for name, g in gradients.items()}
         with meter.reading() as first:
@@ -151,7 +111,7 @@ class _Run:
         return found
 
     def _weights(self) -> WeightVersions:
-        found, stage = self.found, self.job.stage
+        found, stage = self.found, self.stage
         parameters = stage.parameters.values()
         found.num_parameters = sum(p.numel() for p in parameters if p.requires_grad)
         found.weights = bytes_of(parameters)
@@ -161,7 +121,7 @@ class _Run:
         found.tied = bytes_of(stage.parameters[name] for name in tied)
         with self.meter.reading() as versions:
             weights = WeightVersions(
-                stage.parameters, self.job.num_versions, stage.uses, stage.buffers, self.job.compute_dtype
+                stage.parameters, self.rule.num_versions, stage.uses, stage.buffers, self.compute_dtype
             )
         found.versions = versions.kept
         return weights
@@ -181,8 +141,8 @@ class _Run:
         return gradients
 
     def _forward(self) -> Flight:
-        version = max(0, self.weights.newest + 1 - self.job.num_versions)  # what gradients are taken at
-        task = Task(self.count, version, self.weights.leaves(version), self.job.batch, 0, self.job.step)
+        version = max(0, self.weights.newest + 1 - self.rule.num_versions)  # what gradients are taken at
+        task = Task(self.count, version, self.weights.leaves(version), self.batch, 0, self.step)
         self.count += 1
         flight = self.runner.forward(task)
         flight.said.take_statistics()

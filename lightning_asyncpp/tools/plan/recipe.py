@@ -37,29 +37,17 @@ _STEPS = 1000
 
 @dataclass
 class Recipe:
-    """What is planned.
+    """What is planned."""
 
-    Attributes:
-        config: as parsed, with all defaults.
-        module: on the meta device, connected to ``trainer``.
-        trainer: stands for the recipe's; nothing runs in it.
-        settings: of the pipeline.
-        devices: processes, on all nodes.
-        nodes: number of machines.
-        per_node: devices of each as the recipe has it; None where it leaves that to the machine.
-        batch: on the host, in the structure that the loader gives.
-        notes: what was taken for granted.
-    """
-
-    config: dict[str, Any]
-    module: LightningModule
-    trainer: L.Trainer
+    config: dict[str, Any]  # as parsed, with all defaults
+    module: LightningModule  # on the meta device, connected to the trainer
+    trainer: L.Trainer  # stands for the recipe's; nothing runs in it
     settings: PipelineSettings
-    devices: int
+    devices: int  # processes, on all nodes
     nodes: int
-    per_node: int | None
-    batch: Any
-    notes: list[str]
+    per_node: int | None  # devices; None where the recipe leaves that to the machine
+    batch: Any  # on the host, in the structure that the loader gives
+    notes: list[str]  # what was taken for granted
 
     @property
     def model(self) -> nn.Module:
@@ -90,8 +78,7 @@ class Recipe:
 
     def make_optimizer(self) -> Optimizer:
         """Make the optimizer of what ``module`` holds now."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             (optimizer,) = optimizers_in(self.module.configure_optimizers())
         return optimizer
 
@@ -108,7 +95,8 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
         ValueError: a class refuses its arguments.
     """
     config = dict(copy.deepcopy(config))
-    trainer_config, notes = config["trainer"], []
+    trainer_config = config["trainer"]
+    notes: list[str] = []
     settings = _settings(trainer_config.get("strategy"))
     given = trainer_config.get("devices")
     per_node = len(given) if isinstance(given, list) else int(given) if str(given).isdigit() else None
@@ -217,15 +205,11 @@ def _example_batch(module: LightningModule, data: LightningDataModule | None, no
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out Lightning's remarks on the devices of this machine."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
+    """Leave out remarks on the devices of this machine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
         try:
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
             yield
         finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
+            logging.disable(logging.NOTSET)

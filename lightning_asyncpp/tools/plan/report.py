@@ -27,12 +27,11 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return everything; memory in bytes, times in seconds."""
         plan, settings, machine = self.estimate, self.estimate.settings, self.estimate.machine
-        names = ("num_stages", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness", "slack")
         return {
             "machine": asdict(machine),
-            "pipeline": {name: getattr(settings, name) for name in names}
-            | {"devices": plan.devices, "partition": list(plan.stages.partition.counts)}
-            | {"partition_chosen": plan.stages.partition.source, "accumulated": plan.recipe.accumulated},
+            "settings": asdict(settings) | {"compute_dtype": str(settings.compute_dtype)},
+            "partition": {"counts": list(plan.stages.partition.counts), "chosen": plan.stages.partition.source},
+            "devices": plan.devices,
             "parameters": plan.num_parameters,
             "samples_per_update": plan.samples,
             "tokens_per_update": plan.tokens,
@@ -40,12 +39,9 @@ class Report:
             "fits": plan.fits,
             "stages": [self._stage(index) for index in range(settings.num_stages)],
             "schedule": plan.own,
-            "schedules": {
-                name: {**asdict(pace), "staleness": plan.staleness(name), "samples_per_second": plan.samples / pace.step}
-                for name, pace in plan.paces.items()
-            },
+            "schedules": {n: {**asdict(pace), "staleness": plan.staleness(n)} for n, pace in plan.paces.items()},
             "changes": [
-                {"change": str(c), "bytes": c.estimate.most, "fits": c.estimate.fits, "step": c.estimate.step}
+                {"change": c.arguments, "bytes": c.estimate.most, "fits": c.estimate.fits, "step": c.estimate.step}
                 for c in self.changes
             ],
             "notes": self.notes,
@@ -57,7 +53,7 @@ class Report:
         return list(dict.fromkeys(self.estimate.recipe.notes))
 
     def _stage(self, index: int) -> dict[str, Any]:
-        plan, memory, profile = self.estimate, self.estimate.memory[index], self.estimate.stages.profiles[index][0]
+        plan, memory, profile = self.estimate, self.estimate.memory[index], self.estimate.stages.profiles[index]
         readings = {"forward": profile.forward, "backward": profile.backward, "update": profile.update}
         return {
             "layers": telling([unit.name for unit in plan.stages.units_of(index)]),
@@ -98,7 +94,7 @@ class Report:
             sizes = [*(memory.parts[part] for part in _PARTS), other, memory.total]
             rows.append([
                 str(index), f"{len(names)}: {' to '.join(dict.fromkeys((names[0], names[-1])))}",
-                _count(plan.stages.profiles[index][0].num_parameters), *(f"{size / per:.2f}" for size in sizes),
+                _count(plan.stages.profiles[index].num_parameters), *(f"{size / per:.2f}" for size in sizes),
                 str(memory.in_flight), memory.during, "yes" if memory.total <= machine.room else "NO",
             ])  # fmt: skip
         held = f"memory in {unit}, when a stage needs most; a device has {machine.memory_gib:.1f} GiB"
@@ -132,7 +128,10 @@ class Report:
         for change in self.changes:
             verdict = "fits" if change.estimate.fits else "is not enough"
             step = _milliseconds(change.estimate.step)
-            lines += [f"  {change}", f"    {verdict}: {change.estimate.most / GIB:.2f} GiB, {step} ms per update"]
+            lines += [
+                f"  {change.arguments}",
+                f"    {verdict}: {change.estimate.most / GIB:.2f} GiB, {step} ms per update",
+            ]
         if not self.changes or not self.changes[-1].estimate.fits:
             lines.append("None of them is enough: use devices with more memory, or a smaller model or batch")
         return lines

@@ -1,4 +1,4 @@
-"""All stages of a recipe's pipeline, profiled one after the other; of two alike in the middle, one."""
+"""All stages of a recipe's pipeline, profiled one after the other."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models.moe import Experts
-from lightning_asyncpp.tools.plan.fake_tensors import Meter, NeedsValueError, empty_like, fake_tensors, without_memory
+from lightning_asyncpp.tools.plan.fake_tensors import Meter, empty_like, fake_tensors, without_memory
 from lightning_asyncpp.tools.plan.gpu_kernels import as_on_gpu, kernels_of_gpu
-from lightning_asyncpp.tools.plan.memory import Memory, StageRun, peak_of
-from lightning_asyncpp.tools.plan.profile import Profile, StageJob, profile
+from lightning_asyncpp.tools.plan.memory import Memory, peak_of
+from lightning_asyncpp.tools.plan.profile import Profile, StageUnderTest
 from lightning_asyncpp.tools.plan.recipe import Recipe, quiet
 
 _BY_SIZES = "by numbers of parameters"
@@ -63,7 +63,8 @@ class Stages:
             raise ConfigurationError.from_problems(problems)
         hooks = UserHooks.of(recipe.module, forward_context=recipe.trainer.precision_plugin.forward_context)
         self._hooks = replace(hooks, micro_batch_weight=lambda _: 1.0)
-        self._slots: list[Any] = hooks.split_batch(recipe.batch, settings.micro_batches)
+        self._micro_batch = hooks.split_batch(recipe.batch, settings.micro_batches)[0]  # the largest
+        self.per_update = settings.micro_batches * recipe.accumulated
         if self.partition.source == _BY_SIZES and recipe.module.example_input_array is not None:
             recipe.notes.append(_MEASURED.format(list(self.partition.counts)))
         with recipe.trainer.precision_plugin.forward_context():
@@ -83,80 +84,47 @@ class Stages:
 
     def memory(self) -> list[Memory]:
         """Return what is alive on each stage when it is most."""
-        batch = sum(tensor.nbytes for slot in self._slots for tensor in tensors_of(slot))
-        settings, last = self.settings, self.settings.num_stages - 1
-        runs = [
-            StageRun(
-                self.schedule(stage), settings.micro_batches, self.recipe.accumulated, settings.data_parallel_size,
+        batch = sum(tensor.nbytes for tensor in tensors_of(self.recipe.batch))
+        replicas, last = self.settings.data_parallel_size, self.settings.num_stages - 1
+        return [
+            peak_of(
+                self.schedule(stage), profile, self.per_update, batch if stage in (0, last) else 0, replicas,
                 not self.on_gpu,
             )
-            for stage in range(settings.num_stages)
+            for stage, profile in enumerate(self.profiles)
         ]  # fmt: skip
-        return [
-            peak_of(run, profiles, batch if stage in (0, last) else 0)
-            for stage, (run, profiles) in enumerate(zip(runs, self.profiles))
-        ]
 
-    def _profiles(self) -> list[list[Profile]]:
-        """Return of each stage what every microbatch of a batch takes; those that are empty are left out."""
-        known: dict[Any, list[Profile]] = {}
-        keys = []
-        for slot in (slot for slot in self._slots if slot is not None):
-            keys.append(tuple((tuple(t.shape), t.dtype) for t in tensors_of(slot)))
-            if keys[-1] not in known:
-                with preserved_generators(torch.device("cpu")), kernels_of_gpu(self.on_gpu), quiet():
-                    known[keys[-1]] = self._profile(slot)
-        return [list(of_stage) for of_stage in zip(*(known[key] for key in keys))]
-
-    def _profile(self, slot: Any) -> list[Profile]:
+    def _profiles(self) -> list[Profile]:
+        """Run each stage once, of those that are alike the first."""
+        tied = {stage for tie in self._whole.ties for stage in tie.stages}
+        known: dict[Any, Profile] = {}
         found: list[Profile] = []
-        for index in range(self.settings.num_stages):
-            if (twin := self._twin(index)) is not None and found[twin - 1].sent == found[index - 1].sent:
-                found.append(found[twin])
-                continue
-            with fake_tensors(), Meter() as meter, self._stage(index) as stage:
-                job = self._job(stage, map_tensors(empty_like, slot), found[-1].sent if found else None)
-                found.append(profile(job, meter))
+        with preserved_generators(torch.device("cpu")), kernels_of_gpu(self.on_gpu), quiet():
+            for index in range(self.settings.num_stages):
+                arriving, ends = found[-1].sent if found else None, index in (0, self.settings.num_stages - 1)
+                own = index if ends or index in tied else described(self.units_of(index))
+                key = repr((own, arriving))
+                if key not in known:
+                    known[key] = self._profile(index, arriving)
+                found.append(known[key])
         return found
 
-    def _twin(self, index: int) -> int | None:
-        """Return an earlier stage in the middle with layers like this one's, neither sharing weights with others."""
-        tied = {stage for tie in self._whole.ties for stage in tie.stages}
-        if index == self.settings.num_stages - 1 or index in tied:
-            return None
-        own = described(self.units_of(index))
-        return next((o for o in range(1, index) if o not in tied and described(self.units_of(o)) == own), None)
-
-    def _job(self, stage: Stage, slot: Any, arriving: Header | None) -> StageJob:
-        rule = self.schedule(stage.index).stage_rule
-        return StageJob(
-            stage, rule.num_versions, self.settings.compute_dtype, slot if stage.is_first or stage.is_last else None,
-            arriving, self._hooks, self._step(), self._make_optimizer,
-            rule.staleness(self.settings.micro_batches * self.recipe.accumulated),
-        )  # fmt: skip
+    def _profile(self, index: int, arriving: Header | None) -> Profile:
+        with fake_tensors(), Meter() as meter, self._stage(index) as stage:
+            batch = map_tensors(empty_like, self._micro_batch) if stage.is_first or stage.is_last else None
+            return StageUnderTest(
+                stage, meter, self.schedule(index).stage_rule, self.per_update, self.settings.compute_dtype, batch,
+                arriving, self._hooks, self._step(), self._make_optimizer,
+            ).profile()  # fmt: skip
 
     def _step(self) -> Callable[[Any, float], Any]:
-        """Return the user's training step, as Lightning calls it; of one that looks at values the model's output."""
-        module, model = self.recipe.module, self.recipe.model
-        kinds = [p.kind for p in inspect.signature(module.training_step).parameters.values()]
+        """Return the user's training step, called as Lightning calls it."""
+        step = self.recipe.module.training_step
+        kinds = [p.kind for p in inspect.signature(step).parameters.values()]
         positional = [k for k in kinds if k in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
-        # As Lightning does: whatever the second argument is called, it is the batch's index.
+        # Whatever the second argument is called, it is the batch's index.
         index = (0,) if len(positional) > 1 or Parameter.VAR_POSITIONAL in kinds else ()
-
-        def step(micro_batch: Any, weight: float) -> Any:
-            outputs: list[Any] = []
-            hook = model.register_forward_hook(lambda _, args, output: outputs.append(output))
-            try:
-                return module.training_step(micro_batch, *index)
-            except NeedsValueError:
-                if not outputs:
-                    raise
-                self.recipe.notes.append("training_step looks at values: of its memory the model's output alone counts")
-                return torch.stack([t.float().sum() for t in tensors_of(outputs[0]) if t.requires_grad]).sum()
-            finally:
-                hook.remove()
-
-        return step
+        return lambda micro_batch, weight: step(micro_batch, *index)
 
     def _make_optimizer(self) -> Optimizer:
         optimizer = self.recipe.make_optimizer()
@@ -196,8 +164,7 @@ def described(units: Sequence[Unit]) -> list[Any]:
     found: list[Any] = []
     for unit in units:
         found.append((unit.function, repr(unit.module), unit.module.training))
-        held = [*unit.module.named_parameters(remove_duplicate=False), *unit.module.named_buffers()]
-        for name, tensor in held:
+        for name, tensor in (*unit.module.named_parameters(remove_duplicate=False), *unit.module.named_buffers()):
             number = numbers.setdefault(id(tensor), len(numbers))
             found.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, number))
     return found
