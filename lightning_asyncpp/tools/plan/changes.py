@@ -64,9 +64,6 @@ def changed(estimate: Estimate, changes: dict[str, Any]) -> Change:
     if _CHECKPOINTING in settings:
         kind = settings.pop(_CHECKPOINTING)
         recipe, arguments[f"--model.init_args.{_CHECKPOINTING}"] = recipe.with_argument(_CHECKPOINTING, kind), kind
-    if settings and isinstance(recipe.config["trainer"]["strategy"], str):  # a name in short takes no arguments
-        kind = "AsyncPipelineStrategy" if estimate.asked.delay else "SyncPipelineStrategy"
-        arguments["--trainer.strategy"] = f"lightning_asyncpp.{kind}"
     arguments |= {f"--trainer.strategy.init_args.{name}": value for name, value in settings.items()}
     machine = estimate.machine.shared_by(devices, estimate.devices)
     made = Estimate(recipe, replace(estimate.asked, **settings), devices, machine)

@@ -16,7 +16,6 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.optim import Optimizer
 
@@ -116,19 +115,16 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
 
 def _settings(strategy: Any) -> PipelineSettings:
     """Return the settings of the recipe's strategy, which must be a pipeline."""
-    name = strategy if isinstance(strategy, str) or strategy is None else strategy.get("class_path")
-    arguments = {} if name is strategy else dict(strategy.get("init_args") or {})
-    kind: Any = None
-    if name in StrategyRegistry:
-        kind, arguments = StrategyRegistry[name]["strategy"], dict(StrategyRegistry[name]["init_params"])
-    elif isinstance(name, str) and "." in name:
-        kind = resolve_name(name)
+    name, arguments = (
+        (strategy["class_path"], strategy.get("init_args")) if isinstance(strategy, dict) else (strategy, {})
+    )
+    kind: Any = resolve_name(name) if isinstance(name, str) and "." in name else None
     if not (isinstance(kind, type) and issubclass(kind, PipelineStrategy)):
         raise ConfigurationError(
             f"trainer.strategy={name!r} is no pipeline: give --trainer.strategy async_pipeline, or sync_pipeline"
         )
     with quiet():
-        made: PipelineStrategy = kind(**arguments)
+        made: PipelineStrategy = kind(**(arguments or {}))
     return made.session.settings
 
 

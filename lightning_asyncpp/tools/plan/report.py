@@ -108,7 +108,7 @@ class Report:
             rows.append([
                 name + (" (the recipe's)" if name == plan.own else ""), _milliseconds(pace.step),
                 f"{plan.samples / pace.step:.4g}", "-" if plan.tokens is None else f"{plan.tokens / pace.step:,.0f}",
-                f"{100 * (1 - max(pace.busy)):.1f} %", f"{max(plan.staleness(name)):.3g}",
+                f"{100 * max(0.0, 1 - max(pace.busy)):.1f} %", f"{max(plan.staleness(name)):.3g}",
                 f"{sync.step / pace.step:.2f}x",
             ])  # fmt: skip
         stages = [["stage", "forward ms", "backward ms", "update ms", "message ms", "busy"]]
