@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -19,28 +18,25 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.core.batches.batch_output import BatchOutput
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
-from lightning_asyncpp.core.change_guard import ChangeGuard
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.cuda_graphs import cuda_graph_problems
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.cut.tied_state import tied_group_problems
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failures.failure_watch import FailureWatch
 from lightning_asyncpp.core.manifest import Manifest, Section
-from lightning_asyncpp.core.optimizers.advice import advice_on_micro_batches
-from lightning_asyncpp.core.optimizers.fitness import sparse_problems, stage_problems, version_problems
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
 from lightning_asyncpp.core.ranks.manifests import agree_on_run, agree_on_sections, differences_between_ranks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.core.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer, name_parameters
+from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
+from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
 class PipelineSession:
@@ -53,16 +49,7 @@ class PipelineSession:
     Attributes:
         manifest: what the run is.
         watch: what is known of failures, and done about them.
-        where_to_change: weights, in words that end the message about a change elsewhere.
-        how_to_clip: gradients, in words that follow the message about torch's own function.
     """
-
-    how_to_clip = (
-        "in Fabric call fabric.clip_gradients(model, optimizer, max_norm=...), in a LightningModule"
-        " self.clip_gradients(...) in configure_gradient_clipping, or set Trainer(gradient_clip_val=...)"
-    )
-
-    where_to_change = "in optimizer.register_step_post_hook(...), which runs with every update, or after a flush()"
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         self.settings, self.timeout = settings, timeout
@@ -74,11 +61,9 @@ class PipelineSession:
         self.partition: Partition | None = None
         self.stage: Stage | None = None
         self.averages: Averages | None = None
-        self._clipping_guard = ClippingGuard(self.how_to_clip)
         self.seed = 0
-        self._attached: AttachedOptimizer | None = None
-        self._in_step = False
-        self._changes: ChangeGuard | None = None
+        self._stage_optimizer: StageOptimizer | None = None
+        self._attached: list[AttachedOptimizer] = []
 
     def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
@@ -139,9 +124,6 @@ class PipelineSession:
             partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
-            problems = [p for tie in self.stage.whole.ties if tie.is_trained for p in tie.problems(self._fresh_stage)]
-            if problems:
-                raise ConfigurationError.from_problems(problems)
         self.averages.cut()
         self.seed = seed
         return self.stage
@@ -163,12 +145,11 @@ class PipelineSession:
             self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
         self._release_optimizer()
-        self.watch.failure, self._attached = None, None
+        self.watch.failure, self._stage_optimizer = None, None
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
         self.watch.started(self.engine.runner.transport, self.engine.ended_as_agreed)
-        self._changes = ChangeGuard(self.engine, self.where_to_change)
         return self.engine
 
     def running(self) -> Engine:
@@ -193,53 +174,41 @@ class PipelineSession:
         layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
         return f"{mesh.describe()}, {engine.settings.describe(engine.schedules())}{layers}{route}"
 
-    def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
-        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
+    def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
+        """Take this stage's part of an optimizer of the whole model.
 
         Args:
-            optimizer: of this stage.
+            optimizer: made from the whole model: see :meth:`Stage.whole_model`.
             step: clips the gradient of an update, and steps the optimizer.
-            with_closure: whether its steps are given a closure that does more than to return something.
 
         Raises:
-            ConfigurationError: it cannot step a stage by itself, one gradient per step is not enough for it, or it
-                treats the copies of a shared parameter differently.
+            ConfigurationError: a layer cannot be trained on this rank; all of them raise it.
         """
-        engine, mesh = self.running(), self._connected()
-        stage = engine.stage
-        problems = [*stage_problems(optimizer, with_closure), *sparse_problems(stage.model)]
-        if engine.schedule.stage_rule.held:
-            problems += version_problems(optimizer)
-        if not engine.mesh.is_last:  # the last stage runs each backward at once
-            problems += cuda_graph_problems(stage.model, engine.runner.device)
-        agree_on_problems(mesh, problems)
-        ties, fresh = self.whole_model.ties, self._fresh_stage
-        problems = tied_group_problems(mesh, ties, stage.parameters, optimizer, fresh)
-        if problems:
-            raise ConfigurationError.from_problems(problems)
-        self._advise(optimizer, engine.settings)
-        stage.layers_elsewhere = {}  # whoever groups parameters has done so
+        engine, mesh, stage = self.running(), self._connected(), self.stage
+        assert stage is not None
+        # The last stage runs each backward at once.
+        agree_on_problems(mesh, [] if mesh.is_last else cuda_graph_problems(stage.model, engine.runner.device))
         self._release_optimizer()
-        self._attached = AttachedOptimizer(optimizer, engine, step, self.watch.check)
-        if stage.num_stages > 1:
-            self._clipping_guard.begin(stage.parameters.values())
+        with stage.whole_model():
+            name_parameters(optimizer, {p: name for name, p in stage.root.named_parameters()})
+        self._stage_optimizer = StageOptimizer(optimizer, stage.parameters.values(), stage.copies())
+        self._attach_parts(engine, step)
 
-    def _advise(self, optimizer: Optimizer, settings: ResolvedSettings) -> None:
-        """Say what an optimizer does better with, where the number of micro-batches decides how many are delayed."""
-        if settings.delay and settings.staleness == "least":
-            advice = advice_on_micro_batches(optimizer, settings.num_stages, settings.micro_batches)
-            if advice is not None:
-                rank_zero_info(advice)
+    def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
+        """Have the updates of the engine step the optimizer."""
+        self.stage_optimizer.keep_own()
+        self._attached = [AttachedOptimizer(self.stage_optimizer, engine, step, self.watch.check)]
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The attached one."""
-        return None if self._attached is None else self._attached.optimizer
+        return None if self._stage_optimizer is None else self._stage_optimizer.optimizer
 
-    def check_optimizer(self, optimizer: object) -> None:
-        """Refuse a step of another optimizer than the attached one."""
-        if self._attached is not None:
-            self._attached.check_same(optimizer)
+    @property
+    def stage_optimizer(self) -> StageOptimizer:
+        """This stage's part of it."""
+        assert self._stage_optimizer is not None, "attach() an optimizer first"
+        return self._stage_optimizer
 
     @property
     def whole_model(self) -> WholeModel:
@@ -247,36 +216,13 @@ class PipelineSession:
         assert self.stage is not None, "cut() comes first"
         return self.stage.whole
 
-    def tell_delay(self) -> None:
+    def set_delay(self) -> None:
         """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
-        if self._attached is not None:
-            self._attached.tell_delay()
+        for attached in self._attached[:1]:  # of the oldest gradients
+            attached.set_delay()
 
-    @contextmanager
-    def user_step(self) -> Iterator[None]:
-        """A step of the user runs meanwhile: only the last stage runs it to the end."""
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
-
-    def check_collective(self, name: str, step: str, elsewhere: str) -> None:
-        """Refuse a collective that other ranks would not join: inside a user's step, and after a failure.
-
-        Args:
-            name: of the collective.
-            step: what the user's step is called.
-            elsewhere: where to call it instead.
-
-        Raises:
-            RuntimeError: with the failure as its cause, if there was one.
-        """
-        if self._in_step:
-            raise RuntimeError(
-                f"{name} was called inside {step}: only the last stage runs it to the end, so the others would never"
-                f" join; move it {elsewhere}"
-            )
+    def check_failure(self) -> None:
+        """Raise what ended the run, if anything did: no collective can succeed any more."""
         if self.watch.failure is not None:
             self.watch.check()
 
@@ -287,67 +233,40 @@ class PipelineSession:
             batch: the batch, on the first and the last stage; ignored on the others.
             step: the user's step, called with a micro-batch and its weight.
             afterwards: called when an update has been applied between two micro-batches; it may still change weights.
-
-        Raises:
-            ConfigurationError: somebody has changed the weights that gradients of the batch before are taken at.
         """
-        engine, changes = self._watched()
-
-        def apply_held() -> None:
-            changes.before_update_within()
-            in_step, self._in_step = self._in_step, False  # it is between two micro-batches, and no step runs
-            try:
-                engine.updates.apply_held()
-                afterwards()
-            finally:
-                self._in_step = in_step
-            changes.after_update_within()
-
-        changes.before_batch()
-        output = engine.run(batch, step, apply_held)
-        changes.after_batch()
-        return output
+        return self.running().run(batch, step, afterwards)
 
     def close(self, payload: Payload | None = None, note: Any = None) -> None:
-        """End the mini-batch and file its ticket; raises as :meth:`run` does.
+        """End the mini-batch, with the hyper-parameters that are set now.
 
         Args:
             payload: what its control message carries.
-            note: what the strategy wants to find in its update's ticket.
+            note: what the strategy wants to know at its update.
         """
-        assert self._attached is not None, "attach() an optimizer before training"
-        engine, changes = self._watched()
-        changes.before_close()
-        engine.close(self._attached.file_ticket(note), payload)
+        self.running().close(self.stage_optimizer.hyper_parameters(), payload, note)
 
     def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Apply the updates whose time has come.
 
         Args:
             afterwards: called when they have been applied; it may still change weights.
-
-        Raises:
-            ConfigurationError: somebody else has changed weights since the last call, while an update was outstanding.
         """
-        engine, changes = self._watched()
-        changes.before_updates()
-        updates = engine.updates.apply_due()
+        updates = self.running().apply_due()
         afterwards()
-        changes.after_updates()
         return updates
 
     def check_drain(self) -> None:
         """Raise RuntimeError if an update is being applied: what drains would find a part of it."""
-        if self._attached is not None:
-            self._attached.check_drain()
+        if self._update is not None:
+            raise RuntimeError(
+                "weights cannot be gathered, saved, loaded or evaluated while an update is applied, in a hook of its"
+                " step: do it in on_train_batch_end, or in a Fabric loop after optimizer.step()"
+            )
 
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
         self.check_drain()
-        engine, changes = self._watched()
-        changes.before_drain()
-        updates = engine.drain()
-        changes.after_drain()
+        updates = self.running().drain()
         afterwards()
         return updates
 
@@ -367,10 +286,9 @@ class PipelineSession:
             RuntimeError: no update is being applied; gradients exist only meanwhile.
         """
         check_norm_type(norm_type)
-        update = None if self._attached is None else self._attached.update
-        if update is None:
+        if self._update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        norm = update.message.norm
+        norm = self._update.message.norm
         clip_by_norm(self.running().weights.parameters.values(), norm, max_norm)
         return torch.tensor(norm)
 
@@ -395,26 +313,21 @@ class PipelineSession:
             self.engine.release()
 
     def _release_optimizer(self) -> None:
-        if self._attached is not None:
-            self._attached.release()
+        for attached in self._attached:
+            attached.release()
+        self._attached = []
 
     def leave(self) -> None:
         """Finish, and let nobody watch over this rank any longer; a collective unless the session failed."""
         try:
             self.finish()
         finally:
-            self._clipping_guard.end()
             self.watch.guard.end()
 
     @property
-    def _fresh_stage(self) -> int | None:
-        """A last stage without delay, if there is one."""
-        return self._connected().num_stages - 1 if self.settings.staleness == "fresh_last_stage" else None
-
-    def _watched(self) -> tuple[Engine, ChangeGuard]:
-        engine = self.running()
-        assert self._changes is not None
-        return engine, self._changes
+    def _update(self) -> Update | None:
+        """The update that is being applied."""
+        return next((attached.update for attached in self._attached if attached.update is not None), None)
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_asyncpp.core.schedule import Staleness
-from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.core.settings import PipelineSettings, is_whole
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.private_names import UntestedVersionWarning, untested_versions
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
@@ -48,21 +48,19 @@ class PipelineArguments(DDPArguments, PipelineSettings):
     The list has what only the Trainer's or only Fabric's strategies take, too; all are shown in its order.
 
     Args:
-        micro_batches: micro-batches that every batch is cut into; at least the number of stages, which is the default.
-        lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
-            delay, but adds to what ``staleness="least"`` holds back. Default: 0; with another staleness 1 where it is
-            allowed.
+        micro_batches: micro-batches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
+            one stage). A batch with fewer samples leaves the last ones empty: nothing is computed for them.
+        lookahead: extra micro-batches in flight, up to ``micro_batches`` - P + 1, one less with replicas. It hides
+            latency and jitter, costs activation memory, and adds to what ``staleness="least"`` holds back. Default: 0;
+            with ``staleness="uniform"`` 1 where it fits.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
         staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"least"``, the
-            default: those that are under way before that update can be made, P - 1 - s on stage s. ``"uniform"``
-            (PipeDream-2BW): all, so that gradients are one update old. ``"fresh_last_stage"``: all, but none on the
-            last stage. Stages that step before all know the norm of a gradient clip it by the norm one mini-batch
-            earlier, and the first mini-batch has no delay.
+            default: those that are under way before that update can be made, P - 1 - s on stage s. Stages then step
+            before all know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first
+            mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all, so that gradients are one update old.
         slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
             behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
             left out.
-        synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay: while
-            weights change fast an old gradient costs most. Corrections such as Error Feedback begin after them.
         weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
             beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
             ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
@@ -116,6 +114,44 @@ class PipelineArguments(DDPArguments, PipelineSettings):
         settings = PipelineSettings.chosen(**part_of(PipelineSettings, self) | {"delay": delay})
         check_arguments(settings, self)
         return settings
+
+
+@dataclass(frozen=True)
+class DelayArguments:
+    """What ``delayed_gradient`` takes: the settings of a pipeline, and how many stages of it run in this process.
+
+    Args:
+        stages: number of stages. With one, any module will do: it is not cut, and its whole step runs on older weights.
+        delay: 1 for what an asynchronous pipeline trains, 0 for what a synchronous one does.
+        micro_batches: as for ``async_pipeline``.
+        staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
+        slack: as for ``async_pipeline``.
+        lookahead: as for ``async_pipeline``.
+        partition: as for ``async_pipeline``.
+        weight_dtype: as for ``async_pipeline``.
+        nonfinite_gradients: as for ``async_pipeline``.
+    """
+
+    stages: int = 1
+    delay: int = 1
+    micro_batches: int | None = None
+    staleness: Staleness | None = None
+    slack: Slack = 0
+    lookahead: int | None = None
+    partition: Literal["auto", "uniform"] | list[int] = "auto"
+    weight_dtype: Literal["bf16"] | None = None
+    nonfinite_gradients: Literal["stop", "skip"] = "stop"
+
+    def of_pipeline(self) -> dict[str, Any]:
+        """Name -> value of the arguments that a pipeline strategy takes.
+
+        Raises:
+            ConfigurationError: ``stages`` is no number of stages.
+        """
+        if not is_whole(self.stages) or self.stages < 1:
+            raise ConfigurationError(f"stages={self.stages!r} must be a whole number of at least 1")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stages", "delay")}
+        return given | ({"staleness": "uniform"} if self.stages == 1 else {})
 
 
 def part_of(declaration: type, arguments: object) -> dict[str, Any]:

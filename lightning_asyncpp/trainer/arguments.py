@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 
-from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.strategy_parts.arguments import DDPArguments, PipelineArguments
 
 
@@ -32,20 +31,3 @@ class TrainerArguments(TrainersDDPArguments, PipelineArguments):
     """
 
     inexact_resume: bool = False
-
-
-@dataclass(frozen=True)
-class DelayArguments(TrainersDDPArguments, DelaySettings):
-    """What ``delayed_gradient`` takes under a Trainer.
-
-    Args:
-        inexact_resume: go on from a checkpoint also where the data cannot be continued exactly, as for the pipeline
-            strategies.
-        find_unused_parameters: as in DDP; with whole batches on several devices.
-        process_group_backend, timeout, start_method: as in DDP.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
-            Trainer sets them.
-    """
-
-    inexact_resume: bool = False
-    find_unused_parameters: bool = False

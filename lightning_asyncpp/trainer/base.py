@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,9 +24,6 @@ from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
-from lightning_asyncpp.core.optimizers import described
-from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers
-from lightning_asyncpp.core.optimizers.steps import OneGradient
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
@@ -44,24 +41,19 @@ from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.checkpoint.superseded import Superseded
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
-from lightning_asyncpp.trainer.hooks.collectives import Collectives
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
-from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
 from lightning_asyncpp.trainer.identity import (
     OWN_HYPER_PARAMETERS,
     checkpoint_folders,
     comparable,
     data_section,
     hyper_parameters,
-    schedulers_section,
 )
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
     HiddenExample,
     allow_state_dict,
-    grouping_of,
-    groups_of_whole,
     last_saved,
     modules_example,
     refuse_state_dict,
@@ -69,24 +61,18 @@ from lightning_asyncpp.trainer.module_facts import (
 )
 from lightning_asyncpp.trainer.refusals import (
     NOTHING_TO_STEP,
-    OPTIMIZER_ERRORS,
+    ONE_OPTIMIZER,
+    OTHER_OPTIMIZER,
     module_problems,
-    optimizer_problems,
+    optimizer_problem,
     trainer_problems,
     without_gradients,
 )
 from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
 from lightning_asyncpp.trainer.watched_loops import WatchedLoops
 
-_WHERE_TO_CHANGE = (
-    "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
-    " optimizer.register_step_post_hook(...), which runs with every update"
-)
 
-
-class PipelineStrategy(
-    Launching, WatchedLoops, ReplicaBatches, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy
-):
+class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
@@ -100,20 +86,15 @@ class PipelineStrategy(
     # PipelineModule leaves its layers on the meta device for a strategy that says so.
     materializes_stages = True
 
-    step_name = "a *_step method"
-    outside_step = "to a hook such as on_train_batch_end"
-
     @takes(TrainerArguments)
     def __init__(self, arguments: TrainerArguments) -> None:
         super().__init__(**for_ddp(TrainersDDPArguments, arguments))
         self._make_session(arguments)
-        self.session.where_to_change = _WHERE_TO_CHANGE
         self.progress = Progress(arguments.inexact_resume)
         self.superseded = Superseded()
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._batch_ends: BatchEnds | None = None
-        self._stale_reads: StaleReads | None = None
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
         self.gradient_norm: float | None = None
@@ -129,8 +110,7 @@ class PipelineStrategy(
         module = self._module
         allow_state_dict(module)
         weight_dtype = self.session.settings.weight_dtype
-        problems = [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)]
-        problems = problems or problems_of_layers(self._network(), module.example_input_array, self._network_name())
+        problems = [*trainer_problems(trainer, weight_dtype), *self._structure_problems(trainer)]
         agree_on_problems(self._mesh, problems)
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
             self.session.agree("model", described_model(self._network()))
@@ -156,13 +136,12 @@ class PipelineStrategy(
         self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
         self._conductor.install(trainer)
         self._batch_ends.install(trainer)
-        self.step_metrics.connect(trainer, module, self.in_epoch_end)
+        self.step_metrics.connect(trainer, module)
         self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if self._mesh.num_replicas == 1:
             private.shuffle_only(trainer, shuffles)
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
-            self._warn_without_delay(trainer.max_steps)
             if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
                 rank_zero_warn(
                     f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
@@ -174,57 +153,38 @@ class PipelineStrategy(
             link_when_written(trainer, self.checkpoints.then)
             self.superseded.overwrite_later_ones(trainer)
             self.setup_optimizers(trainer)
-            self._check_optimizer(trainer)
-            self._attach_optimizer(trainer)
-            self._stale_reads = StaleReads(module, self.session)
-            self._stale_reads.install(trainer)
+            self._attach_optimizer()
         self.setup_precision_plugin()
+
+    def _structure_problems(self, trainer: L.Trainer) -> list[str]:
+        """What keeps the module from being cut."""
+        module = self._module
+        return module_problems(module, trainer) or problems_of_layers(
+            self._network(), module.example_input_array, self._network_name()
+        )
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Make the optimizer; what one rank cannot make, all of them report.
-
-        Lightning's advice on several optimizers, manual optimization, would be refused next.
-        """
+        """Make the optimizer of the whole model; what one rank cannot make, all of them report."""
         error: Exception | None = None
+        assert self.session.stage is not None
         try:
-            with EmptyOptimizers():  # one without a parameter may be the second of two, which is what is wrong then
+            with self.session.stage.whole_model():
                 super().setup_optimizers(trainer)
+            if problem := optimizer_problem(self.optimizers):
+                error = ConfigurationError(problem)
         except Exception as caught:
-            known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
-            error = next((ConfigurationError(text) for text in known), caught)
+            # Lightning's advice on several, manual optimization, would be refused next.
+            error = ConfigurationError(ONE_OPTIMIZER) if "multiple optimizers" in str(caught) else caught
         agree_on_error(self._mesh, error)
 
-    def _check_optimizer(self, trainer: L.Trainer) -> None:
-        """Refuse an optimizer that a pipeline cannot use, and options in which ranks differ; a collective call."""
-        stage = self.session.stage
-        assert stage is not None
-        unfit = optimizer_problems(self.optimizers, self._module)
-        grouping = grouping_of(self.optimizers, self._module, stage)
-        agree_on_problems(self._mesh, unfit + grouping.problems)
+    def _attach_optimizer(self) -> None:
         optimizer = self.optimizers[0]
-        self.session.agree("optimizer", described.rule(optimizer))
-        if self.session.compare("optimizer's", described.options(optimizer, grouping.of_whole, stage.index)):
-            # On all ranks. Stages may have one group each, and be right.
-            whole = groups_of_whole(self._module, stage)
-            told = described.options(optimizer, whole, stage.index)
-            named = told if whole is not None else {f"stage {stage.index}: {key}": told[key] for key in told}
-            self.session.agree("optimizer's", named)
-        self.session.agree("scheduler", schedulers_section(trainer))
-
-    def _attach_optimizer(self, trainer: L.Trainer) -> None:
-        optimizer = self.optimizers[0]
-        self.session.attach(optimizer, self._step_optimizer, with_closure=True)
+        self.session.attach(optimizer, self._step_optimizer)
+        _optimizer_to_device(optimizer, self.root_device)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-
-    def _warn_without_delay(self, max_steps: int) -> None:
-        start = self.session.settings.synchronous_start
-        if 0 <= max_steps <= start:
-            rank_zero_warn(
-                f"synchronous_start={start} is no less than max_steps={max_steps}: all of this training is synchronous"
-            )
 
     def _progress_state(self) -> dict[str, Any]:
         return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))
@@ -277,9 +237,8 @@ class PipelineStrategy(
         engine = self.session.running()
         if private.begins_accumulation(self._module.trainer):
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
-        with self._engine_works(), self.session.user_step():
-            step = self._user_step("training_step", args, kwargs)
-            output = self.session.run(args[0], step, self._batch_ends.call_late)
+        step = self._user_step("training_step", args, kwargs)
+        output = self.session.run(args[0], step, self._batch_ends.call_late)
         if not self._mesh.is_last:
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)
@@ -301,31 +260,27 @@ class PipelineStrategy(
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the batch, file its ticket, and apply the update of the batch before."""
+        """Run the batch, and apply the update of the batch before."""
         assert self._batch_ends is not None
-        self.session.check_optimizer(optimizer)
-        with self._engine_works():
-            result = closure()
-            if not self.session.running().accumulating:
-                raise ConfigurationError(NOTHING_TO_STEP)
-            self.session.close(self.step_metrics.payload(), note=self._module.trainer.global_step)
-            self._receive(self.session.apply_due(self._batch_ends.call_late))
+        if optimizer is not self.session.optimizer:
+            raise ConfigurationError(OTHER_OPTIMIZER)
+        result = closure()
+        if not self.session.running().accumulating:
+            raise ConfigurationError(NOTHING_TO_STEP)
+        self.session.close(self.step_metrics.payload(), note=self._module.trainer.global_step)
+        self._receive(self.session.apply_due(self._batch_ends.call_late))
         return result
 
     def drain(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory.
 
         Raises:
-            RuntimeError: it was called in a step, or while an update is applied.
+            RuntimeError: it was called while an update is applied.
         """
-        self._check_collective("a drain (save_checkpoint, full_state_dict)")
+        self.session.check_failure()
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
-            with self._engine_works():
-                self._receive(self.session.drain(self._batch_ends.call_late))
-
-    def _engine_works(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._stale_reads is None else self._stale_reads.paused()
+            self._receive(self.session.drain(self._batch_ends.call_late))
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
@@ -345,10 +300,8 @@ class PipelineStrategy(
 
         It is the note that the mini-batch was closed with.
         """
-        with private.at_global_step(self._module.trainer, update.ticket.note):
-            once = OneGradient(self.optimizers[0])
-            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=once)
-            once.check_called()
+        with private.at_global_step(self._module.trainer, update.note):
+            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))
@@ -356,10 +309,10 @@ class PipelineStrategy(
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_values(self.precision_plugin.main_params(optimizer), float(clip_val))
 
-    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float], Any]:
+    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
         function = getattr(self._module, name)
 
-        def step(micro_batch: Any, weight: float) -> Any:
+        def step(micro_batch: Any, weight: float | None) -> Any:
             self.step_metrics.start_recording(weight)
             try:
                 return function(micro_batch, *args[1:], **kwargs)
@@ -383,8 +336,6 @@ class PipelineStrategy(
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
         self.release_batch_hooks()
-        if self._stale_reads is not None:
-            self._stale_reads.release()
         if self._batch_ends is not None:
             self._batch_ends.release()
         if self._hidden_example is not None:

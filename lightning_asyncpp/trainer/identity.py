@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from torch.utils.data import DistributedSampler
 
-from lightning_asyncpp.core.optimizers.described import schedule
 from lightning_asyncpp.data.resumable_data_loader import DealtOut
 from lightning_asyncpp.storage.names import local_path
 from lightning_asyncpp.strategy_parts.loader_identity import HELD
@@ -67,14 +66,6 @@ def hyper_parameters(module: LightningModule | L.LightningDataModule) -> dict[st
         return dict(module.hparams)
     except Exception:  # of somebody else's class, such as one that looks its values up
         return {}
-
-
-def schedulers_section(trainer: L.Trainer) -> dict[str, Any]:
-    """What schedulers were told, and when they step."""
-    configs = trainer.lr_scheduler_configs
-    steps = [[config.interval, config.frequency, config.monitor] for config in configs]
-    told = schedule([config.scheduler for config in configs])
-    return {**told, "interval, frequency and monitor": steps} if steps else {}
 
 
 def data_section(loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

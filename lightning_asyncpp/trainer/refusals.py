@@ -25,26 +25,21 @@ from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in, no_network
 from lightning_asyncpp.core.cut.units import model_problems
-from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
-from lightning_asyncpp.core.optimizers.configured import is_placeholder, trains_nothing
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
-from lightning_asyncpp.core.step.own_gradients import parameter_hook_problems
 from lightning_asyncpp.trainer import private
 
 ONE_OPTIMIZER = (
     "configure_optimizers returned more than one optimizer (multiple optimizers): a pipeline has exactly one update per"
     " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
 )
-NOTHING_OF_THIS_STAGE = (
-    "configure_optimizers gave the optimizer no parameter of this stage: give it all of self.parameters(), and freeze"
-    " those that are not to be trained (requires_grad_(False))"
+OTHER_OPTIMIZER = (
+    "trainer.optimizers holds another optimizer than at the start, while an update of that one is outstanding: change"
+    " its param_groups in place, or train in two parts, the second from a checkpoint"
 )
 NOTHING_TO_STEP = (
     "optimizer.step() came without a gradient: no closure has run since the step before; a pipeline applies every"
     " gradient once, so call optimizer.step(closure=optimizer_closure), or the closure first"
 )
-# What errors of torch and Lightning say, and what is meant.
-OPTIMIZER_ERRORS = (("multiple optimizers", ONE_OPTIMIZER), ("empty parameter list", NOTHING_OF_THIS_STAGE))
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
     (ModelPruning, "it rewrites parameters while two versions of them are alive"),
@@ -103,7 +98,6 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
     else:
         problems += model_problems(network, name)
         if is_trained:
-            problems += parameter_hook_problems(network, name)
             problems += frozen_problems(network, name)
     if is_trained and "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("training_step(dataloader_iter) is not supported: the pipeline cuts batches; take a batch")
@@ -113,7 +107,7 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
 def frozen_problems(network: nn.Module, name: str = "self.model") -> list[str]:
     """Whether nothing of a whole model is to be trained; a stage of one that was cut before may train nothing."""
     is_cut = any(isinstance(part, OtherStage) for part in network.modules())
-    if is_cut or not any(True for _ in network.parameters()) or not trains_nothing(network):
+    if is_cut or not any(True for _ in network.parameters()) or any(p.requires_grad for p in network.parameters()):
         return []
     return [
         f"no parameter of {name} requires a gradient: all of it is frozen and there is nothing to train; call"
@@ -142,44 +136,16 @@ def without_gradients(module: LightningModule, callbacks: Sequence[L.Callback]) 
     ]
 
 
-def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule) -> list[str]:
-    """What configure_optimizers returned that one update per mini-batch cannot use."""
+def optimizer_problem(optimizers: Sequence[Optimizer]) -> str:
+    """Why one update per mini-batch cannot use what configure_optimizers returned; empty if it can."""
     if len(optimizers) > 1:
-        return [ONE_OPTIMIZER]
-    own = {id(parameter) for parameter in module.parameters()}
-    groups = optimizers[0].param_groups if optimizers else []
-    held = [parameter for group in groups for parameter in group["params"] if not is_placeholder(parameter)]
-    if groups and not held and not trains_nothing(module):
-        return [NOTHING_OF_THIS_STAGE]
-    if not groups or any(id(parameter) not in own for parameter in held):
-        return [
-            "configure_optimizers returned no optimizer, or one over parameters that are not this stage's: build it in"
-            " configure_optimizers from self.parameters() or self.named_parameters()"
-        ]
-    return []
-
-
-def delayed_problems(settings: DelaySettings, module: LightningModule, trainer: L.Trainer) -> list[str]:
-    """What the module and the Trainer ask for that a delayed gradient cannot do."""
-    problems: list[str] = []
-    if trainer.state.fn != TrainerFn.FITTING:
-        return problems
-    if not module.automatic_optimization:
-        problems.append(
-            "automatic_optimization=False: with manual optimization the module decides when to step and on which"
-            " weights; use automatic optimization, or Fabric"
+        return ONE_OPTIMIZER
+    if not optimizers or not any(group["params"] for group in optimizers[0].param_groups):
+        return (
+            "configure_optimizers returned no optimizer: a pipeline trains with exactly one. Return one over"
+            " self.parameters() or self.named_parameters()"
         )
-    if settings.micro_batches is None:
-        return problems
-    problems += backward_problems(module)
-    if trainer.precision in ("16-mixed", "16-true"):
-        problems.append(
-            f"precision={trainer.precision!r} is not supported with micro_batches, which computes as a pipeline does;"
-            " use bf16-mixed, or leave micro_batches out"
-        )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        problems.append("training_step(dataloader_iter) cannot be given micro-batches: take a batch")
-    return problems + problems_of_reduction(getattr(module, "loss_reduction", "mean"))
+    return ""
 
 
 def _callback_problems(trainer: L.Trainer) -> list[str]:

@@ -8,10 +8,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_asyncpp.core.manifest import Manifest, changes
 
-_AS_ASKED = ("versions", "trainer", "hyper-parameters", "optimizer")
+_AS_ASKED = ("versions", "trainer", "hyper-parameters")
 SEED = "seed"
 """Section of a manifest, of what ``seed_everything`` was given."""
-_RESTORED = ("optimizer's", "scheduler")
 
 
 def go_on_from(manifest: Manifest, saved: Any) -> None:
@@ -27,11 +26,6 @@ def go_on_from(manifest: Manifest, saved: Any) -> None:
     manifest.run, manifest.attempt = before.run, before.attempt + 1
     if asked := _differences(before, manifest, _AS_ASKED):
         rank_zero_info(f"Pipeline: run {manifest.run} goes on with {asked}")
-    if restored := _differences(before, manifest, _RESTORED):
-        rank_zero_warn(
-            f"this run asks for {restored}; the checkpoint's values go on, which an optimizer and its schedulers load"
-            " with their state: to change them, set them after the checkpoint was loaded (in on_train_start)"
-        )
     for name, old, new in changes(before.sections.get(SEED, {}), manifest.sections.get(SEED, {})):
         rank_zero_warn(
             f"this run asks for {name}={new} (it was {old}); the checkpoint's random numbers go on: to draw others,"

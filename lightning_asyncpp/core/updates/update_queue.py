@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,16 @@ from torch import Tensor
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.batches.batch_output import no_weight_text
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
+from lightning_asyncpp.core.randomness import CallersGenerators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner.common import StageRunner
-from lightning_asyncpp.core.schedule import Kind, Schedule
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.stage_optimizer import HyperParameters
 from lightning_asyncpp.core.trace import HOST, Beside, Wait
 from lightning_asyncpp.core.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.core.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.errors import NonFiniteGradientError, lost_peers
@@ -40,6 +42,7 @@ class UpdateQueue:
         runner: its transport and its trace.
         weights: the weight versions that the updates make.
         schedule: which of them a mini-batch ran on, and when its update is due.
+        generators: torch's, as the optimizer's step has them.
 
     Attributes:
         open: the mini-batch that batches are added to.
@@ -52,8 +55,15 @@ class UpdateQueue:
     """
 
     def __init__(
-        self, mesh: Mesh, settings: ResolvedSettings, runner: StageRunner, weights: WeightVersions, schedule: Schedule
+        self,
+        mesh: Mesh,
+        settings: ResolvedSettings,
+        runner: StageRunner,
+        weights: WeightVersions,
+        schedule: Schedule,
+        generators: CallersGenerators,
     ) -> None:
+        self.generators = generators
         self.mesh, self.settings, self.runner, self.weights, self.schedule = mesh, settings, runner, weights, schedule
         self._starts: deque[tuple[int, int]] = deque(maxlen=_KNOWN_STARTS)
         self.begin(0, 0)
@@ -64,14 +74,25 @@ class UpdateQueue:
         self.apply: Callable[[Update], None]
         self.leave_out: Callable[[], None]
         self.detach()
-        self._late = torch.empty(0, device=runner.device).is_cuda
+        is_local = runner.transport is not None and runner.transport.is_local
+        self._late = torch.empty(0, device=runner.device).is_cuda and not is_local
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
-        size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
-        self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
+        self.train_only(weights.parameters)
         self._told = False  # of a mini-batch without weight
-        self._applied_within: list[Update] = []  # a batch, and not returned yet
+        self._applied: list[Update] = []  # and not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
+
+    def train_only(self, names: Collection[str]) -> None:
+        """Count and reduce the gradients of these parameters alone: the optimizer has no others, and clips no others.
+
+        Args:
+            names: of parameters of this stage; what stages share is counted in any case.
+        """
+        tied = names_on(self.mesh.stage, self._ties)
+        self._optimized = {n: p for n, p in self.weights.parameters.items() if n in names or n in tied}
+        size, late = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES, self.weights.used_twice
+        self._buckets = plan_buckets(self._optimized, size, late) if self.mesh.num_replicas > 1 else []
 
     def detach(self) -> None:
         """Forget who applies updates."""
@@ -99,16 +120,24 @@ class UpdateQueue:
         """How many updates this stage has applied, or left out."""
         return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
 
-    def close(self, end: int, ticket: Ticket, payload: Payload | None = None) -> None:
+    def close(
+        self,
+        end: int,
+        hyper_parameters: HyperParameters | None = None,
+        payload: Payload | None = None,
+        note: Any = None,
+    ) -> None:
         """Declare the open mini-batch whole.
 
         Args:
             end: one past its last micro-batch.
-            ticket: what was set for its update.
+            hyper_parameters: of every group of the optimizer, for its update.
             payload: what its control message carries.
+            note: what the strategy wants to know at its update.
         """
         mini_batch, whole = self.open, self.runner.stage.whole
-        mini_batch.close(end, ticket, payload, whole.statistics.length)
+        mini_batch.close(end, whole.statistics.length, payload)
+        mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
         if self.mesh.world_size > 1:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
@@ -181,38 +210,45 @@ class UpdateQueue:
             if self.schedule.steps_ahead(self.closed[0].index):
                 self._step_ahead(self.closed[0])
                 return
-            self._applied_within.append(self._apply(self.closed.popleft()))
+            self._applied.append(self._apply(self.closed.popleft()))
 
-    def apply_due(self) -> list[Update]:
-        """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
-
-        Returns:
-            these, and what was applied within the last batch.
+    def iter_due(self) -> Iterator[Action]:
+        """Apply the updates whose time has come: after mini-batch t those up to t - delay; without a delay t.
 
         Raises:
             NonFiniteGradientError: under the policy ``"stop"``, on every rank.
         """
-        updates, self._applied_within = self._applied_within, []
         due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
         while self.closed and self.closed[0].index < due:
-            updates.append(self._apply(self.closed.popleft()))
+            yield from self._iter_apply()
         if self.closed and self.schedule.stage_rule.held == 0 and self.schedule.steps_ahead(self.closed[-1].index):
+            yield Action(Kind.UPDATE, self.closed[-1].index)
             self._step_ahead(self.closed[-1])
-        return updates
 
-    def apply_all(self) -> list[Update]:
+    def iter_all(self) -> Iterator[Action]:
         """Apply the updates of all whole mini-batches; their backwards are done."""
-        updates, self._applied_within = self._applied_within, []
         while self.closed:
-            updates.append(self._apply(self.closed.popleft()))
+            yield from self._iter_apply()
         while self._leaving:
             self._leaving.popleft().settle()
+
+    def take_applied(self) -> list[Update]:
+        """Return the updates that were applied since the last call, in order."""
+        updates, self._applied = self._applied, []
         return updates
+
+    def _iter_apply(self) -> Iterator[Action]:
+        mini_batch = self.closed[0]
+        if self.schedule.steps_ahead(mini_batch.index) and not mini_batch.stepped:
+            yield Action(Kind.UPDATE, mini_batch.index)  # which waits for less than the agreement
+            self._step_ahead(mini_batch)
+        yield Action(Kind.UPDATE, mini_batch.index)
+        self._applied.append(self._apply(self.closed.popleft()))
 
     def _launch(self, mini_batch: MiniBatch) -> None:
         apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
         uses = {name: self.weights.gradients_apart(name) for name in apart}
-        gradients = self.weights.take_gradients()
+        gradients = {n: g if n in self._optimized else None for n, g in self.weights.take_gradients().items()}
         if self._buckets and mini_batch.reduction is None:
             mini_batch.reduction = self._new_reduction()
         stage = self.runner.stage
@@ -221,7 +257,8 @@ class UpdateQueue:
             self._leaving.append(mini_batch.tied)
         if self.runner.trace is not None:
             mini_batch.completed = self.runner.trace.clock.now()
-        mini_batch.launch(gradients, statistics, replace(self.requested), uses)
+        steps_ahead = self.schedule.steps_ahead(mini_batch.index)
+        mini_batch.launch(gradients, statistics, replace(self.requested), uses, steps_ahead)
 
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
@@ -242,7 +279,7 @@ class UpdateQueue:
         if mini_batch.stepped or not mini_batch.launched:
             return
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
-            weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
+            weight, squares, statistics = mini_batch.reduce_now()
             if mini_batch.tied is not None:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
@@ -257,7 +294,7 @@ class UpdateQueue:
     def _apply(self, mini_batch: MiniBatch) -> Update:
         if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
-            return Update(mini_batch.index, mini_batch.ticket, self._agree(mini_batch), None)
+            return _update(mini_batch, self._agree(mini_batch))
         message = self._agree(mini_batch)
         update = self._update(mini_batch, message)
         if message.finite and message.weight:
@@ -271,7 +308,7 @@ class UpdateQueue:
         """Make room for the version that the update of a mini-batch makes."""
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
         staleness = 0 if rule.in_start(mini_batch.index) else rule.staleness(count)
-        return Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance(), staleness)
+        return _update(mini_batch, message, self.weights.advance(), staleness)
 
     def _agree(self, mini_batch: MiniBatch) -> ControlMessage:
         """Wait for what all ranks have to say about a mini-batch, and note it."""
@@ -305,15 +342,19 @@ class UpdateQueue:
         gradients = mini_batch.gradients
         foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], message.weight)
         for name, parameter in self.weights.parameters.items():
-            parameter.grad = gradients[name]
+            parameter.grad = gradients.get(name)
         try:
-            with self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
+            with self.generators.put_back(), self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
                 yield
                 self.weights.note_step()
                 self.runner.stage.update_from_statistics(message.statistics)
         finally:
             for parameter in self.weights.parameters.values():
                 parameter.grad = None
+
+
+def _update(mini_batch: MiniBatch, *args: Any) -> Update:
+    return Update(mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, *args)
 
 
 def _no_optimizer(_: Update) -> None:

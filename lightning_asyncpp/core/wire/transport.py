@@ -53,7 +53,12 @@ class Transport:
         max_message_bytes: largest activation that is accepted, in bytes.
         timeout: seconds that a wait for a neighbour may take; default: half an hour.
         neighbours: links that are there already, for tests.
+
+    Attributes:
+        is_local: whether the neighbours are in this process.
     """
+
+    is_local = False
 
     def __init__(
         self,
@@ -162,6 +167,10 @@ class Transport:
         """Send what this stage and those behind it have summed up, fp64 on the host, to the stage before."""
         assert self._before is not None, "nothing comes before the first stage"
         self._before.write(_PART, mini_batch, [_bytes_of(vector)])
+
+    def has_part(self, mini_batch: int) -> bool:
+        """Whether :meth:`receive_part` can be called: here it waits."""
+        return True
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
         """Return what the stages behind have summed up, waiting for it: ``length`` fp64 values."""

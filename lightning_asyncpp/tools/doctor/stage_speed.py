@@ -12,7 +12,7 @@ from lightning_asyncpp.tools.bench.optimizer_contenders import ROUNDING
 from lightning_asyncpp.tools.doctor.machine import Machine
 from lightning_asyncpp.tools.doctor.stage_recipe import Row, Size, peak_tflops, recipe_of, rows_of, size_of
 from lightning_asyncpp.tools.doctor.task import Findings, NoTimeLeftError, Task
-from lightning_asyncpp.tools.plan.planned_recipe import build
+from lightning_asyncpp.tools.plan.recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
 from lightning_asyncpp.tools.processes import end_of, last_error, run_limited, traced
 
@@ -155,7 +155,7 @@ def _planned(recipe: Path, is_gpu: bool) -> int:
     plan = build(read_configuration(["fit", "--config", str(recipe)]))
     settings = plan.settings.resolved(1)
     stages = Stages(plan, settings, on_gpu=is_gpu)
-    (memory,) = stages.memory(settings.micro_batches, settings.lookahead, plan.batch_size)
+    (memory,) = stages.memory()
     return memory.total
 
 

@@ -80,7 +80,7 @@ class StageUnderTest:
     batch: Any  # a microbatch, on the first and the last stage
     arriving: Header | None  # of what the stage before sends
     hooks: UserHooks
-    step: Callable[[Any, float], Any]  # of the user, called with a microbatch and its weight
+    step: Callable[[Any, float | None], Any]  # of the user, called with a microbatch and its weight
     make_optimizer: Callable[[], Optimizer]
 
     def __post_init__(self) -> None:

@@ -23,11 +23,11 @@ from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.units import has_layers
-from lightning_asyncpp.core.optimizers.configured import optimizers_in
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.trainer.base import PipelineStrategy
+from lightning_asyncpp.trainer.module_facts import optimizers_in
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
 _STEPS = 1000

@@ -117,7 +117,7 @@ class Stages:
                 arriving, self._hooks, self._step(), self._make_optimizer,
             ).profile()  # fmt: skip
 
-    def _step(self) -> Callable[[Any, float], Any]:
+    def _step(self) -> Callable[[Any, float | None], Any]:
         """Return the user's training step, called as Lightning calls it."""
         step = self.recipe.module.training_step
         kinds = [p.kind for p in inspect.signature(step).parameters.values()]

@@ -6,7 +6,6 @@ import os
 import re
 import warnings
 from collections import UserDict
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp.core.optimizers.described import schedule
 from lightning_asyncpp.strategy_parts import identity, mixin
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, Samples, fit, make_trainer
@@ -35,46 +33,17 @@ class Told(Net):
         if self.own.activation is not None:
             self.model = nn.Sequential(*self.model, self.own.activation)
 
-    def configure_optimizers(self) -> Any:
-        own = self.own
-        decayed, others = [], []
-        for name, parameter in self.named_parameters():
-            (decayed if name.endswith("weight") else others).append(parameter)
-        groups = [{"params": decayed, "weight_decay": own.decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = own.optimizer(groups if own.groups else self.parameters())
-        steps = torch.optim.lr_scheduler.StepLR(optimizer, own.period)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": own.interval}}
-
-
-def adamw(**options: Any) -> Callable[..., torch.optim.Optimizer]:
-    return lambda parameters: torch.optim.AdamW(parameters, **{"lr": 0.01, **options})
-
 
 @dataclass
 class Own:
     """What a process may be told otherwise."""
 
-    optimizer: Callable[..., torch.optim.Optimizer] = field(default_factory=adamw)
-    groups: bool = False
-    decay: float = 0.1
-    period: int = 3
-    interval: str = "step"
     activation: nn.Module | None = None
     hyper_parameters: dict[str, Any] = field(default_factory=dict)
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)
-
-
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     # what the last rank is told otherwise: of the run, or of its module -> what all ranks say
-    "lr": ({"optimizer": adamw(lr=0.1)}, "optimizer's lr: it is 0.01 on rank 0 .stage 1. and 0.1 on rank 1 .stage 0."),
-    "class": ({"optimizer": sgd}, "optimizer class: it is 'AdamW' on rank 0 .stage 1. and 'SGD' on rank 1"),
-    "betas": ({"optimizer": adamw(betas=(0.9, 0.95))}, r"optimizer's betas: it is \[0.9, 0.999\] on .* and"),
-    "a group": ({"groups": True, "decay": 0.2}, "optimizer's group 0: weight_decay: it is 0.1 on .* and 0.2 on"),
-    "scheduler": ({"period": 4}, "scheduler step_size: it is 3 on .* and 4 on"),
-    "its steps": ({"interval": "epoch"}, "scheduler interval, frequency and monitor"),
     "layer": ({"activation": nn.Dropout(0.2)}, r"model layers: it is '\(\d\): Dropout\(p=0.1.*' on .*Dropout\(p=0.2"),
     "clipping": ({"trainer": {"gradient_clip_val": 0.5}}, "trainer gradient_clip_val: it is None on .* and 0.5 on"),
     "accumulation": ({"trainer": {"accumulate_grad_batches": 2}}, "trainer accumulate_grad_batches: it is 1 on"),
@@ -85,7 +54,6 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
         "checkpoint and early-stopping callbacks",
     ),
     "stops": ({"callbacks": ((EarlyStopping, {"monitor": "train_loss"}),)}, "checkpoint and early-stopping callbacks"),
-    "start": ({"options": {"synchronous_start": 2}}, "strategy synchronous_start: it is 0 on .* and 2 on"),
     "slack": ({"options": {"staleness": "least", "slack": 1}}, "2 problems:\n.*staleness: it is 'uniform' on"),
     "policy": ({"options": {"nonfinite_gradients": "skip"}}, "nonfinite_gradients: it is 'stop' on .* and 'skip' on"),
     "replicas": ({"options": {"data_parallel_size": 2}}, "strategy data_parallel_size: it is 1 on .* and 2 on"),
@@ -97,7 +65,6 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 
 
 SAME: dict[str, dict[str, Any]] = {  # what both are told, for the other to be one of the same kind
-    "a group": {"groups": True},
     "layer": {"activation": nn.Dropout(0.1)},
 }
 
@@ -158,10 +125,10 @@ def test_other_seeds_are_warned_of(pools: Pools) -> None:
 
 
 def other_versions() -> None:
-    """Rank 1 has another torch, and is told another learning rate, which nobody gets to."""
+    """Rank 1 has another torch, and is told another clipping, which nobody gets to."""
     found = {**identity.versions(), **({"torch": "2.11.9"} if os.environ["RANK"] == "1" else {})}
     with mock.patch.object(mixin, "versions", return_value=found):
-        train_by_name("lr")
+        train_by_name("clipping")
 
 
 def test_other_versions(pools: Pools) -> None:
@@ -197,35 +164,6 @@ def test_hyper_parameters_of_a_process(pools: Pools) -> None:
     assert "same" not in said[0]
 
 
-def test_a_schedulers_value_for_every_group() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    optimizers = [torch.optim.AdamW([{"params": [p], "lr": lr} for p, lr in zip(parameters, lrs)]) for lrs in
-                  ([0.1, 0.2, 0.3], [0.4, 0.5])]  # fmt: skip
-    assert schedule([Kept(optimizers[0])]) == schedule([Kept(optimizers[1])]) != schedule([Kept(optimizers[1], 2)])
-    plateaus = [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=0.01) for optimizer in optimizers]
-    other = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], min_lr=0.02)
-    assert schedule(plateaus[:1]) == schedule(plateaus[1:]) != schedule([other])
-    first, second = (
-        torch.optim.lr_scheduler.SequentialLR(optimizer, [Kept(optimizer), Kept(optimizer, 2)], [3])
-        for optimizer in optimizers
-    )
-    assert schedule([first]) == schedule([second])
-    assert schedule([first])["milestones"] == [3]
-    assert schedule([first])["1: period"] == 2
-
-
-class Kept(torch.optim.lr_scheduler.LRScheduler):
-    """Keeps the rates of all groups."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, period: int = 1) -> None:
-        self.period = period
-        self.rates = [group["lr"] for group in optimizer.param_groups]
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float]:
-        return self.rates
-
-
 class ByLayer(Net):
     """Every layer has a group of its own, with a learning rate of its own, as where rates decay with depth."""
 
@@ -246,17 +184,6 @@ class GroupOfALayer(ByLayer):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
-
-
-class AskedOnce(GroupOfALayer):
-    """Cannot say what groups the whole model would have."""
-
-    asked = False
-
-    def configure_optimizers(self) -> Any:
-        assert not self.asked
-        self.asked = True
-        return super().configure_optimizers()
 
 
 class Printed(nn.Module):
@@ -287,16 +214,16 @@ class WithUnprintable(ByLayer):
         self.model = nn.Sequential(*self.model, Unprintable())
 
 
-@pytest.mark.parametrize("module", [ByLayer, GroupOfALayer, AskedOnce, WithPrinted, WithUnprintable])
+@pytest.mark.parametrize("module", [ByLayer, GroupOfALayer, WithPrinted, WithUnprintable])
 def test_what_a_process_may_have_of_its_own(pools: Pools, module: Any) -> None:
     pools.run(2, fit, Run(module, samples=16, options={"micro_batches": 2}))
 
 
 def test_replicas_that_differ(pools: Pools) -> None:
-    outcomes = pools.outcomes(4, train_replica_by_name, "lr")
+    outcomes = pools.outcomes(4, train_replica_by_name, "clipping")
     for outcome in outcomes:
         assert outcome.error == "ConfigurationError"
-        assert "optimizer's lr: it is 0.01 on ranks 0, 2, 3 and 0.1 on rank 1 (stage 0)" in outcome.message
+        assert "trainer gradient_clip_val: it is None on ranks 0, 2, 3 and 0.5 on rank 1 (stage 0)" in outcome.message
 
 
 def train_replica_by_name(name: str) -> None:
