@@ -94,20 +94,17 @@ class StageUnderTest:
 
     def profile(self) -> Profile:
         """Run two microbatches and two updates, under tensors without memory and the meter."""
-        found, meter = self.found, self.meter
-        with meter.reading() as made:
-            optimizer = self.make_optimizer()
+        found, optimizer = self.found, self.make_optimizer()
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
             set_delay(self.rule.staleness(self.per_update))
         gradients = self._mini_batch()
         again = {name: None if g is None else torch.empty_like(g) for name, g in gradients.items()}
-        with meter.reading() as first:
-            self._update(optimizer, gradients)
-        with meter.reading() as found.update:
+        self._update(optimizer, gradients)
+        with self.meter.reading() as found.update:
             self._update(optimizer, again)
-        kept = made.kept + first.kept + found.update.kept + 2 * found.gradients
-        found.optimizer = bytes_of(tensors_of(optimizer.state))
-        found.correction = max(0, kept - found.optimizer)
+        remembered = [state.get(key) for state in optimizer.state.values() for key in getattr(optimizer, "keys", ())]
+        found.correction = bytes_of(tensors_of(remembered))
+        found.optimizer = bytes_of(tensors_of(optimizer.state)) - found.correction
         return found
 
     def _weights(self) -> WeightVersions:

@@ -19,7 +19,7 @@ from tests.trainer.pool import Pools
 from tests.trainer.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, shifted_clock
 from tests.trainer.runs import Net, Run, fit
 
-SMALL = Run(Net, samples=48, batch_size=8)
+SMALL = Run(Net, options={"micro_batches": 2}, samples=48, batch_size=8)
 
 
 def recorded(run: Run, folder: Path, **options: object) -> Run:
