@@ -108,17 +108,18 @@ def plan_parser() -> KnownPartParser:
     """Of ``asyncpp plan``."""
     parser = KnownPartParser(
         "asyncpp plan",
-        description="Say what a recipe needs on a kind of device, stage by stage, how fast it would be, what would fit"
-        " as well, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
+        description="Say whether a recipe fits on a kind of device, stage by stage, how fast it would be under several"
+        " schedules, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
         epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer..., --optimizer...), as"
         " for `asyncpp fit`.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", help="recipe of `asyncpp fit`: a file or a name")
     parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
-    parser.add_argument("--device", default="h100", help=f"kind: {', '.join(DEVICES)} (default: h100)")
+    parser.add_argument(
+        "--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)"
+    )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
-    parser.add_argument("--no-search", action="store_true", help="leave out what would fit, and what to change")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached (default: 0.4)")
     parser.add_argument(
         "--bandwidth-share", type=float, default=0.7, help="share of the memory's speed that updates reach (0.7)"
@@ -182,8 +183,7 @@ def trace_parser() -> ToolParser:
         " or Fabric's strategy.record_trace() recorded.",
     )  # fmt: skip
     parser.add_argument("run", type=str, help="folder of the recording, or one above it (the newest below is taken)")
-    parser.add_argument("--html", type=str | None, default=None, help="write a timeline to zoom into, for any browser")
-    parser.add_argument("--png", type=str | None, default=None, help="draw the timeline and the shares as a picture")
+    parser.add_argument("--html", type=str | None, default=None, help="write a page with a timeline, for any browser")
     parser.add_argument("--perfetto", type=str | None, default=None, help="write it for https://ui.perfetto.dev")
     parser.add_argument("--json", type=str | None, default=None, help="write the table's figures for other programs")
     parser.add_argument("--from-mini-batch", type=NonNegativeInt | None, default=None, help="the first to look at")

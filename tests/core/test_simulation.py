@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, StalenessRule
-from lightning_asyncpp.tools.ideal import DeadlockError, simulate
+from lightning_asyncpp.core.simulation import DeadlockError, simulate
 from tests.tools.steady import steady_utilisation
 
 

@@ -1,13 +1,13 @@
-"""The timeline of a schedule without overheads: its action lists, run on stages whose times are known."""
+"""Simulation of a schedule: its own action lists, run on stages whose times are known."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from lightning_asyncpp.core.recording.trace import Span
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
+from lightning_asyncpp.core.trace import Span, utilisation
 
 Duration: TypeAlias = float | Callable[[int, int], float]
 """A time, the same everywhere, or a function of the stage and of the micro-batch counted over the run."""
@@ -68,6 +68,50 @@ def simulate(
         if not moved:
             raise DeadlockError(f"stages wait for each other: {[str(actions[-1]) for actions in todo if actions]}")
     return lanes
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a schedule is once the pipeline is full, or fills and drains in every mini-batch.
+
+    Attributes:
+        step: time per mini-batch.
+        work: of each stage, the share of the time inside forwards and backwards.
+        busy: of each stage, the same with updates.
+    """
+
+    step: float
+    work: tuple[float, ...]
+    busy: tuple[float, ...]
+
+
+_FIRST, _LAST = 3, 7
+"""Mini-batches between whose ends time is taken: from the first on each takes as long as the one before."""
+
+
+def pace_of(
+    schedules: Sequence[Schedule],
+    micro_batches: int,
+    forward: Duration,
+    backward: Duration,
+    hop: float = 0.0,
+    update: Duration = 0.0,
+    reduction: Duration = 0.0,
+    transfer: Callable[[int], float] = lambda stage: 0.0,
+) -> Pace:
+    """Simulate a few mini-batches after a synchronous start; arguments as for :func:`simulate`."""
+    late = [replace(s, pipeline_rule=replace(s.pipeline_rule, synchronous_start=0)) for s in schedules]
+    lanes = simulate(late, _LAST + 2, micro_batches, forward, backward, hop, update, reduction, transfer)
+    ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
+    start, end = (ends[(t + 1) * micro_batches - 1] for t in (_FIRST, _LAST))
+    if end <= start:
+        return Pace(0.0, (0.0,) * len(lanes), (0.0,) * len(lanes))
+    updates = [
+        sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in lane if s.kind is Kind.UPDATE) for lane in lanes
+    ]
+    work = tuple(utilisation(lane, start, end) for lane in lanes)
+    busy = tuple(share + spent / (end - start) for share, spent in zip(work, updates))
+    return Pace((end - start) / (_LAST - _FIRST), work, busy)
 
 
 def _length(duration: Duration, stage: int, index: int) -> float:
