@@ -9,13 +9,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric.checkpoint import entries_to_load
-from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.refusals import reserved
-from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
+
+DELAYED_GRADIENT = "delayed_gradient"
 
 
 class DelayedCheckpoints(ParallelStrategy):
@@ -55,13 +54,6 @@ class DelayedCheckpoints(ParallelStrategy):
         """
         if self.emulator is not None:
             self.emulator.check_no_update()
-        with (
-            held_whole(path, self.checkpoint_io, processes_of(self)),
-            told_who_wrote_it(self.checkpoint_io, path, weights_only, DELAYED_GRADIENT),
-        ):
-            return self._load(path, state, strict, weights_only)
-
-    def _load(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
         optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}

@@ -31,21 +31,16 @@ class TrainerArguments(TrainersDDPArguments, PipelineArguments):
             Trainer sets them.
     """
 
-    inexact_resume: bool = False
-
 
 @dataclass(frozen=True)
 class DelayArguments(TrainersDDPArguments, DelaySettings):
     """What ``delayed_gradient`` takes under a Trainer.
 
     Args:
-        inexact_resume: go on from a checkpoint also where the data cannot be continued exactly, as for the pipeline
-            strategies.
         find_unused_parameters: as in DDP; with whole batches on several devices.
         process_group_backend, timeout, start_method: as in DDP.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
             Trainer sets them.
     """
 
-    inexact_resume: bool = False
     find_unused_parameters: bool = False

@@ -19,35 +19,22 @@ from typing_extensions import override
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.core.batches.batch_output import or_nan
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
-from lightning_asyncpp.core.checkpoint.resumed import go_on_from
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
 from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
-from lightning_asyncpp.core.manifest import MANIFEST, Manifest
-from lightning_asyncpp.core.optimizers import described
 from lightning_asyncpp.core.optimizers.steps import OneGradient, StepGuard
 from lightning_asyncpp.core.randomness import derive
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.strategy_parts.arguments import check_arguments, for_ddp, takes
 from lightning_asyncpp.strategy_parts.delayed_mixin import DelayedStrategyMixin
-from lightning_asyncpp.strategy_parts.identity import described_model, versions
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import DelayArguments, TrainersDDPArguments
 from lightning_asyncpp.trainer.checkpoint.delayed_checkpoints import DelayedCheckpoints
-from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.checkpoint.validation_randomness import drawing_from
 from lightning_asyncpp.trainer.hooks.batch_ends import ModuleFirst
-from lightning_asyncpp.trainer.identity import (
-    checkpoint_folders,
-    data_section,
-    hyper_parameters,
-    schedulers_section,
-    trainer_section,
-)
 from lightning_asyncpp.trainer.logging.whole_model_log import MicroBatchLog, StatisticsLog
 from lightning_asyncpp.trainer.module_facts import modules_example
 from lightning_asyncpp.trainer.preemption import StopOnSignal
@@ -88,10 +75,7 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         self._stop_on_signal: StopOnSignal | None = None
         self._module_first: ModuleFirst | None = None
         self._step_guard: StepGuard | None = None
-        self.progress = Progress(arguments.inexact_resume)
-        self.manifest, self.leases = Manifest(), Leases()
-        self.manifest.keep("versions", versions())
-        self.manifest.keep("strategy", {"strategy": type(self).__name__, **vars(arguments)})
+        self.progress = Progress()
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -155,31 +139,17 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         if micro_batches is not None:  # as in a pipeline; otherwise, without delay, this is Lightning's own run
             private.run_validations_in(module.trainer, self.progress.validations.apart)
-        link_when_written(module.trainer, lambda link: link())
         partition = self._partition(network, self._example(module, network))
         self.emulator = DelayEmulator(self.settings, module, self.optimizers[0], micro_batches, partition=partition)
         self._emulated = module
         self._is_training = True
         self._statistics_log.install(module.trainer)
         self.emulator.load_state_dict(self._loaded_state)
-        self._identify(module)
         self._loaded_state = None
         if micro_batches is not None and self._module_first is not None:
             self._module_first.around = self._drawing_at_batch_end
         if not self.settings.is_plain:
             self._step_guard = StepGuard(self.optimizers[0], lambda: self._running.updating)
-
-    def _identify(self, module: LightningModule) -> None:
-        """Say what this run is, and in what it is another one than the checkpoint's."""
-        self.manifest.keep("trainer", trainer_section(module.trainer))
-        self.manifest.keep("model", described_model(network_in(module) or module))
-        self.manifest.keep("hyper-parameters", hyper_parameters(module))
-        self.manifest.keep("optimizer", described.rule(self.optimizers[0]))
-        self.manifest.keep("optimizer's", described.options(self.optimizers[0], self.optimizers[0].param_groups))
-        self.manifest.keep("scheduler", schedulers_section(module.trainer))
-        go_on_from(self.manifest, (self._loaded_state or {}).get(MANIFEST))
-        if self.is_global_zero:
-            self.leases.begin({"run": self.manifest.run}, checkpoint_folders(module.trainer))
 
     def _drawing_at_batch_end(self) -> AbstractContextManager[None]:
         """What hooks draw there is no part of what the training draws, as in a pipeline."""
@@ -218,7 +188,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
         super().on_train_start()
         self.progress.draw_as_before()
         accumulate_as_scheduled(self._module.trainer)
-        self.manifest.keep("data", data_section(self.progress.loaders))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -319,7 +288,6 @@ class DelayedGradientStrategy(DelayedStrategyMixin, DelayedCheckpoints, DDPStrat
     @override
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        self.leases.end()
         self._is_training, self._loaded_state = False, None
         if self._step_guard is not None:
             self._step_guard.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,29 +12,22 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT
 from lightning_asyncpp.core.emulator.delay_emulator import DelayEmulator
-from lightning_asyncpp.core.manifest import MANIFEST, Manifest
 from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.storage.lease import Leases
-from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, processes_of
-from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import TrainerCheckpoints, check_states
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 
+DELAYED_GRADIENT = "delayed_gradient"
 
-class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
+
+class DelayedCheckpoints(ParallelStrategy):
     """Saves and loads an emulated run.
 
     Attributes:
         emulator: keeps the older weights; ``None`` before there is an optimizer.
         progress: what goes on with a run beside its weights.
-        manifest: what the run is.
-        leases: the folders that it writes into.
     """
 
-    manifest: Manifest
-    leases: Leases
     emulator: DelayEmulator | None
     progress: Progress
     _emulated: LightningModule | None  # the module that the emulator belongs to
@@ -60,10 +52,8 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.emulator is not None and "optimizer_states" in checkpoint:  # else weights only
             own = self.progress.state(self._module.trainer, self._module, {})
-            state = {MANIFEST: self.manifest.as_plain(), PROGRESS: self._of_all_ranks(own)}
-            checkpoint[DELAYED_GRADIENT] = {**self.emulator.state_dict(), **state}
-        with self.leases.writing(filepath) if self.is_global_zero else nullcontext():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            checkpoint[DELAYED_GRADIENT] = {**self.emulator.state_dict(), PROGRESS: self._of_all_ranks(own)}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         if self.world_size == 1:
@@ -74,15 +64,11 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        with held_whole(checkpoint_path, self.checkpoint_io, processes_of(self)):
-            content = super().load_checkpoint(checkpoint_path, weights_only)
+        content = super().load_checkpoint(checkpoint_path, weights_only)
         every = content.get(DELAYED_GRADIENT, {}).get(PROGRESS)
         if every is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
-            change = (
-                f"{self.world_size} processes, and the checkpoint was written by {len(every)}: they read other data"
-            )
             own = every[min(self.global_rank, len(every) - 1)]
-            self.progress.resume(own, content["loops"]["fit_loop"], [change] if len(every) != self.world_size else ())
+            self.progress.resume(own, content["loops"]["fit_loop"], same_replicas=len(every) == self.world_size)
         return content
 
     @override
@@ -105,5 +91,4 @@ class DelayedCheckpoints(TrainerCheckpoints, ParallelStrategy):
                 "this checkpoint was written by a pipeline strategy, which keeps the optimizer by stages: load only the"
                 " weights: pass the model loaded with load_state_dict, without ckpt_path"
             )
-        check_states(self.optimizers, checkpoint)
         super().load_optimizer_state_dict(checkpoint)
