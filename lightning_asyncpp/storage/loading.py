@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def load(path: Path, weights_only: bool | None = None) -> Any:
         StorageError: it is none, is damaged, or holds code; or a file of it is missing, has another size than the
             index says, or does not hold what it should.
     """
-    return _load_folder(path) if path.is_dir() else read_file(path, weights_only)
+    return _load_folder(path) if os.path.isdir(path) else read_file(path, weights_only)
 
 
 def verify(path: Path, done: Done = lambda num_bytes: None) -> list[str]:
@@ -57,7 +58,7 @@ def damages(path: Path, done: Done = lambda num_bytes: None) -> list[str]:
     Raises:
         StorageError: it is no checkpoint.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         run, shards = files_of(read_index(path), path)
         return [problem for shard in (run, *shards) for problem in _damages_of(path, shard, done)]
     try:

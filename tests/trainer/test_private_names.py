@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, Strategy, launchers
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 from torch.utils.data import SequentialSampler
 from torchmetrics import MeanMetric
 
@@ -29,7 +30,6 @@ from lightning_asyncpp.trainer.checkpoint.epoch_metrics import (
     logged_state,
     metric_states,
 )
-from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 
 DDP = DDPStrategy()
 SUMMARY = ModelSummary()

@@ -212,7 +212,7 @@ def _of_index(path: Path, index: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _num_bytes(part: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(part))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(part))
 
 
 def _parts(facts: Mapping[str, Any]) -> str:

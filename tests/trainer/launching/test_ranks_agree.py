@@ -16,10 +16,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_asyncpp.core.optimizers.described import schedule
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp.core.optimizers.described import schedule
 from lightning_asyncpp.strategy_parts import identity, mixin
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, Samples, fit, make_trainer
