@@ -17,7 +17,14 @@ from lightning_asyncpp.cli import main
 from lightning_asyncpp.models import GPT, GPTConfig
 
 SIZES = {"vocab_size": 256, "context_length": 32, "num_layers": 2, "dim": 16, "num_heads": 2}
-QUIET = ["accelerator=cpu", "devices=1", "logger=false", "enable_checkpointing=false", "enable_progress_bar=false"]
+QUIET = [
+    "accelerator=cpu",
+    "devices=1",
+    "strategy=async_pipeline",
+    "logger=false",
+    "enable_checkpointing=false",
+    "enable_progress_bar=false",
+]
 
 
 class Evil:
@@ -58,7 +65,7 @@ def content(**hyper_parameters: Any) -> dict[str, Any]:
     weights = {f"model.{name}": weight for name, weight in GPT(GPTConfig(**SIZES)).state_dict().items()}
     assert module.hparams.keys().isdisjoint({"optimizer", "initial_weights"})
     saved = {"config": asdict(GPTConfig(**SIZES)), **hyper_parameters}
-    version = {"pytorch-lightning_version": "2.6.0", "epoch": 0, "global_step": 1, "loops": {}}
+    version = {"pytorch-lightning_version": "2.6.0", "epoch": 0, "global_step": 1}
     return {"state_dict": weights, "hyper_parameters": saved, **version}
 
 

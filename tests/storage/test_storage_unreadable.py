@@ -15,7 +15,6 @@ from lightning_asyncpp.cli import main
 from lightning_asyncpp.models import WeightsError, open_saved
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
-from tests.storage.saves import save_sharded
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -43,12 +42,6 @@ def in_a_folder_of_nobody(folder: Path) -> str:
     return str(folder / "mine" / "x.ckpt")
 
 
-def folder_of_nobody(folder: Path) -> str:
-    save_sharded(str(folder / "mine.ckpt"), 1)
-    (folder / "mine.ckpt").chmod(0)
-    return str(folder / "mine.ckpt")
-
-
 def always(path: str) -> Callable[[Path], str]:
     return lambda folder: path
 
@@ -58,7 +51,6 @@ CASES: dict[str, tuple[Callable[[Path], str], str]] = {
     "missing": (always("/nowhere/x.ckpt"), "there is no checkpoint"),
     "mine": (of_nobody, r"cannot be read \(Permission denied\)"),
     "in mine": (in_a_folder_of_nobody, r"cannot be read \(Permission denied\)"),
-    "folder of mine": (folder_of_nobody, r"cannot be read \(Permission denied\)"),
 }
 
 

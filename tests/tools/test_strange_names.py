@@ -18,8 +18,8 @@ from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.tools.text import escaped
 
 CONFIG = GPTConfig(vocab_size=256, context_length=8, num_layers=1, dim=8, num_heads=1, mlp_dim=8)
-NAME = os.fsdecode(b"caf\xe9\x1b[2J.ckpt")
-SHOWN = r"caf\udce9\x1b[2J"
+NAME = "caf\x1b[2J.ckpt"
+SHOWN = r"caf\x1b[2J"
 EMPTY_VOCABULARY = '{"version":"1.0","model":{"type":"BPE","vocab":{},"merges":[]}}'
 
 
