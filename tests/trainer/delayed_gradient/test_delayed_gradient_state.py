@@ -74,7 +74,7 @@ def test_a_checkpoint_of_another_synchronous_start_is_refused_and_an_older_one_h
     content = torch.load(path, weights_only=True)
     del content["delayed_gradient"]["synchronous_start"]
     torch.save(content, path)
-    train(Run(Net, "delayed", {"inexact_resume": True}, ckpt_path=path, trainer={"max_epochs": 2}))
+    train(Run(Net, "delayed", {}, ckpt_path=path, trainer={"max_epochs": 2}))
 
 
 def test_a_checkpoint_of_another_distribution_over_stages_is_refused(tmp_path: Path) -> None:
