@@ -11,7 +11,6 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_asyncpp.fabric as _fabric
-import lightning_asyncpp.pytorch  # noqa: F401  (an attribute: the former name of lightning_asyncpp.trainer)
 from lightning_asyncpp.adapt import pipelined
 from lightning_asyncpp.core.cut.units import apply_layers
 from lightning_asyncpp.errors import ConfigurationError

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.optimizers.steps import DURING_AN_UPDATE, StepGuard
+from lightning_asyncpp.core.optimizers.steps import DURING_AN_UPDATE
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.core.updates.ticket import Ticket, TicketOffice
 from lightning_asyncpp.core.weights import leave_out, lent, writing
@@ -36,13 +38,10 @@ class AttachedOptimizer:
         self._office = TicketOffice(optimizer)
         self.tell_delay()
         engine.weights.masters_hold_weights = not callable(getattr(optimizer, "compute_weights", None))
-        self._guard = StepGuard(optimizer, lambda: self.update is not None)
-        self.check_same = self._guard.check_same
         engine.updates.apply, engine.updates.leave_out = self._apply, lambda: leave_out(optimizer)
 
     def release(self) -> None:
         """Let anybody step the optimizer, and the engine go: a circle would keep its weights until a collection."""
-        self._guard.release()
         self._engine.updates.detach()
 
     def check_drain(self) -> None:
@@ -68,7 +67,7 @@ class AttachedOptimizer:
         return self._office.file(note)
 
     def _tell(self, staleness: float) -> None:
-        if staleness != self._told and callable(set_delay := getattr(self.optimizer, "set_delay", None)):
+        if callable(set_delay := getattr(self.optimizer, "set_delay", None)):
             set_delay(staleness)
         self._told = staleness
 
@@ -79,7 +78,25 @@ class AttachedOptimizer:
         self.update = update
         try:
             lending = lent(self.optimizer, update.weights_before)
-            with self._office.redeemed(update.ticket), lending, writing(self.optimizer, weights.compute_weights()):
+            with (
+                _only(self.optimizer, weights.parameters.values()),
+                self._office.redeemed(update.ticket),
+                lending,
+                writing(self.optimizer, weights.compute_weights()),
+            ):
                 self._step(update)
         finally:
             self.update = None
+
+
+@contextmanager
+def _only(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
+    own = set(map(id, parameters))
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"][:] = [p for p in group["params"] if id(p) in own]
+    try:
+        yield
+    finally:
+        for group, all_ in zip(optimizer.param_groups, before):
+            group["params"][:] = all_

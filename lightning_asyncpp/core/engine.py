@@ -1,11 +1,15 @@
-"""Runs the schedule on one stage: forwards, backwards, and the updates that follow them within the next mini-batch."""
+"""Runs the schedule on one stage: forwards, backwards, and the updates that follow them within the next mini-batch.
+
+What may wait for other stages comes in two forms. :meth:`Engine.run`, :meth:`Engine.close`, :meth:`Engine.apply_due`
+and :meth:`Engine.drain` wait, as a process with one stage does. Each has a twin, ``iter_...``, that yields every action
+right before it runs it: with several stages in one process (``local.py``) another stage goes on where one would wait.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +20,8 @@ from lightning_asyncpp.core.batches.micro_batch import Slot
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.parameter_guard import ParameterGuard
 from lightning_asyncpp.core.progress import PROGRESS
-from lightning_asyncpp.core.randomness import preserved_generators
+from lightning_asyncpp.core.randomness import CallersGenerators
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.recording.trace import Beside
@@ -34,12 +37,16 @@ from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConfigurationError
 
+T = TypeVar("T")
+Actions = Generator[Action, None, T]
+"""Actions, each yielded right before it runs, and what they return at the end."""
+
 
 class Engine:
     """One stage of a running pipeline.
 
     Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`close`, then
-    ``updates.apply_due()``. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
+    :meth:`apply_due`. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
 
     Args:
         stage: this rank's units.
@@ -53,6 +60,7 @@ class Engine:
 
     Attributes:
         host_batch: to be told of batches that are moved to the device.
+        generators: torch's, as the caller has them while a batch runs.
         undelayed: number of mini-batches of a run without delay that this one goes on from: a checkpoint without older
             weights is one's, where this stage has room for them.
     """
@@ -75,7 +83,8 @@ class Engine:
         if transport is None and mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.max_message_bytes, timeout)
         self.runner = stage_runner(stage, mesh, transport, hooks, seed, device)
-        self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
+        self.generators = CallersGenerators(device)
+        self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule, self.generators)
         self.next_forward = 0
         self.next_backward = 0
         self.evaluated = 0
@@ -85,7 +94,11 @@ class Engine:
         self._checked = False
         self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
         self._flights: dict[int, Flight] = {}
-        self._guard = ParameterGuard(stage, self.weights.parameters)
+
+    @property
+    def parts(self) -> Sequence[Engine]:
+        """The engines of the stages that this process runs."""
+        return [self]
 
     def schedules(self) -> list[Schedule]:
         """Those of all stages, of which ``schedule`` is this one's."""
@@ -120,18 +133,22 @@ class Engine:
         """See :meth:`Schedule.reaches_newest`; of the open mini-batch."""
         return self.schedule.reaches_newest(self.mini_batch)
 
-    def run(self, batch: Any, step: Step, apply_held: Callable[[], object] | None = None) -> BatchOutput:
+    def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
 
         Args:
             batch: the batch, on the first and the last stage; ignored on the others.
             step: the user's step, called with a micro-batch and its weight.
-            apply_held: called between two micro-batches, where the update of the mini-batch before is due; default:
-                ``updates.apply_held``.
+            afterwards: called when an update has been applied between two micro-batches; it may still change weights.
         """
+        with self.generators.set_aside():
+            return finish(self.iter_batch(batch, step, afterwards))
+
+    def iter_batch(
+        self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None
+    ) -> Actions[BatchOutput]:
+        """Run a training batch action by action; arguments as for :meth:`run`."""
         count = self.settings.micro_batches
-        self._guard.check_there()
-        self.runner.begin()
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
         self._in_evaluation = {module for module in self.stage.modules() if not module.training}
         if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
@@ -139,22 +156,19 @@ class Engine:
         first = self.next_forward
         flights: list[Flight] = []
         if not self._checked:
-            with preserved_generators(self.runner.device):
-                flights.append(self._run_checked(first, slots[0], step))
+            flights.append((yield from self._iter_checked(first, slots[0], step)))
         done, opened = len(flights), self.updates.open
-        actions = self.schedule.batch(first + done, count - done, self.next_backward, opened.index, opened.first)
-        for part in _between_updates(actions):
-            if part[0].kind is Kind.UPDATE:
-                (apply_held or self.updates.apply_held)()
-                self.runner.around.updated()
+        for action in self.schedule.batch(first + done, count - done, self.next_backward, opened.index, opened.first):
+            yield action
+            if action.kind is Kind.UPDATE:
+                self.updates.apply_held()
+                afterwards()
                 continue
-            with preserved_generators(self.runner.device):
-                for action in part:
-                    if action.kind is Kind.FORWARD:
-                        flights.append(self._forward(action.index, slots[action.index - first], step))
-                    else:
-                        self._backward(action)
-                    self.updates.poll()
+            if action.kind is Kind.FORWARD:
+                flights.append(self._forward(action.index, slots[action.index - first], step))
+            else:
+                self._backward(action)
+            self.updates.poll()
         return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
 
     def drop(self) -> None:
@@ -173,12 +187,29 @@ class Engine:
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
         """
-        self._guard.check_trained()
+        with self.generators.set_aside():
+            finish(self.iter_close(ticket, payload))
+
+    def iter_close(self, ticket: Ticket, payload: Payload | None = None) -> Actions[None]:
+        """Declare the mini-batch complete; with a flush, finish its backwards. Arguments as for :meth:`close`."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
         self.updates.close(self.next_forward, ticket, payload)
         if flushes:
-            self._finish_backwards()
+            yield from self._iter_backwards()
         self.updates.launch_complete(self.next_backward)
+
+    def apply_due(self) -> list[Update]:
+        """Apply the updates whose time has come; return these, and those that were applied within the last batch.
+
+        Raises:
+            NonFiniteGradientError: under the policy ``"stop"``, on every rank.
+        """
+        return finish(self.iter_due())
+
+    def iter_due(self) -> Actions[list[Update]]:
+        """Apply the updates whose time has come, one by one; see :meth:`apply_due`."""
+        yield from self.updates.iter_due()
+        return self.updates.take_applied()
 
     def drain(self) -> list[Update]:
         """Finish everything in flight and apply every update of a complete mini-batch; collective.
@@ -188,20 +219,25 @@ class Engine:
         Raises:
             ProtocolError: the stage before has a further batch.
         """
-        transport = self.runner.transport
         with (
-            torch.inference_mode(False), torch.enable_grad(), self._modes_of_forwards(),
+            torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(), self.generators.set_aside(),
             self.runner.span(Beside.DRAIN, self.mini_batch),
         ):  # fmt: skip
-            if transport is not None:
-                transport.announce_end()  # before this stage waits for one that may be waiting for a further batch
-            self._finish_backwards()
-            self.updates.launch_complete(self.next_backward)
-            if transport is not None:
-                transport.expect_end()  # what the stage before may still need on its way there has been sent
-            updates = self.updates.apply_all()
-            if transport is not None:
-                transport.settle()
+            return finish(self.iter_drain())
+
+    def iter_drain(self) -> Actions[list[Update]]:
+        """Finish everything in flight, action by action; see :meth:`drain`."""
+        transport = self.runner.transport
+        if transport is not None:
+            transport.announce_end()  # before this stage waits for one that may be waiting for a further batch
+        yield from self._iter_backwards()
+        self.updates.launch_complete(self.next_backward)
+        if transport is not None:
+            transport.expect_end()  # what the stage before may still need on its way there has been sent
+        yield from self.updates.iter_all()
+        updates = self.updates.take_applied()
+        if transport is not None:
+            transport.settle()
         self._drained = self.next_forward
         return updates
 
@@ -215,16 +251,15 @@ class Engine:
         """
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
-        self.runner.begin(purpose)
         try:
-            slots = self._slots(batch, trains=False)
+            slots = self._slots(batch)
         except Exception as error:
             self.runner.announce_failure(self.evaluated, error)
             raise
         flights = []
         self.weights.adopt()
         weights = self.weights.for_evaluation()
-        with preserved_generators(self.runner.device):
+        with self.generators.set_aside():
             for slot in slots:
                 task = Task(
                     self.evaluated, self.weights.newest, weights, slot.content, slot.mark, step, purpose, slot.weight
@@ -273,9 +308,16 @@ class Engine:
         self.undelayed = 0 if older else state["mini_batch"]
         self.weights.restore(state["version"], older, masters)
 
+    def set_seed(self, seed: int) -> None:
+        """Go on with the seed of another run."""
+        self.runner.seed = seed
+
+    def has_no_backward(self, k: int) -> bool:
+        """Whether micro-batch ``k``, which is in flight, is an empty slot or has no weight."""
+        return not self._flights[k].weight
+
     def release(self) -> None:
         """Take back what the engine put on the parameters."""
-        self._guard.release()
         self.weights.release_masters()
 
     def close_connections(self) -> None:
@@ -283,8 +325,8 @@ class Engine:
         if self.runner.transport is not None:
             self.runner.transport.close()
 
-    def _slots(self, batch: Any, trains: bool = True) -> list[Slot]:
-        return self.runner.slots(batch, self.settings.micro_batches, self.host_batch, trains)
+    def _slots(self, batch: Any) -> list[Slot]:
+        return self.runner.slots(batch, self.settings.micro_batches, self.host_batch)
 
     def _slots_checked(self, batch: Any) -> list[Slot]:
         slots: list[Slot] = []
@@ -324,9 +366,10 @@ class Engine:
         PROGRESS.made += 1
         self.updates.launch_complete(self.next_backward)
 
-    def _run_checked(self, k: int, slot: Slot, step: Step) -> Flight:
+    def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:
         """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
         flight, error = None, None
+        yield Action(Kind.FORWARD, k)
         try:
             flight = self._forward(k, slot, step)
             self.weights.check_unwritten(flight.version)
@@ -335,6 +378,7 @@ class Engine:
             self.runner.announce_failure(k, error)
         agree_on_error(self.mesh, None if isinstance(error, StageBeforeFailedError) else error)
         assert flight is not None
+        yield Action(Kind.BACKWARD, k)
         try:
             self._backward(Action(Kind.BACKWARD, k))
         except ConfigurationError as caught:
@@ -344,13 +388,14 @@ class Engine:
         self._checked = True
         return flight
 
-    def _finish_backwards(self) -> None:
-        with preserved_generators(self.runner.device):
-            for action in self.schedule.drain(self.next_backward, self.next_forward):
-                self._backward(action)
+    def _iter_backwards(self) -> Actions[None]:
+        """Run the backwards of everything in flight."""
+        for action in self.schedule.drain(self.next_backward, self.next_forward):
+            yield action
+            self._backward(action)
 
     @contextmanager
-    def _modes_of_forwards(self) -> Iterator[None]:
+    def modes_of_forwards(self) -> Iterator[None]:
         """Have layers in the modes in which the forwards ran: what a backward computes again depends on them."""
         others = [m for m in self.stage.modules() if m.training == (m in self._in_evaluation)]
         for module in others:
@@ -362,7 +407,10 @@ class Engine:
                 module.training = not module.training
 
 
-def _between_updates(actions: Iterable[Action]) -> Iterator[list[Action]]:
-    """Actions in pieces: each an update alone, or what comes between two of them."""
-    for _, part in itertools.groupby(actions, key=lambda action: action.kind is Kind.UPDATE):
-        yield list(part)
+def finish(actions: Actions[T]) -> T:
+    """Run actions to their end, waiting where they wait, and return what they return."""
+    while True:
+        try:
+            next(actions)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]

@@ -70,6 +70,40 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
         set_generator_states(states, device)
 
 
+class CallersGenerators:
+    """Torch's generators as the caller of an engine has them, while layers draw from seeds of their own.
+
+    Args:
+        device: whose generators, beside those of the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states: tuple[Tensor, Tensor | None] | None = None
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Leave the generators as they were, whatever runs inside."""
+        self._states = generator_states(self._device)
+        try:
+            yield
+        finally:
+            set_generator_states(self._states, self._device)
+            self._states = None
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Run the caller's own code, such as the optimizer's step, inside of :meth:`set_aside`."""
+        if self._states is None:
+            yield
+            return
+        set_generator_states(self._states, self._device)
+        try:
+            yield
+        finally:
+            self._states = generator_states(self._device)
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Run under torch's default generators seeded with ``seed``, and put their states back afterwards."""

@@ -18,7 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.core.batches.batch_output import BatchOutput
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
-from lightning_asyncpp.core.change_guard import ChangeGuard
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.cuda_graphs import cuda_graph_problems
 from lightning_asyncpp.core.cut.cutting import cut
@@ -35,7 +34,7 @@ from lightning_asyncpp.core.ranks.agreed import compare_ranks
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.core.updates.clipping import ClippingGuard, check_norm_type, clip_by_norm
+from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
@@ -51,16 +50,7 @@ class PipelineSession:
     Attributes:
         started_with: what all ranks must share before they connect: settings and versions, in words.
         watch: what is known of failures, and done about them.
-        where_to_change: weights, in words that end the message about a change elsewhere.
-        how_to_clip: gradients, in words that follow the message about torch's own function.
     """
-
-    how_to_clip = (
-        "in Fabric call fabric.clip_gradients(model, optimizer, max_norm=...), in a LightningModule"
-        " self.clip_gradients(...) in configure_gradient_clipping, or set Trainer(gradient_clip_val=...)"
-    )
-
-    where_to_change = "in optimizer.register_step_post_hook(...), which runs with every update, or after a flush()"
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         self.settings, self.timeout = settings, timeout
@@ -72,11 +62,8 @@ class PipelineSession:
         self.partition: Partition | None = None
         self.stage: Stage | None = None
         self.averages: Averages | None = None
-        self._clipping_guard = ClippingGuard(self.how_to_clip)
         self.seed = 0
         self._attached: AttachedOptimizer | None = None
-        self._in_step = False
-        self._changes: ChangeGuard | None = None
 
     def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
@@ -147,7 +134,6 @@ class PipelineSession:
         resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
         self.watch.started(self.engine.runner.transport, self.engine.ended_as_agreed)
-        self._changes = ChangeGuard(self.engine, self.where_to_change)
         return self.engine
 
     def running(self) -> Engine:
@@ -200,8 +186,6 @@ class PipelineSession:
         stage.layers_elsewhere = {}  # whoever groups parameters has done so
         self._release_optimizer()
         self._attached = AttachedOptimizer(optimizer, engine, step, self.watch.check)
-        if stage.num_stages > 1:
-            self._clipping_guard.begin(stage.parameters.values())
 
     def _advise(self, optimizer: Optimizer, settings: ResolvedSettings) -> None:
         """Say what an optimizer does better with, where the number of micro-batches decides how many are delayed."""
@@ -215,11 +199,6 @@ class PipelineSession:
         """The attached one."""
         return None if self._attached is None else self._attached.optimizer
 
-    def check_optimizer(self, optimizer: object) -> None:
-        """Refuse a step of another optimizer than the attached one."""
-        if self._attached is not None:
-            self._attached.check_same(optimizer)
-
     @property
     def whole_model(self) -> WholeModel:
         """What is known of the model before it was cut."""
@@ -231,31 +210,8 @@ class PipelineSession:
         if self._attached is not None:
             self._attached.tell_delay()
 
-    @contextmanager
-    def user_step(self) -> Iterator[None]:
-        """A step of the user runs meanwhile: only the last stage runs it to the end."""
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
-
-    def check_collective(self, name: str, step: str, elsewhere: str) -> None:
-        """Refuse a collective that other ranks would not join: inside a user's step, and after a failure.
-
-        Args:
-            name: of the collective.
-            step: what the user's step is called.
-            elsewhere: where to call it instead.
-
-        Raises:
-            RuntimeError: with the failure as its cause, if there was one.
-        """
-        if self._in_step:
-            raise RuntimeError(
-                f"{name} was called inside {step}: only the last stage runs it to the end, so the others would never"
-                f" join; move it {elsewhere}"
-            )
+    def check_failure(self) -> None:
+        """Raise what ended the run, if anything did: no collective can succeed any more."""
         if self.watch.failure is not None:
             self.watch.check()
 
@@ -266,53 +222,27 @@ class PipelineSession:
             batch: the batch, on the first and the last stage; ignored on the others.
             step: the user's step, called with a micro-batch and its weight.
             afterwards: called when an update has been applied between two micro-batches; it may still change weights.
-
-        Raises:
-            ConfigurationError: somebody has changed the weights that gradients of the batch before are taken at.
         """
-        engine, changes = self._watched()
-
-        def apply_held() -> None:
-            changes.before_update_within()
-            in_step, self._in_step = self._in_step, False  # it is between two micro-batches, and no step runs
-            try:
-                engine.updates.apply_held()
-                afterwards()
-            finally:
-                self._in_step = in_step
-            changes.after_update_within()
-
-        changes.before_batch()
-        output = engine.run(batch, step, apply_held)
-        changes.after_batch()
-        return output
+        return self.running().run(batch, step, afterwards)
 
     def close(self, payload: Payload | None = None, note: Any = None) -> None:
-        """End the mini-batch and file its ticket; raises as :meth:`run` does.
+        """End the mini-batch and file its ticket.
 
         Args:
             payload: what its control message carries.
             note: what the strategy wants to find in its update's ticket.
         """
         assert self._attached is not None, "attach() an optimizer before training"
-        engine, changes = self._watched()
-        changes.before_close()
-        engine.close(self._attached.file_ticket(note), payload)
+        self.running().close(self._attached.file_ticket(note), payload)
 
     def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Apply the updates whose time has come.
 
         Args:
             afterwards: called when they have been applied; it may still change weights.
-
-        Raises:
-            ConfigurationError: somebody else has changed weights since the last call, while an update was outstanding.
         """
-        engine, changes = self._watched()
-        changes.before_updates()
-        updates = engine.updates.apply_due()
+        updates = self.running().apply_due()
         afterwards()
-        changes.after_updates()
         return updates
 
     def check_drain(self) -> None:
@@ -323,10 +253,7 @@ class PipelineSession:
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
         self.check_drain()
-        engine, changes = self._watched()
-        changes.before_drain()
-        updates = engine.drain()
-        changes.after_drain()
+        updates = self.running().drain()
         afterwards()
         return updates
 
@@ -382,18 +309,12 @@ class PipelineSession:
         try:
             self.finish()
         finally:
-            self._clipping_guard.end()
             self.watch.guard.end()
 
     @property
     def _fresh_stage(self) -> int | None:
         """A last stage without delay, if there is one."""
         return self._connected().num_stages - 1 if self.settings.staleness == "fresh_last_stage" else None
-
-    def _watched(self) -> tuple[Engine, ChangeGuard]:
-        engine = self.running()
-        assert self._changes is not None
-        return engine, self._changes
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"

@@ -1,6 +1,5 @@
-"""Fabric strategies: a hand-written training loop over pipeline stages, or with their gradient delay alone."""
+"""Fabric strategies: a hand-written training loop over pipeline stages, in processes of their own or in one."""
 
-from lightning_asyncpp.fabric.delayed_gradient import DelayedGradientStrategy
-from lightning_asyncpp.fabric.strategy import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.fabric.strategy import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 
 __all__ = ["AsyncPipelineStrategy", "DelayedGradientStrategy", "SyncPipelineStrategy"]

@@ -11,8 +11,7 @@ from lightning.fabric.plugins import Precision
 from torch import nn
 
 from lightning_asyncpp.core.batches.user_hooks import BY_NAME
-from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
-from lightning_asyncpp.strategy_parts.arguments import DDPArguments, PipelineArguments
+from lightning_asyncpp.strategy_parts.arguments import DDPArguments, DelayArguments, PipelineArguments, part_of
 
 SplitBatch = Callable[[Any, int], list[Any]]
 MicroBatchWeight = Callable[[Any], float]
@@ -67,19 +66,13 @@ class FabricArguments(FabricsDDPArguments, ModelArguments, PipelineArguments):
 
 
 @dataclass(frozen=True)
-class DelayArguments(FabricsDDPArguments, ModelArguments, DelaySettings):
-    """What ``delayed_gradient`` takes under Fabric.
+class FabricDelayArguments(ModelArguments, DelayArguments):
+    """What ``delayed_gradient`` takes under Fabric: as under a Trainer, and what a LightningModule would say.
 
     Args:
-        stage_of: parameter name -> stage, 0 first; default: runs of equal numbers of parameters, in their order, or
-            with ``micro_batches`` as a pipeline cuts the model, if it can.
-        micro_batches: micro-batches that ``training_step`` cuts a batch into; ``None``: an ordinary loop.
-        split_batch, micro_batch_weight, loss_reduction, example_input_array: as for the pipeline strategies, for
-            ``micro_batches``.
-        find_unused_parameters: as in DDP.
-        process_group_backend, timeout, start_method: as in DDP.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy; Fabric sets
-            them.
+        split_batch, micro_batch_weight, loss_reduction, example_input_array: as for the pipeline strategies.
     """
 
-    find_unused_parameters: bool = False
+    def of_pipeline(self) -> dict[str, Any]:
+        """Name -> value of the arguments that a pipeline strategy takes."""
+        return part_of(ModelArguments, self) | super().of_pipeline()

@@ -55,9 +55,6 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             the same on all ranks.
     """
 
-    step_name = "step_fn"
-    outside_step = "out of step_fn"
-
     @takes(FabricArguments)
     def __init__(self, arguments: FabricArguments) -> None:
         super().__init__(**for_ddp(FabricsDDPArguments, arguments))
@@ -102,7 +99,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         self._hooks = self._hooks_of(module)
         precision = str(self.precision.precision)
         problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
-        if not problems:
+        is_cut = self._is_cut(module)
+        if not problems and is_cut:
             problems = problems_of_layers(module, self._arguments.example_for(module), "the model")
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
@@ -110,12 +108,17 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
             parts, given = self.session.resolved.micro_batches, self._arguments.example_for(module)
-            self._cut(module, example=example_of(given, parts, self.precision, self.root_device))
+            example = example_of(given, parts, self.precision, self.root_device)
+            self._cut(module, None if is_cut else module, example=example)
             module.to(self.root_device)
             self.session.start(self._hooks, self.root_device, training=False)
         if trains_nothing(module):  # what the user's next lines make from this stage's trained parameters is empty
             self._empty_optimizers.begin()
         return module
+
+    def _is_cut(self, module: Module) -> bool:
+        """Whether a model is cut between its layers."""
+        return True
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -152,7 +155,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        self._check_collective("all_reduce")
+        self.session.check_failure()
         with self.session.watch.collective():
             return super().all_reduce(tensor, group, reduce_op)
 
@@ -275,8 +278,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
     def _check_drain(self, caller: str) -> None:
-        """Refuse a call that drains in a step, and while an update is applied."""
-        self._check_collective(caller)
+        """Refuse a call that drains while an update is applied, and after a failure."""
+        self.session.check_failure()
         self.session.check_drain()
 
     def _drain(self) -> None:
@@ -297,8 +300,8 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         return self.session.running()
 
     def _user_step(self, step_fn: StepFunction) -> Step:
-        def step(micro_batch: Any, weight: float) -> Any:
-            with self.session.user_step(), backward_allowed(False):
+        def step(micro_batch: Any, weight: float | None) -> Any:
+            with backward_allowed(False):
                 return step_fn(micro_batch)
 
         return step

@@ -10,7 +10,6 @@ from lightning_asyncpp.core.cut.units import model_problems
 from lightning_asyncpp.core.optimizers.configured import is_placeholder
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
-from lightning_asyncpp.core.step.own_gradients import parameter_hook_problems
 
 JOINT_SETUP = (
     "fabric.setup(model, optimizer): the optimizer was made for the whole model, but every rank keeps only its own"
@@ -73,7 +72,7 @@ def module_problems(session: PipelineSession, module: nn.Module, precision: str,
             " module with pipeline_layers(), or use a second Fabric with a strategy of its own"
         )
     problems += problems_of_precision(precision) + problems_of_weight_dtype(session.settings.weight_dtype, precision)
-    problems += model_problems(module, "the model") + parameter_hook_problems(module, "the model")
+    problems += model_problems(module, "the model")
     return problems + problems_of_reduction(loss_reduction)
 
 

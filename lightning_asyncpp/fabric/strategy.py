@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from torch.nn import Module
+from typing_extensions import override
+
+from lightning_asyncpp.core.cut.units import has_layers
+from lightning_asyncpp.fabric.arguments import FabricDelayArguments
 from lightning_asyncpp.fabric.base import PipelineStrategy
+from lightning_asyncpp.strategy_parts.arguments import takes
+from lightning_asyncpp.strategy_parts.mixin import OneProcessMixin
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
@@ -41,3 +48,22 @@ class SyncPipelineStrategy(PipelineStrategy):
     """
 
     delay = 0
+
+
+class DelayedGradientStrategy(OneProcessMixin, PipelineStrategy):
+    """Trains on one device what an asynchronous pipeline would train: is that safe for my model?
+
+    The loop is that of the pipeline strategies, and so is the engine: it runs all stages in this process, on one whole
+    model. With one stage any model will do: it is not cut, and each gradient is one update old.
+
+    Arguments: :class:`~lightning_asyncpp.fabric.arguments.FabricDelayArguments`.
+    """
+
+    @takes(FabricDelayArguments)
+    def __init__(self, arguments: FabricDelayArguments) -> None:
+        self.num_stages, self.delay = arguments.stages, arguments.delay
+        super().__init__(**arguments.of_pipeline())
+
+    @override
+    def _is_cut(self, module: Module) -> bool:
+        return self.num_stages > 1 or has_layers(module)

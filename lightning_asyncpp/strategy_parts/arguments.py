@@ -18,8 +18,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_asyncpp.core.schedule import Staleness
-from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.core.settings import PipelineSettings, is_whole
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.private_names import UntestedVersionWarning, untested_versions
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
@@ -114,6 +114,44 @@ class PipelineArguments(DDPArguments, PipelineSettings):
         settings = PipelineSettings.chosen(**part_of(PipelineSettings, self) | {"delay": delay})
         check_arguments(settings, self)
         return settings
+
+
+@dataclass(frozen=True)
+class DelayArguments:
+    """What ``delayed_gradient`` takes: the settings of a pipeline, and how many stages of it run in this process.
+
+    Args:
+        stages: number of stages. With one, any module will do: it is not cut, and its whole step runs on older weights.
+        delay: 1 for what an asynchronous pipeline trains, 0 for what a synchronous one does.
+        micro_batches: as for ``async_pipeline``.
+        staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
+        slack: as for ``async_pipeline``.
+        lookahead: as for ``async_pipeline``.
+        partition: as for ``async_pipeline``.
+        weight_dtype: as for ``async_pipeline``.
+        nonfinite_gradients: as for ``async_pipeline``.
+    """
+
+    stages: int = 1
+    delay: int = 1
+    micro_batches: int | None = None
+    staleness: Staleness | None = None
+    slack: Slack = 0
+    lookahead: int | None = None
+    partition: Literal["auto", "uniform"] | list[int] = "auto"
+    weight_dtype: Literal["bf16"] | None = None
+    nonfinite_gradients: Literal["stop", "skip"] = "stop"
+
+    def of_pipeline(self) -> dict[str, Any]:
+        """Name -> value of the arguments that a pipeline strategy takes.
+
+        Raises:
+            ConfigurationError: ``stages`` is no number of stages.
+        """
+        if not is_whole(self.stages) or self.stages < 1:
+            raise ConfigurationError(f"stages={self.stages!r} must be a whole number of at least 1")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stages", "delay")}
+        return given | ({"staleness": "uniform"} if self.stages == 1 else {})
 
 
 def part_of(declaration: type, arguments: object) -> dict[str, Any]:

@@ -6,10 +6,12 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -17,12 +19,14 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition
+from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.randomness import seed_of_run
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, broadcast
 from lightning_asyncpp.core.ranks.interfaces import use_interface
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import unbind_default_group
 from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import lost_peers
 from lightning_asyncpp.private_names import installed_versions, required
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
@@ -34,6 +38,36 @@ T = TypeVar("T")
 _SHARED = ("state_dict_type", "async_checkpoints", "timeout")  # arguments, beside the pipeline's settings
 
 
+class OneProcessMixin:
+    """Runs all stages in this process: no launcher, no process group. Comes before a pipeline strategy.
+
+    Attributes:
+        num_stages: number of stages P.
+    """
+
+    session: PipelineSession
+    num_stages: int
+
+    def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
+        return LocalSession(settings, self.num_stages, timeout)
+
+    def _configure_launcher(self) -> None:
+        """One process needs no launcher."""
+
+    def setup_environment(self) -> None:
+        """Take the device; a pipeline starts processes here.
+
+        Raises:
+            ConfigurationError: there are several devices, or the settings do not fit the number of stages.
+        """
+        strategy: Any = self
+        self.session.connect(0, strategy.num_nodes * strategy.num_processes)
+        assert strategy.accelerator is not None
+        strategy.accelerator.setup_device(strategy.root_device)
+        strategy.set_world_ranks()
+        reset_seed()  # as launchers do: what is drawn from the process's generators is the same as in a pipeline
+
+
 class PipelineStrategyMixin:
     """Comes before one of Lightning's DDP strategies, whose launchers and process group it uses.
 
@@ -42,17 +76,13 @@ class PipelineStrategyMixin:
         session: the pipeline.
         checkpoints: writes them.
         interface: the network interface that the user named for connections.
-        step_name: what messages call the user's step.
-        outside_step: where a collective that is refused inside the user's step can go instead.
     """
 
     applies_statistics = True  # a module need not look after its StatisticsLayers itself
-    delay: ClassVar[int]
+    delay: int
     session: PipelineSession
     checkpoints: CheckpointWriter
     interface: str | None
-    step_name: ClassVar[str]
-    outside_step: ClassVar[str]
 
     def _make_session(self, arguments: PipelineArguments) -> None:
         """Keep what the arguments say of the pipeline.
@@ -61,11 +91,14 @@ class PipelineStrategyMixin:
             ConfigurationError: arguments are wrong whatever the number of processes is; names all of them.
         """
         self.interface = arguments.interface
-        self.session = PipelineSession(arguments.settings(self.delay), arguments.timeout)
+        self.session = self._new_session(arguments.settings(self.delay), arguments.timeout)
         versions = {**installed_versions(("lightning", "torch")), "lightning_asyncpp": __version__}
         self.session.started_with |= {**versions, **{name: str(getattr(arguments, name)) for name in _SHARED}}
         sharded = arguments.state_dict_type == "sharded"
         self.checkpoints = CheckpointWriter(self.session, sharded, arguments.async_checkpoints)
+
+    def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
+        return PipelineSession(settings, timeout)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -99,7 +132,7 @@ class PipelineStrategyMixin:
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, in a group that a rank which fails leaves (``failures/failure_watch.py``)."""
-        self._check_collective("barrier")
+        self.session.check_failure()
         if (group := self._host_group()) is None:
             super().barrier(*args, **kwargs)  # type: ignore[misc]
             return
@@ -108,7 +141,7 @@ class PipelineStrategyMixin:
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src`` on all ranks; like :meth:`barrier` it does not wait for a failed one."""
-        self._check_collective("broadcast")
+        self.session.check_failure()
         if self._host_group() is None:
             result: T = super().broadcast(obj, src)  # type: ignore[misc]
             return result
@@ -117,7 +150,7 @@ class PipelineStrategyMixin:
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension."""
-        self._check_collective("all_gather")
+        self.session.check_failure()
         with self.session.watch.collective():
             gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
@@ -146,9 +179,6 @@ class PipelineStrategyMixin:
     def _host_group(self) -> dist.ProcessGroup | None:
         mesh = self.session.mesh
         return mesh.groups.host if mesh is not None and mesh.groups is not None else None
-
-    def _check_collective(self, name: str) -> None:
-        self.session.check_collective(name, self.step_name, self.outside_step)
 
     def _cut(
         self,
@@ -187,7 +217,9 @@ class PipelineStrategyMixin:
         session, mesh = self.session, self._mesh
         if session.partition is not None and session.stage is not None and session.stage.model is model:
             return session.partition  # another training of what is cut already
-        return choose_partition(model, mesh.stage, mesh.num_stages, session.settings.partition, example, seed)
+        assert session.resolved is not None
+        num_stages = session.resolved.num_stages
+        return choose_partition(model, mesh.stage, num_stages, session.settings.partition, example, seed)
 
 
 def register(registry: Any, **strategies: type) -> None:

@@ -5,10 +5,9 @@ from lightning_asyncpp.trainer.callbacks.pipeline_trace import PipelineTrace
 from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
 from lightning_asyncpp.trainer.callbacks.sample_text import SampleText
 from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond
-from lightning_asyncpp.trainer.delayed_gradient import DelayedGradientStrategy
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
-from lightning_asyncpp.trainer.strategy import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.trainer.strategy import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 
 __all__ = [
     "AsyncPipelineStrategy",

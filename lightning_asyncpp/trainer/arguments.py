@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 
-from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.strategy_parts.arguments import DDPArguments, PipelineArguments
 
 
@@ -30,17 +29,3 @@ class TrainerArguments(TrainersDDPArguments, PipelineArguments):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
             Trainer sets them.
     """
-
-
-@dataclass(frozen=True)
-class DelayArguments(TrainersDDPArguments, DelaySettings):
-    """What ``delayed_gradient`` takes under a Trainer.
-
-    Args:
-        find_unused_parameters: as in DDP; with whole batches on several devices.
-        process_group_backend, timeout, start_method: as in DDP.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
-            Trainer sets them.
-    """
-
-    find_unused_parameters: bool = False

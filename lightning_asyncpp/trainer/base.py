@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -41,9 +40,7 @@ from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_schedu
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
-from lightning_asyncpp.trainer.hooks.collectives import Collectives
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
-from lightning_asyncpp.trainer.hooks.stale_reads import StaleReads
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
@@ -66,15 +63,8 @@ from lightning_asyncpp.trainer.refusals import (
 from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
 from lightning_asyncpp.trainer.watched_loops import WatchedLoops
 
-_WHERE_TO_CHANGE = (
-    "in on_train_batch_end of the LightningModule, which comes once its batch's own update has been applied, or in"
-    " optimizer.register_step_post_hook(...), which runs with every update"
-)
 
-
-class PipelineStrategy(
-    Launching, WatchedLoops, ReplicaBatches, EvaluationSteps, Collectives, PipelineStrategyMixin, DDPStrategy
-):
+class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
@@ -88,19 +78,14 @@ class PipelineStrategy(
     # PipelineModule leaves its layers on the meta device for a strategy that says so.
     materializes_stages = True
 
-    step_name = "a *_step method"
-    outside_step = "to a hook such as on_train_batch_end"
-
     @takes(TrainerArguments)
     def __init__(self, arguments: TrainerArguments) -> None:
         super().__init__(**for_ddp(TrainersDDPArguments, arguments))
         self._make_session(arguments)
-        self.session.where_to_change = _WHERE_TO_CHANGE
         self.progress = Progress()
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._batch_ends: BatchEnds | None = None
-        self._stale_reads: StaleReads | None = None
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
         self.gradient_norm: float | None = None
@@ -116,8 +101,7 @@ class PipelineStrategy(
         module = self._module
         allow_state_dict(module)
         weight_dtype = self.session.settings.weight_dtype
-        problems = [*trainer_problems(trainer, weight_dtype), *module_problems(module, trainer)]
-        problems = problems or problems_of_layers(self._network(), module.example_input_array, self._network_name())
+        problems = [*trainer_problems(trainer, weight_dtype), *self._structure_problems(trainer)]
         agree_on_problems(self._mesh, problems)
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
             self.session.compare(parameter_entries(self._network()))
@@ -140,7 +124,7 @@ class PipelineStrategy(
         self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
         self._conductor.install(trainer)
         self._batch_ends.install(trainer)
-        self.step_metrics.connect(trainer, module, self.in_epoch_end)
+        self.step_metrics.connect(trainer, module)
         self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if self._mesh.num_replicas == 1:
             private.shuffle_only(trainer, shuffles)
@@ -157,9 +141,14 @@ class PipelineStrategy(
             self.setup_optimizers(trainer)
             self._check_optimizer()
             self._attach_optimizer(trainer)
-            self._stale_reads = StaleReads(module, self.session)
-            self._stale_reads.install(trainer)
         self.setup_precision_plugin()
+
+    def _structure_problems(self, trainer: L.Trainer) -> list[str]:
+        """What keeps the module from being cut."""
+        module = self._module
+        return module_problems(module, trainer) or problems_of_layers(
+            self._network(), module.example_input_array, self._network_name()
+        )
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -245,9 +234,8 @@ class PipelineStrategy(
         engine = self.session.running()
         if private.begins_accumulation(self._module.trainer):
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
-        with self._engine_works(), self.session.user_step():
-            step = self._user_step("training_step", args, kwargs)
-            output = self.session.run(args[0], step, self._batch_ends.call_late)
+        step = self._user_step("training_step", args, kwargs)
+        output = self.session.run(args[0], step, self._batch_ends.call_late)
         if not self._mesh.is_last:
             return self._loss.clone()
         loss = output.mean_loss(engine.runner.hooks.loss_reduction)
@@ -271,29 +259,23 @@ class PipelineStrategy(
     ) -> Any:
         """Run the batch, file its ticket, and apply the update of the batch before."""
         assert self._batch_ends is not None
-        self.session.check_optimizer(optimizer)
-        with self._engine_works():
-            result = closure()
-            if not self.session.running().accumulating:
-                raise ConfigurationError(NOTHING_TO_STEP)
-            self.session.close(self.step_metrics.payload(), note=self._module.trainer.global_step)
-            self._receive(self.session.apply_due(self._batch_ends.call_late))
+        result = closure()
+        if not self.session.running().accumulating:
+            raise ConfigurationError(NOTHING_TO_STEP)
+        self.session.close(self.step_metrics.payload(), note=self._module.trainer.global_step)
+        self._receive(self.session.apply_due(self._batch_ends.call_late))
         return result
 
     def drain(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory.
 
         Raises:
-            RuntimeError: it was called in a step, or while an update is applied.
+            RuntimeError: it was called while an update is applied.
         """
-        self._check_collective("a drain (save_checkpoint, full_state_dict)")
+        self.session.check_failure()
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
-            with self._engine_works():
-                self._receive(self.session.drain(self._batch_ends.call_late))
-
-    def _engine_works(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._stale_reads is None else self._stale_reads.paused()
+            self._receive(self.session.drain(self._batch_ends.call_late))
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
@@ -324,10 +306,10 @@ class PipelineStrategy(
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_values(self.precision_plugin.main_params(optimizer), float(clip_val))
 
-    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float], Any]:
+    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
         function = getattr(self._module, name)
 
-        def step(micro_batch: Any, weight: float) -> Any:
+        def step(micro_batch: Any, weight: float | None) -> Any:
             self.step_metrics.start_recording(weight)
             try:
                 return function(micro_batch, *args[1:], **kwargs)
@@ -351,8 +333,6 @@ class PipelineStrategy(
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
         self.release_batch_hooks()
-        if self._stale_reads is not None:
-            self._stale_reads.release()
         if self._batch_ends is not None:
             self._batch_ends.release()
         if self._hidden_example is not None:

@@ -31,7 +31,7 @@ class EvaluationSteps(Strategy):
         """Finish what is in flight and apply every update."""
 
     @abstractmethod
-    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float], Any]:
+    def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
         """The user's step for a micro-batch of some weight, whose logged values are recorded."""
 
     @override
@@ -48,8 +48,7 @@ class EvaluationSteps(Strategy):
 
     def _evaluate(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         engine = self.session.running()
-        with self.session.user_step():
-            output = engine.evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
+        output = engine.evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
         return self.step_metrics.merged(output) if engine.mesh.is_last else None
 
     def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -68,7 +67,7 @@ class EvaluationSteps(Strategy):
         """
         engine = self.session.running()
         self.drain()
-        with torch.no_grad(), self.session.user_step():
+        with torch.no_grad():
             output = engine.evaluate(batch, lambda micro_batch, _: step_fn(micro_batch), "evaluation_step")
         return merge_outputs(output.results, output.weights) if engine.mesh.is_last else None
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.auxiliary import Collected, collecting
-from lightning_asyncpp.core.emulator.mini_batch_counts import MiniBatchCounts
+from lightning_asyncpp.core.cut.whole_model import update_from_counts
 from lightning_asyncpp.core.optimizers.steps import watch_steps
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
 from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
@@ -131,10 +131,7 @@ class GPTModule(PipelineModule):
         counted, self._counted = self._counted, Collected()
         if steps.taken:
             assert self.model is not None
-            counts = MiniBatchCounts(self.model)
-            counts.counted = counted
-            counts.update()
-            self.log_dict(counts.metrics)
+            self.log_dict(update_from_counts(self.model, counted))
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Log and return the mean loss of ``batch`` (batch, time + 1), in nats per target."""

@@ -23,13 +23,13 @@ from lightning_asyncpp.core.cut.network import network_in, network_name
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.ties import names_on
+from lightning_asyncpp.core.model_call import ModelCall
 from lightning_asyncpp.core.optimizers.by_position import (
     asked_again,
     may_go_by_position,
     options_of,
     position_problems,
 )
-from lightning_asyncpp.core.step.model_call import ModelCall
 from lightning_asyncpp.errors import ConfigurationError
 
 

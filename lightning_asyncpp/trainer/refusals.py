@@ -25,10 +25,8 @@ from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in, no_network
 from lightning_asyncpp.core.cut.units import model_problems
-from lightning_asyncpp.core.emulator.gradient_delay import DelaySettings
 from lightning_asyncpp.core.optimizers.configured import is_placeholder, trains_nothing
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
-from lightning_asyncpp.core.step.own_gradients import parameter_hook_problems
 from lightning_asyncpp.trainer import private
 
 ONE_OPTIMIZER = (
@@ -103,7 +101,6 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
     else:
         problems += model_problems(network, name)
         if is_trained:
-            problems += parameter_hook_problems(network, name)
             problems += frozen_problems(network, name)
     if is_trained and "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("training_step(dataloader_iter) is not supported: the pipeline cuts batches; take a batch")
@@ -157,29 +154,6 @@ def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule)
             " configure_optimizers from self.parameters() or self.named_parameters()"
         ]
     return []
-
-
-def delayed_problems(settings: DelaySettings, module: LightningModule, trainer: L.Trainer) -> list[str]:
-    """What the module and the Trainer ask for that a delayed gradient cannot do."""
-    problems: list[str] = []
-    if trainer.state.fn != TrainerFn.FITTING:
-        return problems
-    if not module.automatic_optimization:
-        problems.append(
-            "automatic_optimization=False: with manual optimization the module decides when to step and on which"
-            " weights; use automatic optimization, or Fabric"
-        )
-    if settings.micro_batches is None:
-        return problems
-    problems += backward_problems(module)
-    if trainer.precision in ("16-mixed", "16-true"):
-        problems.append(
-            f"precision={trainer.precision!r} is not supported with micro_batches, which computes as a pipeline does;"
-            " use bf16-mixed, or leave micro_batches out"
-        )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        problems.append("training_step(dataloader_iter) cannot be given micro-batches: take a batch")
-    return problems + problems_of_reduction(getattr(module, "loss_reduction", "mean"))
 
 
 def _callback_problems(trainer: L.Trainer) -> list[str]:

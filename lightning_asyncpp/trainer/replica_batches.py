@@ -110,8 +110,7 @@ class ReplicaBatches(ParallelStrategy):
         engine = self.session.engine
         if engine is None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        with engine.runner.around.watching_transfer():
-            moved = super().batch_to_device(batch, device, dataloader_idx)
+        moved = super().batch_to_device(batch, device, dataloader_idx)
         if self._only_moves_batches:
             engine.host_batch.moved(batch, moved)
         return moved

@@ -31,7 +31,7 @@ def train_a_batch(engine: Engine, attached: AttachedOptimizer) -> None:
     model = engine.stage.model
     engine.run(torch.ones(2, 2), lambda batch, weight: model(batch).mean())
     engine.close(attached.file_ticket(None))
-    engine.updates.apply_due()
+    engine.apply_due()
 
 
 def test_a_run_that_has_failed_takes_no_step() -> None:

@@ -108,7 +108,7 @@ def _train(mesh: Mesh, micro_batches: int, at: tuple[int, ...]) -> list[tuple[fl
     def train_batch() -> None:
         engine.run(batch, step)
         engine.close(office.file())
-        engine.updates.apply_due()
+        engine.apply_due()
 
     costs = []
     for t in range(at[-1] + SAMPLES):

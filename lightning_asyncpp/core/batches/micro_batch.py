@@ -146,8 +146,6 @@ def cut_batch(
     split: Callable[[Any, int], list[Any]],
     weigh: Callable[[Any], float] | None = None,
     on_host: Any = None,
-    may_wait: bool = True,
-    look: Callable[[Sequence[Any]], None] | None = None,
 ) -> list[Slot]:
     """Cut a batch into slots with their marks and weights.
 
@@ -161,8 +159,6 @@ def cut_batch(
         weigh: micro-batch -> its weight, or a tensor with it; None: nobody asks for weights.
         on_host: the batch where reading it waits for nothing; None: it is that itself. A ``split`` of the user's is not
             called for it: it may draw random numbers.
-        may_wait: whether a mark is worth a wait for the GPU, where that alone has the batch.
-        look: is given the micro-batches where reading them waits for nothing, as far as that is known.
 
     Raises:
         ConfigurationError: ``split`` returned another number of parts, or a weight is none.
@@ -173,10 +169,8 @@ def cut_batch(
         raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} micro-batches")
     is_whole = split is split_batch
     readable = split(on_host, parts) if is_whole and on_host is not batch else contents
-    if look is not None:
-        look(readable)
-    if not may_wait and any(tensor.is_cuda for tensor in tensors_of(on_host if is_whole else contents)):
-        marks = [NO_MARK] * parts
+    if any(tensor.is_cuda for tensor in tensors_of(on_host if is_whole else contents)):
+        marks = [NO_MARK] * parts  # a mark is not worth a wait for the GPU
     else:
         marks = [fingerprint(on_host, parts)] * parts if is_whole else list(map(fingerprint, contents))
     if weigh is None:

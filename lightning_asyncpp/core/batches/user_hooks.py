@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.errors import ConfigurationError
 
-Step = Callable[[Any, float], Any]
-"""The user's step, called with a micro-batch and its weight."""
+Step = Callable[[Any, float | None], Any]
+"""The user's step, called with a micro-batch and its weight; None where it is left at its call of the model."""
 BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
 IS_DEFAULT = "is_default"
 """Name of an attribute of a ``micro_batch_weight`` that counts samples because the user has said nothing."""

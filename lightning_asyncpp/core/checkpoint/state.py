@@ -145,7 +145,8 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
     session.tell_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
-    engine.runner.seed = session.seed = int(state["seed"])
+    session.seed = int(state["seed"])
+    engine.set_seed(session.seed)
 
 
 def load_optimizer_state(session: PipelineSession, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

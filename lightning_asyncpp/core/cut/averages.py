@@ -7,7 +7,6 @@ stage of it would average layers with other layers, without an error where the s
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps
-from lightning_asyncpp.core.untouched import Untouched
 from lightning_asyncpp.errors import ConfigurationError
 
 _UPDATES = ("update_parameters", "update")
@@ -57,10 +55,6 @@ class Averages:
                 self.networks.append(other.module)
             elif type(other.module) is type(root):
                 self.networks += [other.module.get_submodule(name) for name in (*own, *inside)]
-        within = {id(m) for network in (model, *self.networks) for m in network.modules()}
-        self.copies = {
-            n: m for n, m in names.items() if n and id(m) not in within and _is_alike(m, model, signature)
-        }  # made by hand; they stay whole
         for network in self.networks:
             network.requires_grad_(False)  # nobody trains them
 
@@ -84,11 +78,6 @@ class Averages:
                             value = getattr(own, name).detach().clone()
                             is_parameter = isinstance(tensor, nn.Parameter)
                             setattr(copy, name, nn.Parameter(value, requires_grad=False) if is_parameter else value)
-
-    def watched(self) -> Untouched | None:
-        """Tells whether somebody changes the copies that stay whole; None: there are none."""
-        held = {f"{n}.{name}": p for n, m in self.copies.items() for name, p in m.named_parameters()}
-        return Untouched(held) if held else None
 
 
 def guard_updates() -> None:
@@ -118,32 +107,6 @@ def averages_in(holders: Iterable[Any]) -> Iterator[AveragedModel]:
     """The averages that objects, such as callbacks, have as attributes."""
     for holder in holders:
         yield from (value for value in vars(holder).values() if isinstance(value, AveragedModel))
-
-
-def copy_that_changes(names: list[str]) -> str:
-    """What is wrong with a whole copy of the model that is updated, and the mend."""
-    return (
-        f"{', '.join(f'self.{name}' for name in names[:3])}: a copy of self.model that changes while it is trained."
-        " Each rank holds one stage of self.model, so an average that walks through the parameters of both would mix"
-        " layers. Make it torch.optim.swa_utils.AveragedModel(self.model), which is cut like self.model, or use"
-        " Lightning's EMAWeightAveraging callback; a copy that stays as it is may be used whole"
-    )
-
-
-def averaged_by_hand(error: BaseException, hook: str, averages: Averages | None) -> ConfigurationError | None:
-    """What an error means that tensors of two layers do not fit together, raised in a hook where averages are updated.
-
-    Args:
-        error: that the hook raised.
-        hook: its name.
-        averages: of the model; only a copy that stays whole gives the error another meaning.
-    """
-    if averages is None or not averages.copies or not isinstance(error, RuntimeError) or not _SHAPES.search(str(error)):
-        return None
-    if not any(frame.f_code.co_name == hook for frame, _ in traceback.walk_tb(error.__traceback__)):
-        return None
-    said = f"{hook} failed ({type(error).__name__}: {error})"
-    return ConfigurationError(f"{said}. {copy_that_changes([*averages.copies])}")
 
 
 def _averages(module: nn.Module, model: nn.Module, signature: list[Any]) -> bool:

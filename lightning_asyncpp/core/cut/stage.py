@@ -68,6 +68,7 @@ class Stage:
             optimizer.
         counting_layers: name in the model -> layer, of those that count.
         buffers: name in the model -> buffer that they change once per update.
+        runs_whole_step: whether its one unit is a whole LightningModule, whose step may call anything.
         device: where they are.
     """
 
@@ -93,6 +94,7 @@ class Stage:
         self.elsewhere: list[tuple[weakref.ref[Tensor], Home]] = []
         self.layers_elsewhere: dict[str, nn.Module] = {}
         self._outside = outside
+        self.runs_whole_step = False
         self._weights: dict[str, Tensor] | None = None  # those that the units run on
         self.device = torch.device("cpu")  # of layers without parameters their runner knows it
         self.refresh()

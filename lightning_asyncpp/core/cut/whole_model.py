@@ -11,9 +11,10 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.auxiliary import Collected, StatisticsLayer
 from lightning_asyncpp.core.cut.ties import Tie, find_ties, first_sharing
 from lightning_asyncpp.core.cut.units import Unit, first_names, has_parameters
 from lightning_asyncpp.core.schedule import Schedule
@@ -89,6 +90,32 @@ class StatisticsLayout:
             for name, value in layer.kind.compute_metrics(layer.of(totals)).items():
                 values.setdefault(name, []).append(value)
         return {name: _REDUCTIONS[reductions[name]](of_layers) for name, of_layers in values.items()}
+
+
+def update_from_counts(model: nn.Module, counted: Collected) -> dict[str, float]:
+    """Let the layers of a whole model change their buffers by what they counted in an update, in all processes.
+
+    For strategies other than this package's; a collective call where there are several processes.
+
+    Args:
+        model: the whole model.
+        counted: what its layers counted since the last update, in this process.
+
+    Returns:
+        Numbers for the logger.
+    """
+    units = [Unit(name, child) for name, child in model.named_children()]
+    layers, layout = counting_layers(units), StatisticsLayout(units)
+    totals = layout.pack(counted.take_statistics(), layers)
+    if dist.is_available() and dist.is_initialized() and layers:
+        device = next((tensor.device for tensor in model.parameters()), totals.device)
+        on_device = totals.to(device)
+        dist.all_reduce(on_device)
+        totals = on_device.cpu()
+    for place in layout.layers:
+        with torch.no_grad():
+            layers[place.name].update_from_statistics(place.of(totals))
+    return layout.metrics(totals)
 
 
 def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:

@@ -15,17 +15,14 @@ from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core.batches.host_batch import HostBatch
 from lightning_asyncpp.core.batches.micro_batch import Slot, cut_batch
 from lightning_asyncpp.core.batches.structure import flatten, unflatten
-from lightning_asyncpp.core.batches.unequal_targets import UnequalTargets
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.model_call import ModelCall
 from lightning_asyncpp.core.randomness import derive, seed_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.recording.clocks import clock_of
 from lightning_asyncpp.core.recording.trace import Beside, Trace, Wait
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.step.around_call import AroundCall
-from lightning_asyncpp.core.step.kept_tensors import KeptTensors, run_backward
-from lightning_asyncpp.core.step.model_call import ModelCall
 from lightning_asyncpp.core.wire.header import Header, describe
 from lightning_asyncpp.core.wire.received import InputGradient, begin
 from lightning_asyncpp.core.wire.transport import Arrival, Transport
@@ -79,7 +76,7 @@ class Task(NamedTuple):
         weights: name -> leaf tensor, or None for the parameters themselves.
         slot: the micro-batch on the first and the last stage; None for an empty slot and on the others.
         mark: fingerprint of the batch or of the micro-batch, on the first and the last stage, where it was taken.
-        step: the user's step, called with the micro-batch and its weight.
+        step: the user's step, called with the micro-batch and its weight; None where it ends at its call of the model.
         purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
         weight: w_k, on the first stage.
     """
@@ -113,8 +110,6 @@ class StageRunner(ABC):
     Attributes:
         trace: records what is done when; None records nothing.
         clock: by which a trace is to measure what is computed here.
-        around: what the user's step does around its call of the model.
-        unequal: tells of micro-batches with unequal numbers of targets, on the rank whose output users read.
     """
 
     def __init__(
@@ -132,28 +127,16 @@ class StageRunner(ABC):
         self.trace: Trace | None = None
         self.clock = clock_of(device)
         self.call = ModelCall(stage.model, hooks.model_name)
-        self.around = AroundCall(stage, device, hooks)
-        self.kept = KeptTensors(stage.root)
-        self.unequal = UnequalTargets(hooks, listens=mesh.rank == 0, network=stage.model)
 
     @abstractmethod
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
         """What this stage has of a batch: so many micro-batches, or empty slots.
 
         Args:
             batch: the batch, on the device.
             parts: number of slots.
             host_batch: what of it is still on the host.
-            trains: whether it is trained on.
         """
-
-    def begin(self, purpose: str = "train") -> None:
-        """Get ready for the micro-batches of a batch; once for each.
-
-        Args:
-            purpose: that of its tasks.
-        """
-        self.around.begin(purpose)
 
     @abstractmethod
     def forward(self, task: Task) -> Flight:
@@ -184,7 +167,7 @@ class StageRunner(ABC):
         gradients += [torch.full_like(loss, flight.weight) for loss in flight.said.losses]
         if outputs := (*flight.outputs, *flight.said.losses):
             with self.span(Kind.BACKWARD, flight.k, flight.version):
-                run_backward(outputs, gradients, self.stage.root)
+                torch.autograd.backward(outputs, gradients)
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
         """Where the backward starts: from what the stage after sends back."""
@@ -214,11 +197,8 @@ class StageRunner(ABC):
 
     # -- what arrives ---------------------------------------------------------------------------------------------
 
-    def _cut(
-        self, batch: Any, parts: int, host_batch: HostBatch, trains: bool, weigh: Callable[[Any], float] | None
-    ) -> list[Slot]:
-        closely, look = self.around.looks_closely, self.unequal.look if trains else None
-        return cut_batch(batch, parts, self.hooks.split_batch, weigh, host_batch.of(batch), closely, look)
+    def _cut(self, batch: Any, parts: int, host_batch: HostBatch, weigh: Callable[[Any], float] | None) -> list[Slot]:
+        return cut_batch(batch, parts, self.hooks.split_batch, weigh, host_batch.of(batch))
 
     @property
     def _neighbours(self) -> Transport:
@@ -251,18 +231,14 @@ class StageRunner(ABC):
     def _step_context(self) -> AbstractContextManager[Any]:
         return self.hooks.forward_context() if self.hooks.context_around_step else NOTHING
 
-    def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], around: int, in_context: bool = False) -> Any:
+    def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], in_context: bool = False) -> Any:
         """Run the layers on a call's arguments; ``in_context``: within the step, where the user's context is set."""
 
         def forward() -> Any:
             return self.stage.forward(args, kwargs, self.seed, self.mesh.replica, task.k)
 
-        with NOTHING if in_context else self.hooks.forward_context(), self.around.set_as(around):
+        with NOTHING if in_context else self.hooks.forward_context():
             return self.stage.under(task.weights, forward)
-
-    def _looking_for_kept(self, task: Task) -> AbstractContextManager[None]:
-        """Around layers whose attributes the step, on the last stage, would not have."""
-        return self.kept.watching() if task.trains else NOTHING
 
     # -- what departs ---------------------------------------------------------------------------------------------
 
@@ -272,7 +248,7 @@ class StageRunner(ABC):
         layer = self.stage.units[-1].name
         tensors, structure = flatten(output, layer)
         kind, infos = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE, describe(tensors, layer)
-        outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure, header.around, header.call)
+        outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure)
         outputs = tuple(t for t in tensors if t.requires_grad)
         return Departure(Flight(task.k, task.version, header.weight, inputs, outputs, said=said), outgoing, tensors)
 

@@ -16,8 +16,6 @@ from lightning_asyncpp.core.randomness import generator_states, set_generator_st
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner.common import Departure, Flight, StageRunner, Task
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.step.model_call import NOT_LOOKED_AT, digest
-from lightning_asyncpp.core.step.own_gradients import GradientsInStep, refuse_input_gradients
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.core.wire.received import InputGradient
 from lightning_asyncpp.core.wire.transport import Arrival, Transport
@@ -29,7 +27,7 @@ def stage_runner(
 ) -> StageRunner:
     """The runner of this rank's stage; arguments as for :class:`StageRunner`."""
     if transport is None:
-        return OnlyStage(stage, mesh, None, hooks, seed, device)
+        return (WholeStep if stage.runs_whole_step else OnlyStage)(stage, mesh, None, hooks, seed, device)
     kind: type[StageRunner] = FirstStage if mesh.is_first else LastStage if mesh.is_last else MiddleStage
     return kind(stage, mesh, transport, hooks, seed, device)
 
@@ -37,9 +35,9 @@ def stage_runner(
 class FirstStage(StageRunner):
     """Where batches enter: the user's step is run up to its call of the model, and left there."""
 
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
         """Micro-batches with their weights, which travel with them."""
-        return self._cut(batch, parts, host_batch, trains, self.hooks.micro_batch_weight)
+        return self._cut(batch, parts, host_batch, self.hooks.micro_batch_weight)
 
     def forward(self, task: Task) -> Flight:
         """Take the arguments of the step's call, run the layers on them, and send what comes out."""
@@ -50,18 +48,13 @@ class FirstStage(StageRunner):
         return self._send(task, departure)
 
     def _enter(self, task: Task) -> Departure:
-        """Run the step up to its call of the model, judge what it has set around that, and run the layers outside."""
+        """Run the step up to its call of the model, leave it there, and run the layers."""
         self._seed(task.purpose, self.mesh.replica, task.k)
-        self.around.before_step()
         with self._step_context():
-            args, kwargs = self.call.capture(lambda: task.step(task.slot, task.weight), self.around.look)
-        around = self.around.judge(task.trains)
-        if task.trains:
-            refuse_input_gradients(args, kwargs, self.hooks.model_name)
-        call = digest(args, kwargs) if task.trains and self.around.looks_closely else NOT_LOOKED_AT
-        header = Header(task.k, weight=task.weight, fingerprint=task.mark, around=around, call=call)
-        with collecting() as said, self._looking_for_kept(task):
-            output = self._compute(task, args, kwargs, around)
+            args, kwargs = self.call.capture(lambda: task.step(task.slot, None))
+        header = Header(task.k, weight=task.weight, fingerprint=task.mark)
+        with collecting() as said:
+            output = self._compute(task, args, kwargs)
         return self._departure(task, output, header, (), said)
 
     def send_input_gradients(self, flight: Flight) -> None:
@@ -71,12 +64,9 @@ class FirstStage(StageRunner):
 class MiddleStage(StageRunner):
     """Takes what the stage before made and hands it on; it has no batches, and no step of the user's is run here."""
 
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
         """Empty ones."""
         return [Slot()] * parts
-
-    def begin(self, purpose: str = "train") -> None:
-        """There is no step to look at."""
 
     def forward(self, task: Task) -> Flight:
         """Run the layers on what arrives, and send what comes out."""
@@ -91,8 +81,7 @@ class MiddleStage(StageRunner):
             return None
         with self._span_of(task, Kind.FORWARD, task.version):
             inputs, arguments = self._open(arrival)
-            kept = self._looking_for_kept(task)
-            with self.around.set_as(arrival.header.around), collecting() as said, kept:
+            with collecting() as said:
                 output = self.stage.forward((arguments,), {}, self.seed, self.mesh.replica, task.k)
             return self._departure(task, output, arrival.header, inputs, said)
 
@@ -100,9 +89,9 @@ class MiddleStage(StageRunner):
 class LastStage(StageRunner):
     """Runs the whole step of the user, with what the pipeline computed for the model's output, to the loss."""
 
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
         """Micro-batches; their weights arrive."""
-        return self._cut(batch, parts, host_batch, trains, None)
+        return self._cut(batch, parts, host_batch, None)
 
     def forward(self, task: Task) -> Flight:
         """Run the step; when it calls the model, run the layers on what has arrived, and give it what comes out."""
@@ -125,32 +114,24 @@ class LastStage(StageRunner):
         said = Collected()
 
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
-            self.around.check_call(header.call, args, kwargs)
-            self.around.check_model()
-            output = self._compute_in_step(task, (received,), {}, header.around, said)
-            gradients.watch(output)
-            self.around.model_ran()
-            return output
+            return self._compute_in_step(task, (received,), {}, said)
 
         self._seed(task.purpose, self.mesh.replica, task.k)
-        gradients = GradientsInStep(self.hooks.model_name)
-        with self._step_context(), gradients.within():
+        with self._step_context():
             result = self.call.redirect(lambda: task.step(task.slot, header.weight), compute)
-        self.around.check_step()
         return self._flight(task, header.weight, inputs, result, said)
 
-    def _compute_in_step(self, task: Task, args: tuple, kwargs: dict[str, Any], around: int, said: Collected) -> Any:
+    def _compute_in_step(self, task: Task, args: tuple, kwargs: dict[str, Any], said: Collected) -> Any:
         """Run the layers where the step calls the model; what the step draws after that does not depend on it.
 
         Args:
             task: the micro-batch.
             args, kwargs: of the first layer here.
-            around: what is set around the model.
             said: takes what the layers say.
         """
         states = generator_states(self.device)
         with collecting() as heard:
-            output = self._compute(task, args, kwargs, around, in_context=self.hooks.context_around_step)
+            output = self._compute(task, args, kwargs, in_context=self.hooks.context_around_step)
             # Taken before the end, where a collection of the user's around the model would get it.
             said.losses, said.statistics = heard.losses, heard.take_statistics()
         set_generator_states(states, self.device)
@@ -188,12 +169,9 @@ class LastStage(StageRunner):
 class OnlyStage(LastStage):
     """A pipeline of one stage: the layers take what the step calls the model with, and nothing travels."""
 
-    def slots(self, batch: Any, parts: int, host_batch: HostBatch, trains: bool) -> list[Slot]:
+    def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
         """Micro-batches with their weights."""
-        return self._cut(batch, parts, host_batch, trains, self.hooks.micro_batch_weight)
-
-    def begin(self, purpose: str = "train") -> None:
-        """The whole step runs here: whatever it sets around the model holds."""
+        return self._cut(batch, parts, host_batch, self.hooks.micro_batch_weight)
 
     def forward(self, task: Task) -> Flight:
         """Run the step; when it calls the model, run the layers."""
@@ -205,12 +183,25 @@ class OnlyStage(LastStage):
             with self._step_context():
                 result = self.call.redirect(
                     lambda: task.step(task.slot, task.weight),
-                    lambda args, kwargs: self._compute_in_step(task, args, kwargs, 0, said),
+                    lambda args, kwargs: self._compute_in_step(task, args, kwargs, said),
                 )
             return self._flight(task, task.weight, (), result, said)
 
     def send_input_gradients(self, flight: Flight) -> None:
         """Nothing was received."""
+
+
+class WholeStep(OnlyStage):
+    """A module that is not cut: the whole step runs on the weights of a version, whatever it calls."""
+
+    def forward(self, task: Task) -> Flight:
+        """Run the step."""
+        if task.slot is None:
+            return Flight(task.k, task.version)
+        self._seed(task.purpose, self.mesh.replica, task.k)
+        with self._span_of(task, Kind.FORWARD, task.version), self._step_context(), collecting() as said:
+            result = self.stage.under(task.weights, lambda: task.step(task.slot, task.weight))
+        return self._flight(task, task.weight, (), result, said)
 
 
 def _mismatch(k: int, how: str) -> str:

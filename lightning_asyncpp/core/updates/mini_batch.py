@@ -15,6 +15,7 @@ from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.updates.control_message import (
+    ControlChain,
     ControlMessage,
     ControlSum,
     MessageLayout,
@@ -132,7 +133,7 @@ class MiniBatch:
             if not (self.tied is None or self.tied.have_arrived()):
                 return False
             self._read_norms()
-        if self._is_known():
+        if isinstance(self.exchange, ControlChain) or self._is_known():  # in a chain the others wait for this one
             self._send_message()
         return self._message is not None
 

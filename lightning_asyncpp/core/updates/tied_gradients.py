@@ -60,6 +60,10 @@ class TiedGradients:
         """Whether the sums of the stages behind are there, so that :meth:`pass_on` need not wait."""
         return all(received is None or received.work.is_completed() for received in self._from_behind)
 
+    def has_whole_sums(self) -> bool:
+        """Whether :meth:`take_whole_sums` need not wait, nor :meth:`pass_on` before it."""
+        return self.have_arrived() and all(whole is None or whole.work.is_completed() for whole in self._whole)
+
     def pass_on(self, gradients: Gradients, uses: Mapping[str, Sequence[Tensor]]) -> None:
         """Add this stage's gradients to the sums of the stages behind, waiting for these, and send them on; once.
 

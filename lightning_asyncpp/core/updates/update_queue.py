@@ -15,11 +15,12 @@ from torch import Tensor
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.batches.batch_output import no_weight_text
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
+from lightning_asyncpp.core.randomness import CallersGenerators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.recording.clocks import HOST
 from lightning_asyncpp.core.recording.trace import Beside, Recorded, Wait
 from lightning_asyncpp.core.runner.common import StageRunner
-from lightning_asyncpp.core.schedule import Kind, Schedule
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, Update
@@ -41,6 +42,7 @@ class UpdateQueue:
         runner: its transport and its trace.
         weights: the weight versions that the updates make.
         schedule: which of them a mini-batch ran on, and when its update is due.
+        generators: torch's, as the optimizer's step has them.
 
     Attributes:
         open: the mini-batch that batches are added to.
@@ -53,8 +55,15 @@ class UpdateQueue:
     """
 
     def __init__(
-        self, mesh: Mesh, settings: ResolvedSettings, runner: StageRunner, weights: WeightVersions, schedule: Schedule
+        self,
+        mesh: Mesh,
+        settings: ResolvedSettings,
+        runner: StageRunner,
+        weights: WeightVersions,
+        schedule: Schedule,
+        generators: CallersGenerators,
     ) -> None:
+        self.generators = generators
         self.mesh, self.settings, self.runner, self.weights, self.schedule = mesh, settings, runner, weights, schedule
         self._starts: deque[tuple[int, int]] = deque(maxlen=_KNOWN_STARTS)
         self.begin(0, 0)
@@ -65,12 +74,13 @@ class UpdateQueue:
         self.apply: Callable[[Update], None]
         self.leave_out: Callable[[], None]
         self.detach()
-        self._late = torch.empty(0, device=runner.device).is_cuda
+        is_local = runner.transport is not None and runner.transport.is_local
+        self._late = torch.empty(0, device=runner.device).is_cuda and not is_local
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
         self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
         self._told = False  # of a mini-batch without weight
-        self._applied_within: list[Update] = []  # a batch, and not returned yet
+        self._applied: list[Update] = []  # and not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
 
@@ -182,33 +192,40 @@ class UpdateQueue:
             if self.schedule.steps_ahead(self.closed[0].index):
                 self._step_ahead(self.closed[0])
                 return
-            self._applied_within.append(self._apply(self.closed.popleft()))
+            self._applied.append(self._apply(self.closed.popleft()))
 
-    def apply_due(self) -> list[Update]:
-        """Apply the updates whose time has come: after mini-batch t those up to t - delay, in a synchronous start t.
-
-        Returns:
-            these, and what was applied within the last batch.
+    def iter_due(self) -> Iterator[Action]:
+        """Apply the updates whose time has come: after mini-batch t those up to t - delay; without a delay t.
 
         Raises:
             NonFiniteGradientError: under the policy ``"stop"``, on every rank.
         """
-        updates, self._applied_within = self._applied_within, []
         due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
         while self.closed and self.closed[0].index < due:
-            updates.append(self._apply(self.closed.popleft()))
+            yield from self._iter_apply()
         if self.closed and self.schedule.stage_rule.held == 0 and self.schedule.steps_ahead(self.closed[-1].index):
+            yield Action(Kind.UPDATE, self.closed[-1].index)
             self._step_ahead(self.closed[-1])
-        return updates
 
-    def apply_all(self) -> list[Update]:
+    def iter_all(self) -> Iterator[Action]:
         """Apply the updates of all whole mini-batches; their backwards are done."""
-        updates, self._applied_within = self._applied_within, []
         while self.closed:
-            updates.append(self._apply(self.closed.popleft()))
+            yield from self._iter_apply()
         while self._leaving:
             self._leaving.popleft().settle()
+
+    def take_applied(self) -> list[Update]:
+        """Return the updates that were applied since the last call, in order."""
+        updates, self._applied = self._applied, []
         return updates
+
+    def _iter_apply(self) -> Iterator[Action]:
+        mini_batch = self.closed[0]
+        if self.schedule.steps_ahead(mini_batch.index) and not mini_batch.stepped:
+            yield Action(Kind.UPDATE, mini_batch.index)  # which waits for less than the agreement
+            self._step_ahead(mini_batch)
+        yield Action(Kind.UPDATE, mini_batch.index)
+        self._applied.append(self._apply(self.closed.popleft()))
 
     def _launch(self, mini_batch: MiniBatch) -> None:
         apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
@@ -302,7 +319,7 @@ class UpdateQueue:
         for name, parameter in self.weights.parameters.items():
             parameter.grad = gradients[name]
         try:
-            with self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
+            with self.generators.put_back(), self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
                 yield
                 self.weights.note_step()
                 self.runner.stage.update_from_statistics(message.statistics)

@@ -27,7 +27,7 @@ Order = tuple[int, ...]
 MAX_TENSORS = 256
 MAX_DIMENSIONS = 8
 _MAGIC = 0x2B57A8
-_BEGINNING = struct.Struct("<qqqdqqqqq")
+_BEGINNING = struct.Struct("<qqqdqqq")
 BEGINNING_BYTES = _BEGINNING.size
 _PER_TENSOR = struct.Struct(f"<{4 + MAX_DIMENSIONS}q")
 _BITS = 3  # of a dimension's number, in an order
@@ -88,8 +88,6 @@ class Header:
         tensors: what follows.
         structure: what was around several tensors, as :func:`lightning_asyncpp.core.batches.structure.flatten`
             wrote it; or why the stage before failed.
-        around: what the user's step has set around the model, of :mod:`lightning_asyncpp.core.step.ambient`.
-        call: of the arguments that the model was called with, of :mod:`lightning_asyncpp.core.step.model_call`.
     """
 
     k: int
@@ -98,8 +96,6 @@ class Header:
     fingerprint: int = 0
     tensors: tuple[TensorInfo, ...] = ()
     structure: bytes = b""
-    around: int = 0
-    call: int = 0
 
     TENSOR: ClassVar[int] = 0
     TUPLE: ClassVar[int] = 1
@@ -114,7 +110,7 @@ class Header:
     def pack(self) -> bytes:
         """The header as bytes: ``BEGINNING_BYTES``, and as many as :meth:`rest_of` reads from them."""
         # Bytes rather than torch.tensor(list), which takes ten times as long: this is sent for every micro-batch.
-        numbers = self.fingerprint, len(self.tensors), len(self.structure), self.around, self.call
+        numbers = self.fingerprint, len(self.tensors), len(self.structure)
         return _BEGINNING.pack(_MAGIC, self.kind, self.k, self.weight, *numbers) + _packed(self.tensors, self.structure)
 
     @classmethod
@@ -139,7 +135,7 @@ class Header:
             ProtocolError: it is no header, is of another micro-batch, or announces more than ``max_bytes`` bytes.
         """
         end = BEGINNING_BYTES + cls.rest_of(message)
-        _, kind, k, weight, mark, count, size, around, call = _BEGINNING.unpack_from(message)
+        _, kind, k, weight, mark, count, size = _BEGINNING.unpack_from(message)
         if k != expected_k:
             raise different_calls(f"expected micro-batch {expected_k} from the stage before, got {k}")
         tensors = _described(bytes(message[BEGINNING_BYTES : end - size]))
@@ -148,7 +144,7 @@ class Header:
             raise ProtocolError(
                 f"micro-batch {k}: kind {kind}, weight {weight} and {count} tensors contradict each other"
             )
-        header = cls(k, kind, weight, mark, tensors, bytes(message[end - size : end]), around, call)
+        header = cls(k, kind, weight, mark, tensors, bytes(message[end - size : end]))
         if header.num_bytes > max_bytes:
             raise ProtocolError(
                 f"micro-batch {k} announces {header.num_bytes} bytes, more than max_message_bytes={max_bytes}"

@@ -53,7 +53,12 @@ class Transport:
         max_message_bytes: largest activation that is accepted, in bytes.
         timeout: seconds that a wait for a neighbour may take; default: half an hour.
         neighbours: links that are there already, for tests.
+
+    Attributes:
+        is_local: whether the neighbours are in this process.
     """
+
+    is_local = False
 
     def __init__(
         self,

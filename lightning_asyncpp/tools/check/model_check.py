@@ -16,10 +16,10 @@ from lightning_asyncpp.core.cut.partition_choice import Asked, choose_partition
 from lightning_asyncpp.core.cut.units import pipeline_units, telling
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.model_call import ModelCall
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Slack, Staleness, agrees_first
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings, is_whole
-from lightning_asyncpp.core.step.model_call import ModelCall
 from lightning_asyncpp.core.step.own_gradients import refuse_input_gradients
 from lightning_asyncpp.core.updates.clipping import clip_by_norm
 from lightning_asyncpp.core.updates.mini_batch import Update
@@ -242,7 +242,7 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
         losses.append(float("nan") if loss is None else float(loss))
         without_weight += [t] if loss is None else []
         engine.close(office.file())
-        engine.updates.apply_due()
+        engine.apply_due()
     engine.drain()
     engine.release()
     layers = telling([unit.name for unit in stage.units])

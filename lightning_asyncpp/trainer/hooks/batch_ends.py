@@ -25,11 +25,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_asyncpp.core.cut.averages import averaged_by_hand
 from lightning_asyncpp.core.randomness import derive
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.session import PipelineSession
@@ -165,7 +162,6 @@ class BatchEnds(ModuleFirst):
         self._trainer: L.Trainer | None = None
         self._waiting: deque[_BatchEnd] = deque()
         self._is_late = False
-        self._has_warned = False
         self._may_change_weights = False  # on any rank
 
     @override
@@ -236,15 +232,7 @@ class BatchEnds(ModuleFirst):
                 drawing_from(self._seed(end.first)),
                 private.running_hook(self._module, HOOK),
             ):
-                self._call_hooks(self._trainer, end)
-
-    def _call_hooks(self, trainer: L.Trainer, end: _BatchEnd) -> None:
-        try:
-            self._call(trainer, end.outputs, end.batch, end.batch_idx)
-        except RuntimeError as error:
-            if (meant := averaged_by_hand(error, HOOK, self._session.averages)) is not None:
-                raise meant from error
-            raise
+                self._call(self._trainer, end.outputs, end.batch, end.batch_idx)
 
     def _seed(self, k: int) -> int:
         # Not from the process's generators: how much was drawn there by then depends on when the hook is called, and on
@@ -253,45 +241,13 @@ class BatchEnds(ModuleFirst):
 
     @contextmanager
     def _late(self) -> Iterator[None]:
-        """Look for what comes too late for the steps that have run by now."""
-        unversioned = self._unversioned()
-        written = {name: tensor._version for name, tensor in unversioned.items()}
-        values = {} if self._has_warned else _plain_values(self._module)
+        """Note that the hooks run in the middle of a later batch, where nothing can drain."""
         self._is_late = True
         try:
             yield
         finally:
             self._is_late = False
-        if changed := [name for name, tensor in unversioned.items() if tensor._version != written[name]]:
-            raise ConfigurationError(
-                f"{HOOK} changed {', '.join(changed[:5])}: frozen parameters and buffers have no versions, and the next"
-                " batch has run on it already when the update of this one is applied; change it in on_train_batch_start"
-            )
-        if values and (
-            moved := [name for name, value in _plain_values(self._module).items() if values.get(name) != value]
-        ):
-            self._has_warned = True
-            rank_zero_warn(
-                f"{HOOK} sets self.{moved[0]}: in an asynchronous pipeline a batch's hook comes once its own update"
-                " has been applied, and the step of the next batch may have run by then; set what a step reads in"
-                " on_train_batch_start"
-            )
-
-    def _unversioned(self) -> dict[str, Tensor]:
-        """What forwards read on this stage that is no weight of a version."""
-        stage = self._session.running().stage
-        versioned = {id(buffer) for buffer in stage.buffers.values()}
-        frozen = {name: p for name, p in stage.parameters.items() if not p.requires_grad}
-        return frozen | {n: b for n, b in stage.model.named_buffers() if id(b) not in versioned}
 
 
 def _comes_after_own_update(callback: Callback) -> bool:
     return isinstance(callback, WeightAveraging) or bool(vars(callback).get(_MARK))
-
-
-def _plain_values(module: LightningModule) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, (bool, int, float, str))
-    }

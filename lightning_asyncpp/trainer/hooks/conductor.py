@@ -10,18 +10,14 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.core.batches.tree import map_tensors
-from lightning_asyncpp.core.cut.averages import averaged_by_hand, copy_that_changes
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.stop_rounds import StopRounds, batches_behind
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.core.untouched import Untouched
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.epoch_metrics import load_metric_states, metric_states
 from lightning_asyncpp.trainer.checkpoint.loop_state import ResumedLoops
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
-from lightning_asyncpp.trainer.hooks.batch_ends import HOOK
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception, save_on_exception_again
 
@@ -61,7 +57,6 @@ class Conductor(Callback):
         self._resumed = ResumedLoops(trainer, progress)
         self._evaluated_before = 0
         self._metrics_before: Mapping[str, Any] = {}
-        self._copies: Untouched | None = None
         self._is_preempted = False  # all ranks know
         self._stopping = False
 
@@ -84,10 +79,6 @@ class Conductor(Callback):
         if (recorded := self._progress.begin(trainer, pl_module)) is not None:
             self.step_metrics.load_state_dict(recorded)
         self._resumed.at_start()
-        averages = self.session.averages
-        self._copies = None if averages is None else averages.watched()
-        if self._copies is not None:
-            self._copies.note()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch."""
@@ -96,12 +87,7 @@ class Conductor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the last update brought; drain if anything that follows needs it.
-
-        Raises:
-            ConfigurationError: a whole copy of the model, which the module keeps, has changed.
-        """
-        self._check_copies()
+        """Log what the last update brought; drain if anything that follows needs it."""
         self.step_metrics.updates.log_received()
         engine = self.session.running()
         if self._must_drain(trainer, batch_idx):
@@ -180,7 +166,7 @@ class Conductor(Callback):
         engine = self.session.engine
         agreed = isinstance(exception, SIGTERMException) and self._is_preempted
         if not agreed or engine is None or not engine.idle:
-            self.session.watch.fail(averaged_by_hand(exception, HOOK, self.session.averages) or exception)
+            self.session.watch.fail(exception)
             save_nothing_on_exception(trainer)
             return
         if trainer.validating and not trainer.sanity_checking:
@@ -207,14 +193,6 @@ class Conductor(Callback):
         if agreed or (ends_loader and self._rounds.finish(requested)):
             self._is_preempted = True
             raise SIGTERMException
-
-    def _check_copies(self) -> None:
-        if self._copies is None or self.session.averages is None:
-            return
-        if changed := self._copies.changed():
-            copies = [n for n in self.session.averages.copies if any(name.startswith(f"{n}.") for name in changed)]
-            raise ConfigurationError(copy_that_changes(copies))
-        self._copies.note()
 
     def _must_drain(self, trainer: L.Trainer, batch_idx: int) -> bool:
         engine = self.session.running()

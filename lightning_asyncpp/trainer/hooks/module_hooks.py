@@ -10,7 +10,6 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any
 
@@ -27,7 +26,6 @@ EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_en
 _WRAPPED_EPOCH_ENDS = (*EPOCH_ENDS, "on_predict_epoch_end")  # nothing can be logged in the last
 _BATCH_ENDS = ("on_validation_batch_end", "on_test_batch_end")
 _LOG = inspect.signature(LightningModule.log)
-InEpochEnd = Callable[[str], AbstractContextManager[None]]
 _SYNC = "sync"
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "sum": sum, "min": min, "max": max}
 _MOST_NAMED = 4
@@ -66,7 +64,6 @@ class ModuleHooks:
         mesh: this rank's place, connected.
         log: ``LightningModule.log`` of the module.
         after_batch: called after the hook at the end of an evaluation's batch, with its index and its loader's.
-        in_epoch_end: name of a hook -> context in which it is called.
     """
 
     def __init__(
@@ -75,9 +72,7 @@ class ModuleHooks:
         mesh: Mesh,
         log: Callable[..., None],
         after_batch: Callable[[int, int], None],
-        in_epoch_end: InEpochEnd,
     ) -> None:
-        self._in_epoch_end = in_epoch_end
         self._module, self._mesh, self._log, self._after_batch = module, mesh, log, after_batch
         self._recorded: list[dict[str, Any]] = []
         self._has_warned = False
@@ -118,8 +113,7 @@ class ModuleHooks:
     def _end_epoch(self, name: str, hook: Callable[[], None]) -> None:
         error: Exception | None = None
         try:
-            with self._in_epoch_end(name):
-                hook()
+            hook()
         except ConsequenceError:
             raise  # nobody is left to agree with
         except Exception as caught:

@@ -23,7 +23,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, InEpochEnd, ModuleHooks, Replacement
+from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement
 from lightning_asyncpp.trainer.logging.log_recorder import Entry, Gaps, Logged, LogRecorder, combined, number
 from lightning_asyncpp.trainer.logging.update_metrics import Connection, UpdateMetrics
 
@@ -57,23 +57,23 @@ class StepMetrics:
         self.holds = False
         self._gaps = Gaps()
         self._evaluation = LogRecorder(on_step=False, on_epoch=True, gaps=self._gaps)
+        self._unused = LogRecorder(on_step=True, on_epoch=False)
         self._active: LogRecorder | None = None
         self._hooks: ModuleHooks | None = None
         self._batch_weight = 1.0
         self._early: list[tuple[LogRecorder, Callable[[], None]]] = []
         self._spent: list[Metric] = []
 
-    def connect(self, trainer: L.Trainer, module: LightningModule, in_epoch_end: InEpochEnd) -> None:
+    def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
         """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone.
 
         Args:
             trainer: that runs the module.
             module: whose metrics they are.
-            in_epoch_end: name of a hook of the module -> context in which it is called.
         """
         self.disconnect()
         self.updates.connect(Connection(trainer, module, module.log))
-        self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch, in_epoch_end)
+        self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch)
         module.log = Replacement(module, "log", self._dispatch)  # type: ignore[method-assign]
         # What is logged here is the same on all ranks already.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
@@ -120,8 +120,12 @@ class StepMetrics:
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def start_recording(self, weight: float) -> None:
-        """Record what is logged from here on as that of a micro-batch of weight ``weight``."""
+    def start_recording(self, weight: float | None) -> None:
+        """Record what is logged from here on as that of a micro-batch of weight ``weight``; nothing if it is None."""
+        if weight is None:
+            self._active = self._unused
+            self._unused.clear()
+            return
         while self._spent:  # not when they were computed: hooks at the end of an epoch may look at them
             self._spent.pop().reset()
         self._active = self._train if self.updates.connected().trainer.training else self._evaluation

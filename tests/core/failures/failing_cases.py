@@ -113,7 +113,7 @@ class Run:
         """One batch, and the updates that are due after it."""
         self.engine.run(self.case.batch(index, self.mesh.replica) if batch is None else batch, step or self.step)
         self.engine.close(self.office.file())
-        return self.engine.updates.apply_due()
+        return self.engine.apply_due()
 
     def drain(self) -> None:
         self.engine.drain()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.step.model_call import NOT_LOOKED_AT, ModelCall, differ, digest
+from lightning_asyncpp.core.model_call import NOT_LOOKED_AT, ModelCall, differ, digest
 from lightning_asyncpp.errors import ConfigurationError
 
 NEVER = "the step ended without calling self.model(...): under a pipeline it must call it exactly once per micro-batch"

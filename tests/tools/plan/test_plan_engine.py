@@ -156,7 +156,7 @@ def held(settings: ResolvedSettings, mesh: Mesh, neighbours: Neighbours) -> list
     for _ in range(MINI_BATCHES):
         engine.run(torch.ones(2 * settings.micro_batches, WIDTH), lambda batch, _: stage.model(batch).square().mean())
         engine.close(Ticket())
-        engine.updates.apply_due()
+        engine.apply_due()
         found.append(counter.moments)
         counter.moments = []
     engine.drain()

@@ -1,1 +1,0 @@
-"""Gradient delay without a pipeline: what the `delayed_gradient` strategies do, on one device or under DDP."""

@@ -1,0 +1,338 @@
+"""P stages in one process: the real engine once per stage, over one whole model, with messages that stay in memory.
+
+Every stage has its own :class:`~lightning_asyncpp.core.engine.Engine`, schedule and weight versions, as it has in a
+process of its own. They take turns: each runs its next action when what the action needs is there. Nothing waits, so
+the order is the same in every run, an error comes from where it happens, and stages that would wait for each other for
+ever are an error at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.core.batches.batch_output import BatchOutput
+from lightning_asyncpp.core.batches.host_batch import HostBatch
+from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.engine import Actions, Engine
+from lightning_asyncpp.core.local_messages import LocalMesh, LocalTransport, Mailbox
+from lightning_asyncpp.core.randomness import CallersGenerators
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule
+from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.updates.control_message import Payload
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.ticket import Ticket
+from lightning_asyncpp.core.weights import WeightVersions
+
+T = TypeVar("T")
+
+
+class Shared(NamedTuple):
+    """A parameter that a stage shares with an earlier one, which owns it: the optimizer steps it there.
+
+    Attributes:
+        stage: the stage.
+        name: of the parameter on this stage.
+        owner: the first stage that has it.
+        owners_name: its name there.
+    """
+
+    stage: int
+    name: str
+    owner: int
+    owners_name: str
+
+
+class LocalPipeline(Engine):
+    """The engines of all stages, for a caller who sees one stage that holds the whole model.
+
+    Args:
+        whole: the whole model as one stage, for evaluation and for names.
+        stages: the same model as P stages.
+        settings: micro-batches, lookahead, delay and policies of P stages.
+        seed: the run's seed.
+        device: where tensors live.
+        hooks: the user's side.
+
+    Attributes:
+        engines: one per stage, the first stage first.
+    """
+
+    def __init__(
+        self,
+        whole: Stage,
+        stages: Sequence[Stage],
+        settings: ResolvedSettings,
+        seed: int,
+        device: torch.device,
+        hooks: UserHooks,
+    ) -> None:
+        # In place of what an engine makes for its one stage; what is not here it inherits.
+        self.stage, self.mesh, self.settings = whole, Mesh(1, 1, 0), settings
+        self.host_batch, self.generators, self.evaluated = HostBatch(), CallersGenerators(device), 0
+        self._shared = share(stages)
+        self._mailbox = Mailbox(len(stages))
+        self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
+        self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
+        self.schedule, self.updates = self.engines[0].schedule, self.engines[0].updates  # the last that applies
+        self.weights: AllWeights = AllWeights(self.engines, self._shared)
+
+    def _engine(self, stage: Stage, seed: int, device: torch.device, hooks: UserHooks) -> Engine:
+        mesh = LocalMesh(self._mailbox, self.settings.num_stages, stage.index)
+        transport = LocalTransport(self._mailbox, stage.index, device) if stage.num_stages > 1 else None
+        engine = Engine(stage, mesh, self.settings, seed, device, hooks, transport=transport)
+        engine.host_batch = self.host_batch
+        engine.generators = engine.updates.generators = self.generators
+        return engine
+
+    @property
+    def parts(self) -> Sequence[Engine]:
+        """The engines of the stages."""
+        return self.engines
+
+    @property
+    def next_forward(self) -> int:  # type: ignore[override]
+        """The micro-batch that comes next, counted over the run."""
+        return self.engines[0].next_forward
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight and no update is outstanding."""
+        return all(engine.idle for engine in self.engines)
+
+    @property
+    def drained(self) -> bool:
+        """Whether a drain would do nothing."""
+        return self.idle
+
+    @property
+    def undelayed(self) -> int:  # type: ignore[override]
+        """Number of mini-batches of a run without delay that this one goes on from."""
+        return self.engines[0].undelayed
+
+    def schedules(self) -> list[Schedule]:
+        """Those of all stages."""
+        return [engine.schedule for engine in self.engines]
+
+    def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
+        """Run a training batch on all stages; arguments as for :meth:`Engine.run`."""
+        for number in range(len(self.engines)):
+            self._follow_owners(number)  # hooks may have changed weights
+        with self.generators.set_aside():
+            return self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
+
+    def drop(self) -> None:
+        """Throw away the gradient of the batches since the last :meth:`close`."""
+        for engine in self.engines:
+            engine.drop()
+
+    def close(self, ticket: Ticket, payload: Payload | None = None) -> None:
+        """Declare the mini-batch complete on all stages; arguments as for :meth:`Engine.close`."""
+        with self.generators.set_aside():
+            self._take_turns([engine.iter_close(ticket, payload) for engine in self.engines])
+
+    def apply_due(self) -> list[Update]:
+        """Apply the updates whose time has come; return those of the first stage."""
+        return self._take_turns([engine.iter_due() for engine in self.engines])[0]
+
+    def drain(self) -> list[Update]:
+        """Finish everything in flight and apply every update; return those of the first stage."""
+        with ExitStack() as stack:
+            for context in (torch.inference_mode(False), torch.enable_grad(), self.generators.set_aside()):
+                stack.enter_context(context)
+            for engine in self.engines:
+                stack.enter_context(engine.modes_of_forwards())
+            return self._take_turns([engine.iter_drain() for engine in self.engines])[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, which are the same on all stages of a drained pipeline."""
+        return {**self.engines[0].state_dict(), "evaluated": self.evaluated}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Take up counters, the older weights and the masters; arguments as for :meth:`Engine.load_state_dict`."""
+        self.evaluated = state.get("evaluated", 0)
+        for number, engine in enumerate(self.engines):
+            own_older = self.weights.of_stage(number, older) if engine.weights.room > 1 else None
+            engine.load_state_dict(state, own_older, self.weights.of_stage(number, masters))
+
+    def set_seed(self, seed: int) -> None:
+        """Go on with the seed of another run."""
+        super().set_seed(seed)
+        for engine in self.engines:
+            engine.set_seed(seed)
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+
+    def _take_turns(self, of_stages: Sequence[Actions[T]]) -> list[T]:
+        """Run the actions of all stages, each when what it needs is there; return what each stage's return.
+
+        Raises:
+            RuntimeError: every stage waits for another.
+        """
+        results: dict[int, T] = {}
+        waiting: dict[int, Action] = {}
+
+        def advance(number: int) -> None:
+            action = waiting.pop(number, None)
+            try:
+                waiting[number] = next(of_stages[number])
+            except StopIteration as end:
+                results[number] = end.value
+            if action is not None and action.kind is Kind.UPDATE:
+                self._follow_owners(number)
+
+        for number in range(len(of_stages)):
+            advance(number)
+        while waiting:
+            before = dict(waiting)
+            for number in sorted(waiting, reverse=True):
+                while number in waiting and self._is_ready(number, waiting[number]):
+                    advance(number)
+            if waiting == before:
+                actions = ", ".join(f"stage {number}: {action}" for number, action in waiting.items())
+                raise RuntimeError(f"every stage waits for another one ({actions}): the schedule cannot go on")
+        return [results[number] for number in range(len(of_stages))]
+
+    def _is_ready(self, number: int, action: Action) -> bool:
+        """Whether what an action of a stage needs is there."""
+        engine, mailbox = self.engines[number], self._mailbox
+        if action.kind is Kind.FORWARD:
+            return engine.mesh.is_first or bool(mailbox.activations[number])
+        if action.kind is Kind.BACKWARD:
+            return engine.mesh.is_last or engine.has_no_backward(action.index) or bool(mailbox.gradients[number])
+        mini_batch = next((m for m in engine.updates.closed if m.index == action.index), None)
+        if mini_batch is None:
+            return True  # a drain has applied the update
+        if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):
+            return False  # it takes the weights that the owner's update makes
+        if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
+            return False
+        if engine.schedule.steps_ahead(action.index) and not mini_batch.stepped:
+            return True
+        return len(self.engines) == 1 or action.index in mailbox.totals
+
+    def _follow_owners(self, number: int) -> None:
+        """Give a stage's copies of shared parameters the owners' newest values."""
+        for tie in self._shared:
+            if tie.stage == number:
+                own, owners = self.engines[number].weights, self.engines[tie.owner].weights
+                if own.newest == owners.newest:
+                    value = owners.leaves(owners.newest)[tie.owners_name]
+                    own.leaves(own.newest)[tie.name].data.copy_(value.data)
+
+
+class AllWeights(WeightVersions):
+    """The weights of all stages, under the names that they have in the whole model.
+
+    Args:
+        engines: of the stages.
+        shared: parameters that the optimizer steps on an earlier stage.
+    """
+
+    def __init__(self, engines: Sequence[Engine], shared: Sequence[Shared]) -> None:
+        # In place of the versions of one stage: those of all.
+        self._all = [engine.weights for engine in engines]
+        self._shared = shared
+        self._copies = {(tie.stage, tie.name) for tie in shared}
+        first = self._all[0]
+        self.room, self.compute_dtype = max(weights.room for weights in self._all), first.compute_dtype
+        self.parameters = self._merged(lambda weights: weights.parameters) or {}
+        self.buffers = {name: buffer for weights in self._all for name, buffer in weights.buffers.items()}
+
+    @property
+    def newest(self) -> int:  # type: ignore[override]
+        """The newest version that all stages have."""
+        return min(weights.newest for weights in self._all)
+
+    @property
+    def masters_hold_weights(self) -> bool:  # type: ignore[override]
+        """Whether masters, if there are any, hold what the versions do."""
+        return all(weights.masters_hold_weights for weights in self._all)
+
+    @masters_hold_weights.setter
+    def masters_hold_weights(self, value: bool) -> None:
+        for weights in self._all:
+            weights.masters_hold_weights = value
+
+    def of_stage(self, number: int, values: Mapping[str, T] | None) -> dict[str, T] | None:
+        """The values of a stage's parameters and buffers out of those of the whole model."""
+        if values is None:
+            return None
+        names = {tie.name: tie.owners_name for tie in self._shared if tie.stage == number}
+        own = self._all[number]
+        wanted = {name: names.get(name, name) for name in (*own.parameters, *own.buffers)}
+        return {name: values[at] for name, at in wanted.items() if at in values}
+
+    def for_evaluation(self) -> dict[str, Tensor] | None:
+        """Leaf tensors of the newest version where they are not the module's own."""
+        return self._merged(lambda weights: weights.for_evaluation())
+
+    def shown(self) -> dict[str, Tensor]:
+        """What the newest version holds where the module holds something else: its masters."""
+        return self._merged(lambda weights: weights.shown()) or {}
+
+    def older(self) -> dict[str, Tensor] | None:
+        """Weights of the version before the newest, of the stages that have one."""
+        return self._merged(lambda weights: weights.older())
+
+    def masters(self) -> dict[str, Tensor] | None:
+        """The parameters, where they are masters."""
+        return self._merged(lambda weights: weights.masters())
+
+    def restore(
+        self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Take the parameters, as they were just loaded, for version ``newest``, ``older`` for the one before."""
+        for number, weights in enumerate(self._all):
+            weights.restore(newest, self.of_stage(number, older), self.of_stage(number, masters))
+
+    def adopt(self, unseen: bool = False) -> None:
+        """Make what others put into the parameters since the last update part of the newest version."""
+        for weights in self._all:
+            weights.adopt(unseen)
+
+    def release_masters(self) -> None:
+        """Let the module have the weights that were trained."""
+        for weights in self._all:
+            weights.release_masters()
+
+    def to_host(self) -> None:
+        """Bring all versions to the host."""
+        for weights in self._all:
+            weights.to_host()
+
+    def _merged(self, values_of: Callable[[WeightVersions], Mapping[str, Any] | None]) -> dict[str, Any] | None:
+        found = [values_of(weights) for weights in self._all]
+        if all(values is None for values in found):
+            return None
+        return {
+            name: value
+            for number, values in enumerate(found)
+            for name, value in (values or {}).items()
+            if (number, name) not in self._copies
+        }
+
+
+def share(stages: Sequence[Stage]) -> list[Shared]:
+    """Give every stage but the first a copy of the trained parameters that it shares with an earlier one.
+
+    The stages step at different moments, so one memory cannot hold the versions of both.
+    """
+    owners: dict[int, tuple[int, str]] = {}
+    shared = []
+    for stage in stages:
+        for name, parameter in stage.parameters.items():
+            owner, owners_name = owners.setdefault(id(parameter), (stage.index, name))
+            if owner != stage.index and parameter.requires_grad:
+                shared.append(Shared(stage.index, name, owner, owners_name))
+                stage.parameters[name] = nn.Parameter(parameter.detach().clone())
+    return shared

@@ -1,0 +1,145 @@
+"""A session whose stages are all in this process: one whole model, which nobody cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.cut.units import Unit, ownership_problems, pipeline_units
+from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.local import LocalPipeline
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.errors import ConfigurationError
+
+
+class LocalOptimizer:
+    """One optimizer of the whole model, which steps the parameters of one stage at a time.
+
+    Args:
+        of_stages: the same optimizer, attached to the engine of every stage.
+    """
+
+    def __init__(self, of_stages: Sequence[AttachedOptimizer]) -> None:
+        self._of_stages = of_stages
+        self.optimizer = of_stages[0].optimizer
+        self.file_ticket = of_stages[0].file_ticket
+
+    @property
+    def update(self) -> Update | None:
+        """The update that is being applied."""
+        return next((attached.update for attached in self._of_stages if attached.update is not None), None)
+
+    def tell_delay(self) -> None:
+        """Tell the optimizer how old the oldest gradients are."""
+        self._of_stages[0].tell_delay()
+
+    def check_drain(self) -> None:
+        """Refuse a drain while an update is applied."""
+        for attached in self._of_stages:
+            attached.check_drain()
+
+    def release(self) -> None:
+        """Let the engines go."""
+        for attached in self._of_stages:
+            attached.release()
+
+
+class LocalSession(PipelineSession):
+    """Runs a pipeline of P stages in this process.
+
+    To its caller it is a pipeline of one stage that holds the whole model.
+
+    Args:
+        settings: the user's choices.
+        num_stages: number of stages P.
+        timeout: of nothing: there is nobody to wait for.
+    """
+
+    def __init__(self, settings: PipelineSettings, num_stages: int, timeout: timedelta | None = None) -> None:
+        super().__init__(settings, timeout)
+        self.num_stages = num_stages
+        self._stages: list[Stage] = []
+
+    def connect(self, rank: int, world_size: int) -> Mesh:
+        """Fit the settings to the number of stages.
+
+        Raises:
+            ConfigurationError: they do not fit, or there are several processes.
+        """
+        if world_size != 1:
+            raise ConfigurationError(
+                f"devices={world_size}: delayed_gradient runs all stages of a pipeline in one process; use devices=1,"
+                " or strategy 'async_pipeline' to train on several devices"
+            )
+        self.resolved = self.settings.resolved(self.num_stages)
+        self.mesh = self.mesh or Mesh(1, 1, 0)
+        return self.mesh
+
+    def cut(
+        self,
+        model: nn.Module,
+        seed: int,
+        device: torch.device,
+        root: nn.Module | None = None,
+        partition: Partition | None = None,
+        averages: Iterable[AveragedModel] = (),
+    ) -> Stage:
+        """Take a whole model, or a whole module that is not cut, for P stages; its meta tensors are materialised.
+
+        Raises:
+            ConfigurationError: the model cannot be cut.
+        """
+        around = model if root is None else root
+        is_cut = model is not root
+        units = pipeline_units(model) if is_cut else [Unit("", model)]
+        partition = partition or choose_partition(model, 0, self.num_stages, "uniform")
+        whole, problems = WholeModel.of(units, partition.counts, around)
+        if problems := [*ownership_problems(around, units), *problems]:
+            raise ConfigurationError.from_problems(problems)
+        materialize(units, range(len(units)), seed, device)
+        ends = list(accumulate(partition.counts))
+        self._stages = [
+            Stage(model, index, self.num_stages, units[end - count : end], end - count, whole, around)
+            for index, (end, count) in enumerate(zip(ends, partition.counts))
+        ]
+        self.stage = Stage(model, 0, 1, units, 0, WholeModel.of(units, [len(units)], around)[0], around)
+        for stage in (self.stage, *self._stages):
+            stage.runs_whole_step = not is_cut
+        self.partition, self.seed = partition, seed
+        return self.stage
+
+    def start(self, hooks: UserHooks, device: torch.device, training: bool) -> Engine:
+        """Make the engines; arguments as for :meth:`PipelineSession.start`."""
+        assert self.stage is not None, "cut() comes before start()"
+        for stage in (self.stage, *self._stages):
+            stage.refresh()
+        settings = self.settings if training else self.settings.with_delay(0)
+        self._release_optimizer()
+        self.watch.failure, self._attached = None, None
+        self.engine = LocalPipeline(
+            self.stage, self._stages, settings.resolved(self.num_stages), self.seed, device, hooks
+        )
+        return self.engine
+
+    def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
+        """Take the optimizer of the whole model; arguments as for :meth:`PipelineSession.attach`."""
+        self._release_optimizer()
+        engines = self.running().parts
+        attached = [AttachedOptimizer(optimizer, engine, step, self.watch.check) for engine in engines]
+        self._attached = LocalOptimizer(attached)  # type: ignore[assignment]
