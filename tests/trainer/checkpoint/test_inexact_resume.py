@@ -80,11 +80,11 @@ def test_in_mid_accumulation(pools: Pools, tmp_path: Path) -> None:
 
 def test_the_step_that_a_run_resumes_from_is_not_saved_again(pools: Pools, tmp_path: Path) -> None:
     """It would be by the first batch of the next accumulation, in place of the one at the end of an update."""
-    run = saving_after(run_of(tmp_path, "stateful", TWO_EPOCHS | {"accumulate_grad_batches": 2}), 2, 3, 4)
+    run = saving_after(run_of(tmp_path, "stateful", TWO_EPOCHS | {"accumulate_grad_batches": 2}), 1, 2, 3)
     whole = pools.run(2, fit_showing, run, "stateful", "")
-    again = replace(run, ckpt_path=str(tmp_path / "step=2.ckpt"))
+    again = replace(run, ckpt_path=str(tmp_path / "step=1.ckpt"))
     found = pools.run(2, fit_showing, again, "stateful", "")
-    assert list(found[0]["marks"]) == [3, 4]
+    assert list(found[0]["marks"]) == [2, 3]
     assert_equal_weights(joined_weights(found, 2), joined_weights(whole, 2))
 
 
