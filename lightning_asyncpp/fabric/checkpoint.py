@@ -131,7 +131,8 @@ class CheckpointMixin(Strategy):
             self._settle("fabric.load")
         self.checkpoints.settle()
         if isinstance(state, Optimizer):
-            load_optimizer(self.session, state, super().load_checkpoint(path, None, strict, weights_only))
+            check_set_up(self.session, state)
+            load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only), None)
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -154,7 +155,7 @@ class CheckpointMixin(Strategy):
         for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
             check_set_up(self.session, state[name])
             load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
-            load_optimizer(self.session, state[name], remainder.pop(name))
+            load_optimizer_state(self.session, remainder.pop(name), progress)
             self._note = MiniBatchNote()
             self._resumed_at = self.session.running().next_forward
         return remainder
@@ -240,7 +241,7 @@ def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool)
             own = session.stage.state_dict()
             parts[name] = gather_model(session) if gathered else stage_model_state(session, own)
         elif session.optimizer is not None and value is session.optimizer:
-            parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session, value)
+            parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session)
             parts[PIPELINE] = (gather_pipeline_state if gathered else stage_pipeline_state)(session)
     return parts
 
@@ -263,18 +264,9 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
         raise ConfigurationError.from_problems(problems)
     check_copies(state, session.whole_model.same)
     own = stage.state_dict().keys()
-    stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
+    with stage.whole.hidden.hidden():
+        stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
     engine.weights.restore(engine.weights.newest, None)
-
-
-def load_optimizer(session: PipelineSession, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load this stage's part of a gathered optimizer state.
-
-    Raises:
-        ConfigurationError: the optimizer was not set up, or the state belongs to another number of stages.
-    """
-    check_set_up(session, optimizer)
-    load_optimizer_state(session, optimizer, state)
 
 
 def check_set_up(session: PipelineSession, optimizer: Optimizer) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,8 +24,6 @@ from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
-from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers
-from lightning_asyncpp.core.optimizers.steps import OneGradient
 from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.core.updates.clipping import clip_values
@@ -46,7 +45,6 @@ from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
     HiddenExample,
     allow_state_dict,
-    grouping_of,
     last_saved,
     modules_example,
     refuse_state_dict,
@@ -54,9 +52,10 @@ from lightning_asyncpp.trainer.module_facts import (
 )
 from lightning_asyncpp.trainer.refusals import (
     NOTHING_TO_STEP,
-    OPTIMIZER_ERRORS,
+    ONE_OPTIMIZER,
+    OTHER_OPTIMIZER,
     module_problems,
-    optimizer_problems,
+    optimizer_problem,
     trainer_problems,
     without_gradients,
 )
@@ -130,7 +129,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
             private.shuffle_only(trainer, shuffles)
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
-            self._warn_without_delay(trainer.max_steps)
             if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
                 rank_zero_warn(
                     f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
@@ -139,8 +137,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
             if self._mesh.num_stages > 1:
                 show_stages(trainer)
             self.setup_optimizers(trainer)
-            self._check_optimizer()
-            self._attach_optimizer(trainer)
+            self._attach_optimizer()
         self.setup_precision_plugin()
 
     def _structure_problems(self, trainer: L.Trainer) -> list[str]:
@@ -152,41 +149,27 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Make the optimizer; what one rank cannot make, all of them report.
-
-        Lightning's advice on several optimizers, manual optimization, would be refused next.
-        """
+        """Make the optimizer of the whole model; what one rank cannot make, all of them report."""
         error: Exception | None = None
+        assert self.session.stage is not None
         try:
-            with EmptyOptimizers():  # one without a parameter may be the second of two, which is what is wrong then
+            with self.session.stage.whole_model():
                 super().setup_optimizers(trainer)
+            if problem := optimizer_problem(self.optimizers):
+                error = ConfigurationError(problem)
         except Exception as caught:
-            known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
-            error = next((ConfigurationError(text) for text in known), caught)
+            # Lightning's advice on several, manual optimization, would be refused next.
+            error = ConfigurationError(ONE_OPTIMIZER) if "multiple optimizers" in str(caught) else caught
         agree_on_error(self._mesh, error)
 
-    def _check_optimizer(self) -> None:
-        """Refuse an optimizer that a pipeline cannot use, and options in which ranks differ; a collective call."""
-        stage = self.session.stage
-        assert stage is not None
-        unfit = optimizer_problems(self.optimizers, self._module)
-        grouping = grouping_of(self.optimizers, self._module, stage)
-        agree_on_problems(self._mesh, unfit + grouping.problems)
-        self.session.compare(optimizer_entries(self.optimizers[0]))
-
-    def _attach_optimizer(self, trainer: L.Trainer) -> None:
+    def _attach_optimizer(self) -> None:
         optimizer = self.optimizers[0]
-        self.session.attach(optimizer, self._step_optimizer, with_closure=True)
+        self.session.compare(optimizer_entries(optimizer))
+        self.session.attach(optimizer, self._step_optimizer)
+        _optimizer_to_device(optimizer, self.root_device)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-
-    def _warn_without_delay(self, max_steps: int) -> None:
-        start = self.session.settings.synchronous_start
-        if 0 <= max_steps <= start:
-            rank_zero_warn(
-                f"synchronous_start={start} is no less than max_steps={max_steps}: all of this training is synchronous"
-            )
 
     def _progress_state(self) -> dict[str, Any]:
         return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))
@@ -257,8 +240,10 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the batch, file its ticket, and apply the update of the batch before."""
+        """Run the batch, and apply the update of the batch before."""
         assert self._batch_ends is not None
+        if optimizer is not self.session.optimizer:
+            raise ConfigurationError(OTHER_OPTIMIZER)
         result = closure()
         if not self.session.running().accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)
@@ -295,10 +280,8 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
 
         It is the note that the mini-batch was closed with.
         """
-        with private.at_global_step(self._module.trainer, update.ticket.note):
-            once = OneGradient(self.optimizers[0])
-            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=once)
-            once.check_called()
+        with private.at_global_step(self._module.trainer, update.note):
+            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.cut.whole_model import update_from_counts
-from lightning_asyncpp.core.optimizers.steps import watch_steps
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
 from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
 from lightning_asyncpp.models.opening import start_problems
@@ -123,13 +122,9 @@ class GPTModule(PipelineModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Take the step, and let routers learn from the batches of an update that is applied."""
-        stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        with watch_steps(stepped) as steps:
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if not self._counts_itself:
-            return
-        counted, self._counted = self._counted, Collected()
-        if steps.taken:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self._counts_itself:
+            counted, self._counted = self._counted, Collected()
             assert self.model is not None
             self.log_dict(update_from_counts(self.model, counted))
 

@@ -28,7 +28,6 @@ from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.control_message import StopFlags
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch
 from lightning_asyncpp.core.updates.reduction import Reduction, plan_buckets, squares
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.weights import WeightVersions, lent, writing
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Way
@@ -230,7 +229,7 @@ def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.Monke
     assert {g.device for g in reducing.gradients.values() if g is not None} == {CUDA}
     assert len(squares(gradients)) == len(parameters) - 1
     launched = MiniBatch(Mesh(1, 1, 0), 0, 0, weight=2.0)
-    launched.close(1, Ticket(), None, num_statistics=0)
+    launched.close(1, num_statistics=0)
     launched.launch(gradients, torch.zeros(0, dtype=torch.float64), StopFlags(), {})
     assert launched.poll()
     assert launched._message is not None

@@ -53,9 +53,16 @@ def parameter_entries(model: nn.Module) -> dict[str, str]:
 
 
 def optimizer_entries(optimizer: Optimizer) -> dict[str, str]:
-    """The class of an optimizer and the options that it was given."""
-    options = {name: _plain(value) for name, value in optimizer.defaults.items()}
-    return {"optimizer": type(optimizer).__name__, **{f"optimizer {name}": value for name, value in options.items()}}
+    """The class of a whole model's optimizer, and the options of its groups."""
+    return {
+        "optimizer": type(optimizer).__name__,
+        **{
+            f"optimizer group {index} {name}": _plain(value)
+            for index, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        },
+    }
 
 
 def _plain(value: Any) -> str:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core.batches import tree
-from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER, PIPELINE, with_staleness
-from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
+from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER, PIPELINE
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
@@ -22,7 +21,7 @@ from lightning_asyncpp.tools.text import escaped
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 _OF_STRATEGY = (
     "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness",
-    "slack", "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
+    "slack", "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 _LIGHTNING = "pytorch-lightning_version"
 
@@ -51,7 +50,7 @@ def contents_of(content: Any) -> Contents:
     """
     entries = content if isinstance(content, Mapping) else {}
     writer = _writer(entries)
-    strategy = with_staleness(entries[PIPELINE]) if PIPELINE in entries else {}
+    strategy = entries.get(PIPELINE, {})
     models = _models(writer, entries)
     states = [state for value in entries.values() for state in _optimizers(value)]
     parts = {
@@ -134,7 +133,7 @@ def _is_model(state: Mapping[str, Any]) -> bool:
 def _optimizers(value: Any) -> Iterator[Mapping[str, Any]]:
     """The optimizer states in an entry: itself, or those in a list."""
     for state in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(state, Mapping) and "state" in state and ("param_groups" in state or BY_PARAMETER in state):
+        if isinstance(state, Mapping) and "state" in state and "param_groups" in state:
             yield state
 
 

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.core.emulator.gradient_delay import Delay
-from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
 from lightning_asyncpp.core.schedule import Staleness
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
@@ -224,17 +223,13 @@ class _Watch(L.Callback):
 
 
 def tensors_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights and optimizer state in a checkpoint of a pipeline, or of one process, under the same names."""
+    """Weights and optimizer state in a checkpoint, of a pipeline or of one process."""
     found = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
     for saved in checkpoint["optimizer_states"]:
-        names: dict[Any, str] = {}
-        if BY_PARAMETER not in saved:
-            for group in saved["param_groups"]:
-                names |= dict(zip(group["params"], group["param_names"], strict=True))
         for key, state in saved["state"].items():
             for entry, value in state.items():
                 if value is not None:
-                    found[f"{entry} of {names.get(key, key)}"] = torch.as_tensor(value).clone()
+                    found[f"{entry} of {key}"] = torch.as_tensor(value).clone()
     return found
 
 

@@ -26,13 +26,13 @@ from lightning_asyncpp.core.batches.micro_batch import number_of_samples
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.units import has_layers, model_problems
-from lightning_asyncpp.core.optimizers.configured import optimizers_in
 from lightning_asyncpp.core.settings import PipelineSettings, problems_of_precision
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.trainer.base import PipelineStrategy
+from lightning_asyncpp.trainer.module_facts import optimizers_in
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
-from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems, trainer_problems
+from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problem, trainer_problems
 
 _STEPS = 1000
 """Length of a run whose recipe gives none in updates: schedules of the learning rate need one, memory does not."""
@@ -93,8 +93,8 @@ class Recipe:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             optimizers = optimizers_in(self.module.configure_optimizers())
-        if problems := optimizer_problems(optimizers, self.module):
-            raise ConfigurationError.from_problems(problems)
+        if problem := optimizer_problem(optimizers):
+            raise ConfigurationError(problem)
         return optimizers[0]
 
 

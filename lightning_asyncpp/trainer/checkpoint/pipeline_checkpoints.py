@@ -105,8 +105,7 @@ class PipelineCheckpoints(Strategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.session.running()
-        state = stage_optimizer_state if self.checkpoints.sharded else gather_optimizer_state
-        return state(self.session, optimizer)
+        return (stage_optimizer_state if self.checkpoints.sharded else gather_optimizer_state)(self.session)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -116,6 +115,8 @@ class PipelineCheckpoints(Strategy):
             StorageError: it cannot be written; what had its name is intact.
         """
         is_training = self.session.optimizer is not None and "optimizer_states" in checkpoint  # else weights only
+        # Only loaders that keep a state take one up; the pipeline's entry has what theirs are.
+        checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
         mesh, sharded = self.session.running().mesh, self.checkpoints.sharded
         parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint} if sharded else {}
         given, self._given = self._given, None
@@ -200,5 +201,4 @@ class PipelineCheckpoints(Strategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            load_optimizer_state(self.session, optimizer, state)
+        load_optimizer_state(self.session, checkpoint["optimizer_states"][0], checkpoint.get(PIPELINE))

@@ -17,7 +17,6 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.wire.link import Neighbours
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.tools.check.in_turns import run_in_turns
@@ -155,7 +154,7 @@ def held(settings: ResolvedSettings, mesh: Mesh, neighbours: Neighbours) -> list
     found = []
     for _ in range(MINI_BATCHES):
         engine.run(torch.ones(2 * settings.micro_batches, WIDTH), lambda batch, _: stage.model(batch).square().mean())
-        engine.close(Ticket())
+        engine.close()
         engine.apply_due()
         found.append(counter.moments)
         counter.moments = []
@@ -167,7 +166,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "uniform, lookahead": {"lookahead": 2},
     "synchronous": {"delay": 0},
-    "fresh": {"staleness": "fresh_last_stage"},
     "least": {"staleness": "least"},
     "least, slack 1": {"staleness": "least", "slack": 1},
     "least, slack 2": {"staleness": "least", "slack": 2},

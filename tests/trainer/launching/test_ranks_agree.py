@@ -37,7 +37,7 @@ class Told(Net):
 
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     # what the last rank is told otherwise -> what all ranks say
-    "lr": ({"make": partial(torch.optim.AdamW, lr=0.1)}, "optimizer lr is 0.001 on rank 0 and 0.1 on rank 1"),
+    "lr": ({"make": partial(torch.optim.AdamW, lr=0.1)}, "optimizer group 0 lr is 0.001 on rank 0 and 0.1 on rank 1"),
     "class": ({"make": torch.optim.SGD}, "optimizer is AdamW on rank 0 and SGD on rank 1"),
     "layer": (
         {"width": 7},
@@ -84,7 +84,7 @@ def test_other_versions(pools: Pools) -> None:
 
 def test_replicas_that_differ(pools: Pools) -> None:
     for outcome in pools.outcomes(4, train_replica_by_name, "lr"):
-        assert "optimizer lr is 0.001 on rank 0 and 0.1 on rank 1" in outcome.message
+        assert "optimizer group 0 lr is 0.001 on rank 0 and 0.1 on rank 1" in outcome.message
 
 
 def train_replica_by_name(name: str) -> None:
