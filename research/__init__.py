@@ -1,1 +1,1 @@
-"""Experiments behind the published figures: a part of the repository, not of the wheel."""
+"""What the package's claims rest on: ablations, benchmarks and theory. It is not part of the installed package."""

@@ -73,7 +73,7 @@ def test_from_synchronous_to_asynchronous(pools: Pools, stages: int, tmp_path: P
     """W_{t-1} = W_t to begin with."""
     run = replace(run_of(tmp_path), strategy="sync")
     pools.run(2, fit, run)
-    expected = oracle(replace(run, strategy="async"), 4, list(mini_batches_of(run, 3)), max_norm=0.5, start=4)[0]
+    expected = oracle(replace(run, strategy="async"), 4, list(mini_batches_of(run, 2)), max_norm=0.5, start=4)[0]
     assert_equal_weights(resumed(pools, stages, replace(run, strategy="async"), tmp_path, 4), expected)
 
 
