@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_asyncpp.core.schedule import Kind, Schedule
-from research.benchmarks.ideal import make_schedules, simulate
+from lightning_asyncpp.core.simulation import simulate
+from lightning_asyncpp.core.trace import Span
+from research.benchmarks.ideal import make_schedules
 from research.benchmarks.options import parse_options
-from research.benchmarks.stages import Span
 from research.benchmarks.timelines import COLOURS, Panel, draw_panels
 
 _VERSIONS = (("#a8caee", "#6fa3dc"), ("#f6cf9b", "#e8a557"), ("#b3dfc2", "#72bd8e"), ("#dcbfea", "#b787cf"))
@@ -37,12 +38,11 @@ class Draw:
 def main(argv: Sequence[str]) -> None:
     """Draw."""
     draw = parse_options(Draw, "draw", argv)
-    lengths = {Kind.FORWARD: 1.0, Kind.BACKWARD: draw.backward}
     panels = []
     no_flush = f"no flush, staleness {draw.staleness}"
     for title, delay, ahead in (("1F1B, a flush per mini-batch", 0, 0), (no_flush, 1, draw.lookahead)):
         schedules = make_schedules(draw.stages, delay, ahead, draw.staleness)
-        lanes = simulate(schedules, draw.mini_batches, draw.micro_batches, lambda kind, stage, k: lengths[kind])
+        lanes = simulate(schedules, draw.mini_batches, draw.micro_batches, 1.0, draw.backward)
         panels += [Panel(title, lanes, colour=_by_version(schedules, lanes, draw.micro_batches), label=_number)]
     length = max(span.end for panel in panels for lane in panel.lanes for span in lane)
     versions = [(f"on W{v}", _VERSIONS[v % 4][0]) for v in range(min(draw.mini_batches, 4))]

@@ -91,8 +91,8 @@ def make_optimizers(system: str, stage: nn.Module) -> Sequence[Optimizer]:
         ValueError: there is no such system.
     """
     if system in OURS:
-        named, options = stage.named_parameters(), {"lr": MUON_LR, "adamw_lr": ADAMW_LR, "weight_decay": DECAY}
-        return [MuonAdamW(named, **options, adamw_betas=BETAS, **OURS[system])]
+        options: dict[str, Any] = {"lr": MUON_LR, "adamw_lr": ADAMW_LR, "weight_decay": DECAY}
+        return [MuonAdamW(stage.named_parameters(), **options, adamw_betas=BETAS, **OURS[system])]
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, p in stage.named_parameters():

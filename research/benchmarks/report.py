@@ -14,8 +14,8 @@ from typing import NamedTuple
 import lightning as L
 import torch
 
+from lightning_asyncpp.core.trace import utilisation
 from research.benchmarks.run import RankRun, Run
-from research.benchmarks.stages import busy_share
 
 
 class Spread(NamedTuple):
@@ -62,7 +62,7 @@ class Figures:
             seconds = max(rank.marks[last] - rank.marks[first] for rank in ranks)
             figures.milliseconds.append(seconds / run.mini_batches * 1e3)
             if all(rank.spans for rank in ranks):
-                shares = [busy_share(rank.spans, rank.marks[first], rank.marks[last]) for rank in ranks]
+                shares = [utilisation(rank.spans, rank.marks[first], rank.marks[last]) for rank in ranks]
                 figures.utilisation.append(max(shares))
             if losses := [rank.loss for rank in ranks if rank.loss is not None]:
                 figures.losses.append(statistics.fmean(losses))

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from research.benchmarks.stages import Meter, Span
+from lightning_asyncpp.core.trace import Span
+from research.benchmarks.stages import Meter
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets."""

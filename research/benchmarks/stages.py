@@ -17,16 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.schedule import Kind
-
-
-@dataclass(frozen=True)
-class Span:
-    """A forward, backward or update of a stage: of which micro-batch (or mini-batch), and when."""
-
-    kind: Kind
-    index: int
-    start: float
-    end: float
+from lightning_asyncpp.core.trace import Span
 
 
 @dataclass
@@ -52,11 +43,6 @@ class Meter:
         """Record what began at ``start`` and ends now."""
         self.stage = stage
         self.spans.append(Span(kind, index, start, time.perf_counter()))
-
-
-def busy_share(spans: list[Span], start: float, end: float) -> float:
-    """Share of the time from ``start`` to ``end`` that lies in spans."""
-    return sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in spans) / (end - start)
 
 
 class _Hook(torch.autograd.Function):

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lightning_asyncpp.core.schedule import Kind
-from research.benchmarks.stages import Span
+from lightning_asyncpp.core.trace import Span
 
-COLOURS = {Kind.FORWARD: "#4c8fdb", Kind.BACKWARD: "#f0a136", Kind.UPDATE: "#b02a5b"}
+COLOURS: dict[object, str] = {Kind.FORWARD: "#4c8fdb", Kind.BACKWARD: "#f0a136", Kind.UPDATE: "#b02a5b"}
 _IDLE = "#eceff3"
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "timelines", "font.size": 9})
 

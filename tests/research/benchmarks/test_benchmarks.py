@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.simulation import simulate
+from lightning_asyncpp.core.trace import Span
 from research.benchmarks import link, optimizer, time_to_loss
-from research.benchmarks.ideal import make_schedules, simulate, steady_state
+from research.benchmarks.ideal import make_schedules, steady_state
 from research.benchmarks.report import Figures, Spread
 from research.benchmarks.run import RankRun, Run
 from research.benchmarks.schedule import Schedule
-from research.benchmarks.stages import Meter, SleepingLayer, Sleeps, Span, busy_share, jitter_factor
+from research.benchmarks.stages import Meter, SleepingLayer, Sleeps, jitter_factor
 from research.benchmarks.systems import chunks_of
 from tests import forked
 
@@ -143,16 +146,12 @@ def test_what_the_schedules_are_worth_where_nothing_is_measured(shape: tuple[int
     schedules = make_schedules(stages, delay, lookahead, "uniform")
     for (hop, sigma), known in zip(((0.0, 0.0), (1.2, 0.0), (10.0, 0.0), (0.0, 0.2)), KNOWN[shape], strict=True):
 
-        def length(kind: Kind, stage: int, k: int, sigma: float = sigma) -> float:
-            return (20.0 if kind is Kind.FORWARD else 40.0) * jitter_factor(sigma, 0, stage, k, kind)
+        def lasting(milliseconds: float, kind: Kind, sigma: float = sigma) -> Any:
+            return lambda stage, k: milliseconds * jitter_factor(sigma, 0, stage, k, kind)
 
-        lanes = simulate(schedules, 12, micro_batches, length, hop)
+        times = lasting(20.0, Kind.FORWARD), lasting(40.0, Kind.BACKWARD)
+        lanes = simulate(schedules, 12, micro_batches, *times, hop)
         assert steady_state(lanes, micro_batches, 3, 10)[1] > 0.98 * known, (hop, sigma)
-
-
-def test_stages_that_wait_for_each_other_are_named() -> None:
-    with pytest.raises(RuntimeError, match="wait for each other"):
-        simulate(make_schedules(4, 1, staleness="uniform"), 3, 1, lambda *_: 1.0)
 
 
 def test_gradients_are_those_of_a_multiplication_however_the_sleep_is_divided() -> None:
@@ -179,5 +178,4 @@ def test_figures_leave_out_the_warm_up_and_the_last_mini_batch() -> None:
     spans = [Span(Kind.FORWARD, 0, 0.0, 1.5), Span(Kind.BACKWARD, 0, 2.0, 2.5)]
     ranks = [RankRun("x", 0, spans, [1.0, 2.0, 3.0, 9.0], 0.5), RankRun("x", 0, spans, [1.0, 2.0, 3.0, 9.0], 1.5)]
     assert Figures.of(run, [ranks]) == Figures([1000.0], [0.5], [1.0])
-    assert busy_share(spans, 1.0, 2.0) == 0.5
     assert Spread.of([3.0, 1.0, 2.0]).text(1) == "2.0 [1.0-3.0]"
