@@ -134,18 +134,15 @@ def train(options: TimeToLoss, system: str, seed: int) -> Curve:
     with tempfile.TemporaryDirectory() as name:
         own = Path(name, "own.yaml")
         recipe = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
-        own.write_text(yaml.safe_dump(_merged(recipe, overrides(options, system, seed, Path(name)))))
+        settings = overrides(options, system, seed, Path(name))
+        settings["trainer"] = {**recipe.get("trainer", {}), **settings["trainer"]}
+        own.write_text(yaml.safe_dump({**recipe, **settings}))
         command = [sys.executable, "-m", "lightning_asyncpp", "fit", "--config", str(own)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=sys.stderr)
         curve = [tuple(point) for point in json.loads(Path(name, "curve.json").read_text())]
     print(f"seed {seed}, {system}: loss {curve[-1][2]:.4f} after {curve[-1][1]:.1f} s", file=sys.stderr, flush=True)
     return curve
-
-
-def _merged(recipe: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with the trainer's settings of its own, and all others replaced."""
-    return {**recipe, **own, "trainer": {**recipe.get("trainer", {}), **own["trainer"]}}
 
 
 def main(argv: Sequence[str]) -> None:

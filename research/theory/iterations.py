@@ -113,15 +113,9 @@ def _mixed_gradient(gradient: Rule, old: Array, new: Array, phi: Array | float) 
 
 
 def run_method(
-    method: Method,
-    gradient: Rule,
-    start: Array,
-    *,
-    lr: float,
-    updates: int,
-    map_momentum: Rule | None = None,
+    method: Method, gradient: Rule, start: Array, *, lr: float, updates: int, map_momentum: Rule | None = None,
     noise: Array | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """:func:`train` with the delay, share, strength and momentum of ``method``."""
     options: dict[str, Any] = {"delay": method.delay, "strength": method.strength, "phi": method.phi, "noise": noise}
     return train(gradient, start, method.rule(map_momentum), lr=lr, updates=updates, **options)

@@ -140,8 +140,10 @@ def adam_floors(method: Method, beta2: float, noise: float = 0.0, updates: int =
     generator, lr = np.random.default_rng(seed), 0.01
     start, xi = generator.standard_normal(8), noise * generator.standard_normal((updates, 8))
     rule = Adam(method.beta, beta2, method.nesterov)
-    options = {"delay": method.delay, "strength": method.strength}
-    run = train(lambda w: np.asarray(eigenvalues * w), start, rule, lr=lr, updates=updates, noise=xi, **options)
+    run = train(
+        lambda w: np.asarray(eigenvalues * w), start, rule, lr=lr, updates=updates, delay=method.delay,
+        strength=method.strength, noise=xi,
+    )  # fmt: skip
     return np.asarray(np.sqrt((run.weights[updates // 2 :] ** 2).mean(0)) / lr)
 
 
