@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning_asyncpp.tools.prepare.prepare import _request
 
 from lightning_asyncpp.cli import AsyncppCLI, main, make_cli
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.tools.parsers import prepare_parser
-from lightning_asyncpp.tools.prepare.prepare import _request
 from tests.data.unigram import unigram_loss
 
 ROOT = Path(__file__).parents[1]
