@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
-from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.partition import WHOLE, Partition
 from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition
 from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.randomness import seed_of_run
@@ -200,7 +200,7 @@ class PipelineStrategyMixin:
         seed, partition, error = seed_of_run(), None, None
         if self._mesh.rank == 0:
             try:
-                partition = self._choose_partition(model, example, seed)
+                partition = WHOLE if model is root else self._choose_partition(model, example, seed)
             except Exception as caught:
                 error = caught
         seed, partition = self.broadcast((seed, partition))

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.adapt import pipelined
 from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import fetch_tokenizer
+from lightning_asyncpp.data.hub import fetch
 from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer.gpt_module import default_optimizer
@@ -155,7 +155,7 @@ class HFModule(LightningModule):
             rank_zero_warn(
                 f"model_id={self.model_id!r} has no tokenizer.json: it is not verified that the data has its tokenizer"
             )
-        elif _ids_of(own) != _ids_of(tokenizer_of_definition(definition)):
+        elif own.backend.to_str() != tokenizer_of_definition(definition).backend.to_str():
             raise ConfigurationError(
                 f"the data has another tokenizer than the weights of model_id={self.model_id!r}: give the data"
                 f" tokenizer={self.model_id!r}, or prepare it with that; pretrained=False trains from scratch on any"
@@ -203,7 +203,7 @@ class HFModule(LightningModule):
     def _own_tokenizer(self) -> Tokenizer | None:
         folder = Path(self.model_id).expanduser()
         try:
-            file = folder / "tokenizer.json" if folder.is_dir() else fetch_tokenizer(self.model_id)
+            file = folder / "tokenizer.json" if folder.is_dir() else fetch(self.model_id, "tokenizer.json")
         except DataError:
             return None  # one of another form
         return tokenizer_of_definition(file.read_text(encoding="utf-8")) if file.is_file() else None
@@ -236,8 +236,3 @@ class HFModule(LightningModule):
 def _checkpoint_activations(model: Any) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)  # the name since transformers 5.24
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def _ids_of(tokenizer: Any) -> str:
-    """What decides which ids a text has."""
-    return str(getattr(tokenizer, "tokenizer_json", tokenizer.definition))

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_asyncpp.core.recording.trace import Span
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Span
 from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.harness import measure as measuring
 from lightning_asyncpp.tools.bench.harness.comparison import costs_of_extras, costs_text, facts_line, summarise, table

@@ -157,9 +157,11 @@ def load_optimizer_state(
     assert session.stage is not None
     own, saved = session.stage_optimizer, {} if pipeline is None else pipeline.get(OPTIMIZER, {})
     rests = [saved[stage] for stage in sorted(saved, key=int)]
-    is_same_cut = pipeline is not None and _cut(session) == {name: pipeline.get(name) for name in _CUT}
+    is_same_cut = len(rests) == session.stage.num_stages and _cut(session) == {
+        name: (pipeline or {}).get(name) for name in _CUT
+    }
     first = rest_of(state)
-    own.load_state_dict(state, rests[session.stage.index] if rests and is_same_cut else first)
+    own.load_state_dict(state, rests[session.stage.index] if is_same_cut else first)
     differ = any(fingerprint(rest) != fingerprint(rests[0]) for rest in rests)
     if differ and not is_same_cut and callable(begin_anew := getattr(own.optimizer, "begin_anew", None)):
         begin_anew()

@@ -178,7 +178,8 @@ class PipelineCheckpoints(Strategy):
         if state is None:
             return
         mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
-        own = state[PROGRESS][rank_to_follow(mesh, state)]
+        of_ranks = state[PROGRESS]  # one, if all stages were in one process
+        own = of_ranks[rank_to_follow(mesh, state) if len(of_ranks) > 1 else 0]
         self.progress.resume(own, content["loops"]["fit_loop"], same_replicas=replicas == mesh.num_replicas)
 
     @override
