@@ -209,15 +209,17 @@ def test_other_groups_are_refused() -> None:
 
 
 def test_a_shared_parameter_is_saved_by_one_stage_and_loaded_by_all() -> None:
-    shared, other = parameter(2), parameter(2)
-    optimizer = AdamW([shared, other], lr=0.1)
-    shared.grad = other.grad = torch.ones(2)
-    optimizer.step()
-    first, second = StageOptimizer(optimizer, [shared]), StageOptimizer(optimizer, [shared, other], [shared])
-    assert first.state_dict()["state"].keys() == {0}
-    assert second.state_dict()["state"].keys() == {1}
-    whole = merged([first.state_dict(), second.state_dict()])
+    parts, expected = [], None
+    for index in range(2):
+        shared, other = parameter(2), parameter(2)
+        optimizer = AdamW([shared, other], lr=0.1)
+        shared.grad = other.grad = torch.ones(2)
+        optimizer.step()
+        expected = optimizer.state_dict()
+        stage = StageOptimizer(optimizer, [shared, other][: index + 1], [shared] if index else [])
+        stage.keep_own()
+        parts.append(stage.state_dict())
+        assert parts[-1]["state"].keys() == {index}
     again = AdamW([parameter(2), parameter(2)], lr=0.3)
-    copy = StageOptimizer(again, again.param_groups[0]["params"])
-    copy.load_state_dict(whole, {})
-    assert_same(again.state_dict(), optimizer.state_dict())
+    alone(again).load_state_dict(merged(parts), {})
+    assert_same(again.state_dict(), expected)
