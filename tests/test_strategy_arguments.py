@@ -35,7 +35,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("interface", "", "the name of a network interface"),
     ("state_dict_type", "shard", "must be 'full' or 'sharded'"),
     ("async_checkpoints", "yes", "True or False"),
-    ("staleness", "lest", "'uniform' or 'least' or 'fresh_last_stage'"),
+    ("staleness", "lest", "'uniform' or 'least'"),
     ("slack", -1, "0 or more, or 'exact'"),
     ("slack", "exactly", "0 or more, or 'exact'"),
     ("partition", [], "'auto', 'uniform', or a list"),

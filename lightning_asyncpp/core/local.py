@@ -216,10 +216,12 @@ class LocalPipeline(Engine):
             return True  # a drain has applied the update
         if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):
             return False  # it takes the weights that the owner's update makes
+        for other in reversed(self.engines):
+            other.updates.poll()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
             return False
         if engine.schedule.steps_ahead(action.index) and not mini_batch.stepped:
-            return True
+            return mini_batch.can_send()
         return len(self.engines) == 1 or action.index in mailbox.totals
 
     def _follow_owners(self, number: int) -> None:

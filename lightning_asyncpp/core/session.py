@@ -36,7 +36,7 @@ from lightning_asyncpp.core.stage_optimizer import StageOptimizer, name_paramete
 from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
+from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
 class PipelineSession:
@@ -124,9 +124,6 @@ class PipelineSession:
             partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
-            problems = [p for tie in self.stage.whole.ties if tie.is_trained for p in tie.problems(self._fresh_stage)]
-            if problems:
-                raise ConfigurationError.from_problems(problems)
         self.averages.cut()
         self.seed = seed
         return self.stage
@@ -331,11 +328,6 @@ class PipelineSession:
     def _update(self) -> Update | None:
         """The update that is being applied."""
         return next((attached.update for attached in self._attached if attached.update is not None), None)
-
-    @property
-    def _fresh_stage(self) -> int | None:
-        """A last stage without delay, if there is one."""
-        return self._connected().num_stages - 1 if self.settings.staleness == "fresh_last_stage" else None
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"

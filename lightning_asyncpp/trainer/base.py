@@ -142,7 +142,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
             private.shuffle_only(trainer, shuffles)
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
-            self._warn_without_delay(trainer.max_steps)
             if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
                 rank_zero_warn(
                     f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
@@ -186,13 +185,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-
-    def _warn_without_delay(self, max_steps: int) -> None:
-        start = self.session.settings.synchronous_start
-        if 0 <= max_steps <= start:
-            rank_zero_warn(
-                f"synchronous_start={start} is no less than max_steps={max_steps}: all of this training is synchronous"
-            )
 
     def _progress_state(self) -> dict[str, Any]:
         return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))

@@ -100,15 +100,6 @@ def test_joined_products_give_the_same_update():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
 
 
-def test_everything_else_is_muon_adamws():
-    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "up": nn.Linear(4, 6), "experts": nn.Bilinear(4, 5, 6)})
-    groups = [make(model.named_parameters()).param_groups for make in (NorMuonAdamW, MuonAdamW)]
-    assert [g["param_names"] for g in groups[0]] == [g["param_names"] for g in groups[1]]
-    assert [g["algorithm"] for g in groups[0]] == ["normuon", "adamw"]
-    assert groups[0][0].keys() - groups[1][0].keys() == {"beta2", "eps"}
-    assert groups[0][1].keys() == groups[1][1].keys()
-
-
 def test_zero_gradients_give_no_nan():
     result, _ = run((4, 6), [torch.zeros(4, 6, dtype=torch.float64)] * 2)
     torch.testing.assert_close(result, start((4, 6)) * (1 - LR * DECAY) ** 2)

@@ -25,9 +25,6 @@ OPTIMIZERS = {
     "MuonAdamW": "lightning_asyncpp.optim.MuonAdamW",
     "NorMuonAdamW": "lightning_asyncpp.optim.NorMuonAdamW",
     "SOAP": "lightning_asyncpp.optim.SOAP",
-    "Adan": "lightning_asyncpp.optim.Adan",
-    "Lion": "lightning_asyncpp.optim.Lion",
-    "MARS": "lightning_asyncpp.optim.MARS",
 }
 
 

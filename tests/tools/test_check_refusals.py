@@ -200,8 +200,6 @@ def test_what_is_refused_because_of_the_age_of_gradients() -> None:
     with pytest.raises(ConfigurationError, match="DelayCompensation needs gradients that are taken at one version"):
         check_model(CompensatedNet(Run(CompensatedNet)), batches)
     assert check_model(CompensatedNet(Run(CompensatedNet)), batches, stages=1).ok
-    with pytest.raises(ConfigurationError, match="staleness='fresh_last_stage' steps the last stage before"):
-        check_model(TiedNet(Run(TiedNet)), batches, staleness="fresh_last_stage")
     with pytest.raises(ConfigurationError, match="slack=-1 must be a number of micro-batches"):
         check_model(TiedNet(Run(TiedNet)), batches, staleness="least", slack=-1)
 

@@ -23,7 +23,6 @@ from lightning_asyncpp.storage.nested import merged
 OLDER, MASTERS = "older_weights", "masters"
 OPTIMIZER = "optimizer_of_stages"
 """Stage -> what of the optimizer's state there belongs to no parameter."""
-_FORMER = "fresh_last_stage"  # the argument's name before there was a staleness
 _CUT = ("partition", "staleness", "slack")
 _OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
@@ -69,7 +68,7 @@ def facts(session: PipelineSession) -> dict[str, Any]:
     """How the pipeline runs, as a checkpoint says it; the same on all ranks."""
     engine = session.running()
     return {
-        "num_stages": engine.mesh.num_stages,
+        "num_stages": engine.settings.num_stages,
         "data_parallel_size": engine.mesh.num_replicas,
         "placement": engine.mesh.placement,
         "partition": list(_partition(session).counts),
@@ -78,18 +77,11 @@ def facts(session: PipelineSession) -> dict[str, Any]:
         "delay": engine.settings.delay,
         "staleness": engine.settings.staleness,
         "slack": engine.settings.slack,
-        "synchronous_start": engine.settings.synchronous_start,
         "weight_dtype": engine.settings.weight_dtype,
         "seed": engine.runner.seed,
         "mini_batch": engine.mini_batch,
         "optimizer": None if session.optimizer is None else name_of(session.optimizer),
     }
-
-
-def with_staleness(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of a checkpoint with the staleness also where that was not called so yet, but ``fresh_last_stage=True``."""
-    rest = {name: value for name, value in saved.items() if name != _FORMER}
-    return {"staleness": "fresh_last_stage" if saved.get(_FORMER) else "uniform", "slack": 0, **rest}
 
 
 def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +130,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
 
     Stages, replicas, micro-batches and the delay may be others than those that wrote it. A weight that had no older
-    version there (no delay, a fresh last stage) is its own older version.
+    version there (no delay, the last stage) is its own older version.
 
     Raises:
         ConfigurationError: the weights are kept in another way.
@@ -226,7 +218,6 @@ def _found(master: Tensor | None, name: str) -> Tensor:
 
 def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
     now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
-    state = with_staleness(state)
     before = {name: state.get(name, value) for name, value in now.items()}
     changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
     if not changes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
-from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.core.stage_optimizer import HyperParameters
 from lightning_asyncpp.core.updates.control_message import (
     ControlChain,
@@ -76,6 +76,7 @@ class MiniBatch:
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Reading = field(init=False)
+    _count: tuple[Tensor, dist.Work] | None = None
     _norms: Reading | None = None
     _squares: float = 0.0
     _message: Tensor | None = None
@@ -94,7 +95,12 @@ class MiniBatch:
         self.layout = MessageLayout(self.mesh, num_statistics, self.payload)
 
     def launch(
-        self, gradients: Gradients, statistics: Tensor, stop: StopFlags, uses: Mapping[str, Sequence[Tensor]]
+        self,
+        gradients: Gradients,
+        statistics: Tensor,
+        stop: StopFlags,
+        uses: Mapping[str, Sequence[Tensor]],
+        steps_ahead: bool = False,
     ) -> None:
         """Start the reduction over the replicas, or begin to read what the control message is to say.
 
@@ -109,12 +115,15 @@ class MiniBatch:
             stop: what this rank asks for.
             uses: name -> the gradients of several layers of this stage that share a parameter with another stage's, in
                 the order in which they are added; none with several replicas, which add them before they reduce.
+            steps_ahead: whether :meth:`reduce_now` will be called.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
         self._counts = Reading([statistics])
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
             self.gradients = self.reduction.gradients  # the stage's own are not needed any more
+            if steps_ahead:
+                self._begin_count(statistics)
             return
         if self.tied is None or not self.mesh.is_first:
             self._read_norms()
@@ -135,30 +144,29 @@ class MiniBatch:
             if not (self.tied is None or self.tied.have_arrived()):
                 return False
             self._read_norms()
-        if isinstance(self.exchange, ControlChain) or self._is_known():  # in a chain the others wait for this one
+        if self.can_send() and (isinstance(self.exchange, ControlChain) or self._is_known()):  # others wait in a chain
             self._send_message()
         return self._message is not None
 
-    def reduce_now(self, device: torch.device) -> tuple[float, float, Tensor]:
-        """Wait for the replicas, not for the other stages; the control message is sent.
+    def can_send(self) -> bool:
+        """Whether the control message, unless it has been sent, need not wait for a stage behind in this process."""
+        return self._message is not None or not isinstance(self.exchange, ControlChain) or self.exchange.can_send()
 
-        Args:
-            device: of the gradients.
+    def reduce_now(self) -> tuple[float, float, Tensor]:
+        """Wait for the replicas, not for the other stages; the control message is sent.
 
         Returns:
             The sum of the weights over the replicas; this stage's sum of squares; and its statistics
             over the replicas.
         """
-        weight, statistics = self.weight, self.layout.statistics(self._send_message())
-        group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
-        if group is not None:
-            own = torch.tensor([weight], dtype=torch.float64)
-            total = torch.cat([own, statistics]).to(device, non_blocking=True)
-            with lost_peers():
-                dist.all_reduce(total, group=group)
-            total = total.cpu()
-            weight, statistics = float(total[0]), total[1:]
-        return weight, self._squares, statistics
+        statistics = self.layout.statistics(self._send_message())
+        if self._count is None:
+            return self.weight, self._squares, statistics
+        total, work = self._count
+        with lost_peers():
+            work.wait()
+        self._count, counted = None, total.cpu()
+        return float(counted[0]), self._squares, counted[1:]
 
     def let_go(self) -> None:
         """Hold no gradients any more: what is left to wait for are the other stages' sums."""
@@ -175,6 +183,21 @@ class MiniBatch:
         if self.tied is not None and not self.stepped:
             self.tied.take_whole_sums(self.gradients)
         return self.layout.read(total)
+
+    def _begin_count(self, statistics: Tensor) -> None:
+        """Begin to sum weights and statistics over the replicas, right behind the gradients.
+
+        Later would be a deadlock where streams share a hardware queue: a replica that has come to its update waits for
+        one that still needs the activations of a stage that itself waits for a gradient behind this sum.
+        """
+        assert self.mesh.groups is not None
+        assert self.reduction is not None
+        total = torch.empty(1 + len(statistics), dtype=torch.float64, device=self.reduction.device)
+        total[:1].fill_(self.weight)
+        total[1:].copy_(statistics, non_blocking=True)
+        with lost_peers():
+            work = started(dist.all_reduce(total, group=self.mesh.groups.data_parallel, async_op=True))
+        self._count = total, work
 
     def _read_norms(self) -> None:
         """Begin to read what of this stage's gradient the host must know: all that is not in the reduction's norms."""

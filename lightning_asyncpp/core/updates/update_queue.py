@@ -256,7 +256,8 @@ class UpdateQueue:
         statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
         if mini_batch.tied is not None:
             self._leaving.append(mini_batch.tied)
-        mini_batch.launch(gradients, statistics, replace(self.requested), uses)
+        steps_ahead = self.schedule.steps_ahead(mini_batch.index)
+        mini_batch.launch(gradients, statistics, replace(self.requested), uses, steps_ahead)
 
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
@@ -277,7 +278,7 @@ class UpdateQueue:
         if mini_batch.stepped or not mini_batch.launched:
             return
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
-            weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
+            weight, squares, statistics = mini_batch.reduce_now()
             if mini_batch.tied is not None:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm

@@ -112,9 +112,7 @@ def _check_partition(
         return
     partition = found.attempt(lambda: choose_partition(network, 0, stages, settings.partition))
     if partition is not None:
-        whole, problems = WholeModel.of(units, partition.counts)
-        fresh = stages - 1 if settings.staleness == "fresh_last_stage" else None
-        found += [*problems, *(p for tie in whole.ties if tie.is_trained for p in tie.problems(fresh))]
+        found += WholeModel.of(units, partition.counts)[1]
 
 
 def can_run(prototype: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.batches import tree
 from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
-from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER, with_staleness
+from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER
 from lightning_asyncpp.core.manifest import MANIFEST, Manifest
 from lightning_asyncpp.storage.limits import dense_parts
 from lightning_asyncpp.storage.names import StorageError
@@ -24,7 +24,7 @@ from lightning_asyncpp.tools.text import escaped
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 _OF_STRATEGY = (
     "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness",
-    "slack", "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
+    "slack", "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 _LIGHTNING = "pytorch-lightning_version"
 
@@ -54,8 +54,6 @@ def contents_of(content: Any) -> Contents:
     origin = origin_of(content)
     entries = content if isinstance(content, Mapping) else {}
     strategy = entries.get(origin.strategy, {}) if origin.strategy else {}
-    if origin.strategy == PIPELINE:
-        strategy = with_staleness(strategy)
     models = _models(origin, entries)
     states = [state for value in entries.values() for state in _optimizers(value)]
     parts = {

@@ -30,7 +30,7 @@ from lightning_asyncpp.tools.checkpoint.contents import Contents, contents_of, m
 _SAFETENSORS = ".safetensors"
 _OF_INDEX = (
     "num_stages", "data_parallel_size", "partition", "micro_batches", "delay", "staleness", "slack",
-    "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
+    "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 Written = Callable[[int, int], None]
 

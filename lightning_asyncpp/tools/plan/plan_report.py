@@ -246,7 +246,7 @@ def _speed(plan: Plan) -> list[str]:
     sync, own, other = question.synchronous, question.speed, question.asynchronous
     rows.append(_speed_row(plan, "1F1B, with a flush", sync, sync))
     if question.settings.delay:
-        names = {"least": "least staleness", "uniform": "2BW", "fresh_last_stage": "fresh last stage"}
+        names = {"least": "least staleness", "uniform": "2BW"}
         name = names[question.settings.staleness]
         rows.append(_speed_row(plan, f"{name}, lookahead {question.settings.lookahead}", own, sync))
     elif other is not None:

@@ -263,6 +263,6 @@ def _needed_for(question: Question, devices: int) -> dict[str, Any] | None:
     if not isinstance(settings.partition, str):
         changes["partition"] = "auto"  # the recipe's is for as many stages as it has
     most = largest_lookahead(stages, parts, settings.data_parallel_size)
-    if settings.delay and settings.lookahead is not None and min(settings.lookahead, stages - 1) > most:
+    if settings.delay and settings.lookahead is not None and settings.lookahead > most:
         changes["lookahead"] = most
     return changes

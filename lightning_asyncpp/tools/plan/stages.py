@@ -22,6 +22,7 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import Unit, collective_problems, ownership_problems, pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.randomness import preserved_generators
+from lightning_asyncpp.core.schedule import StalenessRule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.errors import ConfigurationError
@@ -130,8 +131,8 @@ class Stages:
 
     def schedule(self, stage: int, micro_batches: int, lookahead: int) -> StageSchedule:
         """How a stage is run once a synchronous start is over."""
-        settings = replace(self.settings, lookahead=lookahead, synchronous_start=0)
-        schedule = self.cut.whole.schedule(settings, stage)
+        schedule = self.cut.whole.schedule(replace(self.settings, lookahead=lookahead), stage)
+        schedule = replace(schedule, pipeline_rule=StalenessRule(self.settings.delay))
         return StageSchedule(schedule, micro_batches, self.recipe.accumulated, not self.on_gpu)
 
     def _slots(self, micro_batches: int, batch_size: int) -> list[Any]:

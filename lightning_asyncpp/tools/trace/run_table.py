@@ -116,8 +116,6 @@ def _staleness(run: RecordedRun, summary: Summary) -> str:
     rule = "W_t" if delays == [0] or last < start else f"W_max(t-1, {start})"
     if any(rank.meta.held for rank in run.ranks) and last >= start:
         rule += _held(run)
-    elif delays == [0, 1] and last >= start:
-        rule += ", W_t on the fresh last stage"
     rule += f", the synchronous ones before {start} on W_t" if first < start <= last else ""
     where = "" if run.is_whole else " on the ranks that were recorded"
     return f"Staleness: as promised, mini-batch t ran on {rule}{where}."

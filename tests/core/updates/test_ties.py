@@ -98,13 +98,6 @@ def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> N
     assert "gradients 0.25, 0.125, 0.25 updates old, by stage" in session.describe()
 
 
-def test_a_fresh_last_stage_that_shares_weights_is_refused() -> None:
-    session = PipelineSession(PipelineSettings(staleness="fresh_last_stage"))
-    session.mesh = Mesh(2, 1, 0)
-    with pytest.raises(ConfigurationError, match=r"the gradient of head.weight is complete, which stage 0 shares"):
-        session.cut(gpt(), 0, CPU)
-
-
 @pytest.mark.parametrize("routed", [False, True])
 def test_replicas_share_and_reduce(pools: Pools, routed: bool) -> None:
     case = Case(3, data_parallel_size=2, tied=True, routed=routed, max_norm=0.3, error_feedback=1.0)

@@ -166,7 +166,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "uniform, lookahead": {"lookahead": 2},
     "synchronous": {"delay": 0},
-    "fresh": {"staleness": "fresh_last_stage"},
     "least": {"staleness": "least"},
     "least, slack 1": {"staleness": "least", "slack": 1},
     "least, slack 2": {"staleness": "least", "slack": 2},

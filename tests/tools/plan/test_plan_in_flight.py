@@ -44,11 +44,6 @@ def test_a_flush_leaves_one_set_of_gradients(stage: int) -> None:
     assert memory.gradients == GRADIENTS
 
 
-def test_a_last_stage_ahead_of_the_others_has_one_set_too() -> None:
-    ahead = StageSchedule(Schedule(3, 4, staleness="fresh_last_stage"), 8)
-    assert peak_of(ahead, [PROFILE] * 8, 0).gradients == GRADIENTS
-
-
 @pytest.mark.parametrize(("slack", "sets"), [(0, 1), (1, 1), (2, 2), (9, 2), ("exact", 1)])
 def test_the_least_staleness_needs_a_second_set_of_gradients_if_updates_wait(slack: Slack, sets: int) -> None:
     """At its fullest moment, before a backward: a forward after the end of a gradient there is none of the next yet."""

@@ -215,11 +215,10 @@ def test_the_share_of_micro_batches_on_older_weights_is_told(
     [
         replace(LEAST, slack="exact", start=0),
         replace(LEAST, slack=1, tied=(0, 3)),
-        replace(LEAST, staleness="fresh_last_stage"),
         ASYNC,
         SYNC,
     ],
-    ids=["exact", "tied", "fresh", "uniform", "sync"],
+    ids=["exact", "tied", "uniform", "sync"],
 )
 def test_the_ideal_is_that_of_the_runs_own_schedule(recording: Recording) -> None:
     """Which stages step ahead of the others, and which wait for a shared gradient, is not known from what they hold."""
@@ -234,17 +233,6 @@ def test_a_version_that_is_off_by_a_micro_batch_is_said(tmp_path: Path, k: int, 
         LEAST.read(tmp_path), lambda s: replace(s, version=other) if s.index == k and not s.num_bytes else s
     )
     assert f"forward {k} of mini-batch 2 ran on W{other}, not on W{promised}" in check_versions(wrong).violations[0]
-
-
-def test_recordings_of_a_fresh_last_stage_are_read_as_those_from_before(tmp_path: Path) -> None:
-    run = replace(LEAST, staleness="fresh_last_stage").read(tmp_path)
-    old = {"held": None, "staleness": None, "slack": None}
-    before = [replace(r, meta=replace(r.meta, **old, delay=int(r.meta.held is None))) for r in run.ranks]  # type: ignore[arg-type]
-    for ranks in (run.ranks, before):
-        same = replace(run, ranks=ranks)
-        summary = summarise(same)
-        assert (summary.violated, [row.staleness for row in summary.rows]) == (0, ["0, 1", "0, 1", "0, 1", "0"])
-        assert "ran on W_max(t-1, 1), W_t on the fresh last stage" in table(same, summary)
 
 
 def test_unrecorded_versions_are_not_taken_for_right_ones(tmp_path: Path) -> None:

@@ -78,21 +78,6 @@ def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path)
     assert all(span.num_bytes > 0 for span in run.ranks[0].spans if span.kind is Beside.SEND)
 
 
-def test_a_synchronous_start_is_known(pools: Pools, tmp_path: Path) -> None:
-    monitor = (PipelineMonitor, {"every_n_batches": 1})
-    run = recorded(replace(SMALL, options={"micro_batches": 4, "synchronous_start": 3}), tmp_path)
-    pools.run(2, fit, replace(run, callbacks=(*run.callbacks, monitor)))
-    read = read_run(tmp_path / "trace")
-    versions = {s.index: s.version for s in read.ranks[1].spans if s.kind is Kind.FORWARD}
-    assert [versions[k] for k in range(0, 24, 4)] == [0, 1, 2, 3, 3, 4]
-    summary = summarise(read)
-    assert (summary.violated, summary.total.staleness) == (0, "0, 1")
-    assert "mini-batch t ran on W_max(t-1, 3), the synchronous ones before 3 on W_t." in table(read, summary)
-    assert "no flush after the first 3; mini-batches 0 to 5" in table(read, summary)
-    altered = [replace(rank, meta=replace(rank.meta, synchronous_start=2)) for rank in read.ranks]
-    assert summarise(replace(read, ranks=altered)).violated > 0
-
-
 def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
     options = {"micro_batches": 4, "staleness": "least"}
     pools.run(2, fit, recorded(replace(SMALL, options=options), tmp_path))

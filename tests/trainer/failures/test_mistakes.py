@@ -131,11 +131,6 @@ def test_more_stages_than_layers(pools: Pools) -> None:
     assert_refused(refusals(pools, Run(m.TwoLayers), 3), *parts)
 
 
-def test_tied_embeddings_with_a_fresh_last_stage(pools: Pools) -> None:
-    outcomes = refusals(pools, Run(m.tied_gpt, options={"staleness": "fresh_last_stage"}, dataset="tokens"))
-    assert_refused(outcomes, "staleness='fresh_last_stage' steps the last stage before", "tie_embeddings=False")
-
-
 def test_other_batches_on_the_last_stage(pools: Pools) -> None:
     assert_refused(
         refusals(pools, Run(m.OtherOrder)), "first and the last stage were given different batches", "shuffling"

@@ -27,21 +27,15 @@ DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # strategy, its options, those of the emulator
     "async": ("async", {}, {"delay": 1}),
     "sync": ("sync", {}, {"delay": 0}),
-    "synchronous start": ("async", {"synchronous_start": 2}, {"delay": 1, "synchronous_start": 2}),
-    "fresh last stage": (
-        "async",
-        {"staleness": "fresh_last_stage", "partition": "uniform"},
-        {"delay": "fresh_last_stage", "partition": "uniform"},
-    ),
     "least": ("async", {"staleness": "least", "partition": "uniform"}, {"delay": "least", "partition": "uniform"}),
 }
-BY_STAGE = ("fresh last stage", "least")
+BY_STAGE = ("least",)
 
 
 # Over three stages: every module, and every delay; validated after every batch, or seldom.
 USUAL = [
     *(("async", "projected", 1), ("async", "other memory", 7), ("sync", "projected", 1)),
-    *(("synchronous start", "draws", 7), ("least", "shrinks", 1)),
+    *(("async", "draws", 7), ("least", "shrinks", 1)),
 ]
 CASES = [
     pytest.param(*case, stages, marks=[] if stages == 3 and case in USUAL else pytest.mark.slow)

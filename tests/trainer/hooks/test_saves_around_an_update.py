@@ -73,7 +73,6 @@ def fit_trying(run: Run) -> dict[str, Any]:
     [
         pytest.param("async", {}, marks=pytest.mark.slow),
         ("async", {"staleness": "least"}),
-        pytest.param("async", {"staleness": "fresh_last_stage"}, marks=pytest.mark.slow),
         pytest.param("async", {"staleness": "least", "slack": "exact"}, marks=pytest.mark.slow),
         pytest.param("async", {"weight_dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param("sync", {}, marks=pytest.mark.slow),

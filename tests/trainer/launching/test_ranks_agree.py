@@ -54,7 +54,6 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
         "checkpoint and early-stopping callbacks",
     ),
     "stops": ({"callbacks": ((EarlyStopping, {"monitor": "train_loss"}),)}, "checkpoint and early-stopping callbacks"),
-    "start": ({"options": {"synchronous_start": 2}}, "strategy synchronous_start: it is 0 on .* and 2 on"),
     "slack": ({"options": {"staleness": "least", "slack": 1}}, "2 problems:\n.*staleness: it is 'uniform' on"),
     "policy": ({"options": {"nonfinite_gradients": "skip"}}, "nonfinite_gradients: it is 'stop' on .* and 'skip' on"),
     "replicas": ({"options": {"data_parallel_size": 2}}, "strategy data_parallel_size: it is 1 on .* and 2 on"),

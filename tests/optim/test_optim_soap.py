@@ -1,4 +1,4 @@
-"""Lion, Adan, MARS and SOAP against a few lines that follow the papers' listings, in fp64."""
+"""SOAP against a few lines that follow the paper's listing, in fp64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.optim import MARS, SOAP, Adan, Lion
+from lightning_asyncpp.optim import SOAP
 
 STEPS, LR, DECAY, EPS = 7, 0.03, 0.2, 1e-8
 
@@ -37,76 +37,11 @@ def adam(m: Tensor, v: Tensor, t: int, b1: float, b2: float) -> Tensor:
     return m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + EPS)
 
 
-@pytest.mark.parametrize("shape", [(4, 6), (5,), ()])
-def test_lion(shape):
-    """Algorithm 2 of arXiv 2302.06675."""
-    b1, b2 = 0.8, 0.7
-    w, m, grads = start(shape), torch.zeros(shape, dtype=torch.float64), gradients(shape)
-    for g in grads:
-        c = b1 * m + (1 - b1) * g
-        w = w - LR * (torch.sign(c) + DECAY * w)
-        m = b2 * m + (1 - b2) * g
-    assert_equal(run(lambda p: Lion(p, lr=LR, betas=(b1, b2), weight_decay=DECAY), shape, grads), w)
-
-
-@pytest.mark.parametrize("shape", [(4, 6), (5,), ()])
-def test_adan(shape):
-    """Algorithm 1 of arXiv 2208.06677, with bias correction; its betas are one minus these."""
-    b1, b2, b3 = 0.9, 0.7, 0.8
-    w, grads = start(shape), gradients(shape)
-    m, v, n = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
-    for t, g in enumerate(grads, start=1):
-        d = g - grads[t - 2] if t > 1 else torch.zeros_like(g)
-        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * d
-        n = b3 * n + (1 - b3) * (g + b2 * d) ** 2
-        step = LR / ((n / (1 - b3**t)).sqrt() + EPS)
-        w = (w - step * (m / (1 - b1**t) + b2 * v / (1 - b2**t))) / (1 + LR * DECAY)
-    assert_equal(run(lambda p: Adan(p, lr=LR, betas=(b1, b2, b3), weight_decay=DECAY), shape, grads), w)
-
-
-def mars(shape: tuple[int, ...], grads: list[Tensor], b1: float, b2: float, gamma: float) -> Tensor:
-    """Algorithm 2 of arXiv 2411.10438 with the gradient of the update before in place of a second evaluation."""
-    w, m, v = start(shape), torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    for t, g in enumerate(grads, start=1):
-        c = g + gamma * b1 / (1 - b1) * (g - (grads[t - 2] if t > 1 else g))
-        c = c / c.norm() if c.norm() > 1 else c
-        m, v = b1 * m + (1 - b1) * c, b2 * v + (1 - b2) * c**2
-        w = w - LR * (adam(m, v, t, b1, b2) + DECAY * w)
-    return w
-
-
-@pytest.mark.parametrize("scale", [0.02, 0.2, 1.0])  # never clipped, sometimes, always
-def test_mars(scale):
-    grads = gradients((4, 6), scale)
-    expected = mars((4, 6), grads, 0.9, 0.8, 0.1)
-    assert_equal(
-        run(lambda p: MARS(p, lr=LR, betas=(0.9, 0.8), gamma=0.1, weight_decay=DECAY), (4, 6), grads), expected
-    )
-
-
-def test_without_correction_and_clipping_mars_is_adamw():
-    grads = gradients((4, 6), 0.02)
-    reference = run(lambda p: torch.optim.AdamW(p, lr=LR, betas=(0.9, 0.8), weight_decay=DECAY), (4, 6), grads)
-    assert_equal(run(lambda p: MARS(p, lr=LR, betas=(0.9, 0.8), gamma=0, weight_decay=DECAY), (4, 6), grads), reference)
-
-
 @pytest.mark.parametrize("shape", [(5,), (), (1, 5), (2, 3, 4, 5)])
 def test_what_is_no_matrix_goes_to_adamw(shape):
-    """Bitwise torch's, with MARS's second set of values, or with SOAP's only one."""
     grads = gradients(shape)
     adamw = run(lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.7), weight_decay=0.3, fused=True), shape, grads)
-    options = {"adamw_lr": 0.01, "adamw_betas": (0.8, 0.7), "adamw_weight_decay": 0.3}
-    assert torch.equal(run(lambda p: MARS(p, lr=9.0, **options), shape, grads), adamw)
     assert_equal(run(lambda p: SOAP(p, lr=0.01, betas=(0.8, 0.7), weight_decay=0.3), shape, grads), adamw)
-
-
-def test_mars_takes_embeddings_unless_told_otherwise():
-    def names(**options):
-        module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "up": nn.Linear(4, 6)})
-        return [group["param_names"] for group in MARS(module.named_parameters(), **options).param_groups]
-
-    assert names() == [["embed.weight", "up.weight"], ["up.bias"]]
-    assert names(adamw_names="embed") == [["up.weight"], ["embed.weight", "up.bias"]]
 
 
 def soap(grads: list[Tensor], b1: float, b2: float, frequency: int, left: bool, right: bool) -> Tensor:
@@ -180,10 +115,6 @@ def test_soap_takes_experts_one_by_one():
 
 def test_defaults_are_the_papers_for_language_models():
     p = [nn.Parameter(torch.ones(3, 4))]
-    assert Lion(p).defaults == {"lr": 1e-4, "betas": (0.95, 0.98), "weight_decay": 0.1}
-    assert Adan(p).defaults == {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    group = MARS(p).param_groups[0]
-    assert (group["lr"], group["betas"], group["gamma"], group["weight_decay"]) == (3e-3, (0.95, 0.99), 0.025, 0.1)
     group = SOAP(p).param_groups[0]
     assert (group["lr"], group["betas"], group["precondition_frequency"]) == (3e-3, (0.95, 0.95), 10)
     assert (group["max_precondition_dim"], group["weight_decay"], group["shampoo_beta"]) == (10000, 0.1, None)
