@@ -22,16 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.optim import (
-    MARS,
     SOAP,
-    Adan,
-    DelayCompensation,
     ErrorFeedback,
-    GradientExtrapolation,
-    LearningRateDiscount,
-    Lion,
     MuonAdamW,
-    NesterovLookAhead,
     NorMuonAdamW,
     WeightPrediction,
 )
@@ -44,19 +37,12 @@ BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.05),
     "normuon": functools.partial(NorMuonAdamW, lr=0.02, newton_schulz_dtype="float32"),
     "soap": functools.partial(SOAP, lr=0.02, precondition_frequency=3),
-    "adan": functools.partial(Adan, lr=0.02),
-    "lion": functools.partial(Lion, lr=0.003),
-    "mars": functools.partial(MARS, lr=0.02),
 }
 CORRECTIONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "feedback": ErrorFeedback,
     "feedback-2": functools.partial(ErrorFeedback, strength=2.0, buffer_dtype="bfloat16"),
     "prediction": WeightPrediction,
     "prediction-ahead": functools.partial(WeightPrediction, ahead=1.0),
-    "look-ahead": functools.partial(NesterovLookAhead, momentum=0.9),
-    "discount": functools.partial(LearningRateDiscount, anneal_steps=5, staleness=2.0),
-    "compensation": functools.partial(DelayCompensation, strength=2.0, adaptive=True),
-    "extrapolation": GradientExtrapolation,
 }
 
 

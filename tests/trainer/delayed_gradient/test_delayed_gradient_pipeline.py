@@ -61,7 +61,7 @@ def test_in_micro_batches_it_is_bitwise_the_pipeline(pools: Pools, stages: int, 
 
 # Those whose step depends on more than a gradient and its own moments; adamw and muon have other tests, too.
 @pytest.mark.parametrize(
-    "optimizer", ["soap", "mars", *(pytest.param(name, marks=pytest.mark.slow) for name in ("normuon", "adan", "lion"))]
+    "optimizer", ["soap", pytest.param("normuon", marks=pytest.mark.slow)]
 )
 def test_every_optimizer_steps_in_the_pipeline_as_here(pools: Pools, optimizer: str) -> None:
     check_against_the_pipeline(pools, Run(Net, optimizer=optimizer, error_feedback=True))
@@ -175,7 +175,7 @@ def check_against_the_pipeline(pools: Pools, run: Run) -> None:
     assert_equal_weights(emulated["weights"], joined_weights(pipeline, 3))
 
 
-@pytest.mark.parametrize("correction", ["feedback", "compensation"])
+@pytest.mark.parametrize("correction", ["feedback", "prediction"])
 def test_skipped_updates_agree_with_the_pipeline(pools: Pools, correction: str) -> None:
     options = {"micro_batches": 2, "nonfinite_gradients": "skip"}
     run = Run(NanNet, "async", options, optimizer="muon", correction=correction)
@@ -188,15 +188,3 @@ class NanNet(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return loss * float("nan") if batch_idx == 2 else loss
-
-
-@pytest.mark.parametrize("correction", ["compensation", "discount"])
-def test_what_needs_gradients_at_one_version_is_refused_before_training(pools: Pools, correction: str) -> None:
-    """On all ranks, also where a stage has no part at older weights; inside another correction, too."""
-    options = {"micro_batches": 4, "staleness": "least", "partition": "uniform"}
-    run = Run(Net, "async", options, optimizer="muon", correction=correction)
-    emulated = delayed(run, delay="least", stages=3, micro_batches=4, partition="uniform")
-    for outcome in [*pools.outcomes(3, fit, run), *pools.outcomes(1, fit, emulated)]:
-        assert outcome.error == "ConfigurationError", outcome.message
-        assert "needs gradients that are taken at one version of the weights" in outcome.message
-        assert "use staleness='uniform', or another correction" in outcome.message

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_asyncpp import ConfigurationError
 from tests.trainer.delayed_gradient.delays import Branches, delayed, train
-from tests.trainer.reference import mini_batches_of
 from tests.trainer.runs import Net, Run, Watch, loader, make_trainer
 
 
@@ -126,48 +125,3 @@ def test_the_extra_pass_of_weight_averaging_runs_on_the_averaged_weights(micro_b
     x = loader(run).dataset.x
     mean = module.convolution[0](x.unsqueeze(1)).mean((0, 2))
     np.testing.assert_allclose(trained["buffers"]["convolution.1.running_mean"], mean.detach(), rtol=1e-4, atol=1e-6)
-
-
-class Poisoned(Branches):
-    """The gradients of one batch are no numbers."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        return output | {"loss": output["loss"] * (float("nan") if batch_idx == 2 else 1.0)}
-
-
-@pytest.mark.parametrize("micro_batches", [None, 1])
-@pytest.mark.parametrize("delay", [1, 2])
-def test_delay_compensation_counts_updates_that_are_left_out(delay: int, micro_batches: int | None) -> None:
-    """The way that the weights have gone since g_t was taken is shorter then."""
-    run = Run(Poisoned, "delayed", correction="compensation", optimizer="sgd", samples=60)
-    options = {"delay": delay, "nonfinite_gradients": "skip", "micro_batches": micro_batches}
-    trained = train(delayed(run, **options))
-    for name, array in _compensated(run, delay).items():
-        np.testing.assert_allclose(trained["weights"][name], array, rtol=2e-5, atol=1e-7, err_msg=name)
-
-
-def _compensated(run: Run, delay: int) -> dict[str, np.ndarray]:
-    """Adaptive delay compensation of strength 2 around plain gradient descent, by its formula."""
-    L.seed_everything(run.seed, verbose=False)
-    module = Branches(run)
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    rate = run.make_base(list(module.parameters())).param_groups[0]["lr"]
-    parameters = list(module.parameters())
-    history = [[p.detach().clone() for p in parameters]]
-    squares = [torch.zeros_like(p) for p in parameters]
-    for t, (batch,) in enumerate(mini_batches_of(run)):
-        _load(parameters, history[max(t - delay, 0)])
-        gradients = torch.autograd.grad(module.training_step(batch, t)["loss"], parameters)
-        weights = [w.clone() for w in history[-1]]
-        for w, g, q, old in zip(weights, gradients, squares, history[max(t - delay, 0)]) if t != 2 else ():
-            q.mul_(0.95).add_(0.05 * g * g)
-            w.sub_(rate * (g + 2.0 * g * g / (q + 1e-7).sqrt() * (w - old)))
-        history.append(weights)
-    return {name: w.numpy() for (name, _), w in zip(module.named_parameters(), history[-1])}
-
-
-def _load(parameters: list[nn.Parameter], weights: list[Tensor]) -> None:
-    with torch.no_grad():
-        for p, w in zip(parameters, weights):
-            p.copy_(w)
