@@ -23,7 +23,6 @@ from tests.trainer.runs import BASES, CORRECTIONS, Run
 Pick = Callable[[Sequence[Any]], Any]
 
 
-
 @dataclass(frozen=True)
 class Leg:
     """A run of a chain.

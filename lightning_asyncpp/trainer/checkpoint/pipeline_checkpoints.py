@@ -275,4 +275,4 @@ class PipelineCheckpoints(TrainerCheckpoints):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         check_states(self.optimizers, checkpoint)
-        load_optimizer_state(self.session, checkpoint["optimizer_states"][0], checkpoint.get(PIPELINE))
+        load_optimizer_state(self.session, checkpoint["optimizer_states"][0])

@@ -60,9 +60,7 @@ def test_in_micro_batches_it_is_bitwise_the_pipeline(pools: Pools, stages: int, 
 
 
 # Those whose step depends on more than a gradient and its own moments; adamw and muon have other tests, too.
-@pytest.mark.parametrize(
-    "optimizer", ["soap", pytest.param("normuon", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("optimizer", ["soap", pytest.param("normuon", marks=pytest.mark.slow)])
 def test_every_optimizer_steps_in_the_pipeline_as_here(pools: Pools, optimizer: str) -> None:
     check_against_the_pipeline(pools, Run(Net, optimizer=optimizer, error_feedback=True))
 
