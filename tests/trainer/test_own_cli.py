@@ -31,7 +31,7 @@ def trained(folder: Path, optimizer: str, strategy: list[str], devices: int) -> 
     command = [sys.executable, str(script), "fit", "--seed_everything=1", *OPTIMIZERS[optimizer], *SCHEDULER]
     command += [f"--trainer.{option}" for option in (*options, f"devices={devices}", "enable_model_summary=false")]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
