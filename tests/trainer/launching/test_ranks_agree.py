@@ -43,7 +43,6 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
         {"width": 7},
         "parameter 8.0.weight is [5, 6] torch.float32 on rank 0 and [7, 6] torch.float32 on rank 1",
     ),
-    "start": ({"synchronous_start": 2}, "synchronous_start is 0 on rank 0 and 2 on rank 1"),
     "policy": ({"nonfinite_gradients": "skip"}, "nonfinite_gradients is 'stop' on rank 0 and 'skip' on rank 1"),
     "replicas": ({"data_parallel_size": 2}, "data_parallel_size is 1 on rank 0 and 2 on rank 1"),
     "form": ({"state_dict_type": "sharded"}, "state_dict_type is full on rank 0 and sharded on rank 1"),
