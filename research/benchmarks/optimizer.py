@@ -85,11 +85,7 @@ def make_gradients(stage: nn.Module) -> list[Tensor]:
 
 
 def make_optimizers(system: str, stage: nn.Module) -> Sequence[Optimizer]:
-    """The optimizers of a system, all with the same settings.
-
-    Raises:
-        ValueError: there is no such system.
-    """
+    """The optimizers of a system, all with the same settings."""
     if system in OURS:
         options: dict[str, Any] = {"lr": MUON_LR, "adamw_lr": ADAMW_LR, "weight_decay": DECAY}
         return [MuonAdamW(stage.named_parameters(), **options, adamw_betas=BETAS, **OURS[system])]
@@ -170,7 +166,7 @@ def main(argv: Sequence[str]) -> None:
     actions: dict[str, Callable[[], None]] = {}
     for system, stage in stages.items():
         optimizers = make_optimizers(system, stage)
-        actions[system] = lambda optimizers=optimizers: [one.step() for one in optimizers]  # type: ignore[misc]
+        actions[system] = partial(_step_all, optimizers)
         for _ in range(2):
             for p, gradient in zip(stage.parameters(), make_gradients(stage), strict=True):
                 p.grad = gradient
@@ -187,6 +183,11 @@ def main(argv: Sequence[str]) -> None:
     added, step = (statistics.median(times[name]) for name in (_FEEDBACK, systems[1]))
     print(f"Error Feedback adds {_milliseconds(times[_FEEDBACK])} ms, {added / step:.1%} of the step of {systems[1]}.")
     print(f"{torch.get_num_threads()} threads, {options.device}; {describe_machine()}")
+
+
+def _step_all(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:
