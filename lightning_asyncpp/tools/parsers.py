@@ -152,9 +152,7 @@ def plan_parser() -> KnownPartParser:
     )
     parser.add_argument("recipe", help="recipe of `asyncpp fit`: a file or a name")
     parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
-    parser.add_argument(
-        "--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)"
-    )
+    parser.add_argument("--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached (default: 0.4)")
     parser.add_argument(
