@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from jsonargparse import Namespace
 
-from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.loss_curves import Reached, common_targets, compare, reach
 from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_2BW, ASYNC_SLACK_1, SYNC
@@ -67,7 +67,7 @@ def arguments(**changes: Any) -> Namespace:
 
 
 def test_both_recipes_differ_in_the_strategy_and_the_learning_rate_alone() -> None:
-    recipe = read_yaml(QUICKSTART)
+    recipe = yaml.safe_load(QUICKSTART.read_text())
     before = json.dumps(recipe)
     sync = recipe_of(recipe, SYNC, 7, arguments(sync_lr=0.02))
     own = recipe_of(recipe, ASYNC, 7, arguments(sync_lr=0.02, staleness="least"))
@@ -97,7 +97,7 @@ def test_both_recipes_differ_in_the_strategy_and_the_learning_rate_alone() -> No
 )
 def test_further_pipelines_have_settings_of_their_own(system: str, expected: dict[str, Any]) -> None:
     chosen = arguments(steps=100, staleness="least", slack=2)
-    strategy = recipe_of(read_yaml(QUICKSTART), system, 7, chosen)["trainer"]["strategy"]
+    strategy = recipe_of(yaml.safe_load(QUICKSTART.read_text()), system, 7, chosen)["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_asyncpp.AsyncPipelineStrategy"
     assert strategy["init_args"] == {"micro_batches": 2, "lookahead": None, **expected}
 
@@ -121,11 +121,11 @@ def test_wrong_arguments_are_refused(wrong: list[str], message: str, capsys: pyt
 
 @pytest.mark.slow
 def test_a_tiny_comparison_runs_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = read_yaml(QUICKSTART)
+    recipe = yaml.safe_load(QUICKSTART.read_text())
     recipe["model"]["init_args"]["config"].update(num_layers=2, dim=32, num_heads=2, num_kv_heads=2, context_length=16)
     recipe["data"]["init_args"].update(context_length=16, batch_size=4, max_bytes=200_000, cache_dir=str(tmp_path))
     recipe["model"]["init_args"]["warmup_steps"] = 1
-    write_yaml(tmp_path / "tiny.yaml", recipe)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     files = ["--config", str(tmp_path / "tiny.yaml"), "--json", str(tmp_path / "out.json")]
     sizes = ["--steps", "8", "--validate-every", "2", "--val-batches", "1", "--seeds", "3", "5", "--timeout", "200"]
     main(["time-to-loss", *files, *sizes, "--also", ASYNC_2BW])

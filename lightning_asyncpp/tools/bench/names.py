@@ -54,11 +54,10 @@ STALENESS: dict[str, dict[str, Any]] = {
 USUAL = [name for name in TITLES if name not in EXTRAS]
 """All other systems."""
 
-OURS, GRAM, FLOAT32 = "ours", "gram", "float32"
+OURS, FLOAT32 = "ours", "float32"
 TORCH, TORCH_FUSED, LIBRARY = "torch", "torch-fused", "pytorch_optimizer"
 OPTIMIZERS = {
     OURS: "MuonAdamW",
-    GRAM: "MuonAdamW, Gram form",
     FLOAT32: "MuonAdamW, float32",
     TORCH: "torch Muon + AdamW",
     TORCH_FUSED: "torch Muon + AdamW(fused=True)",

@@ -28,12 +28,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped, unused-ignore]
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.lightning_cli.arguments import recipes_first
 from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
-from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.bench.harness.comparison import machine
 from lightning_asyncpp.tools.bench.harness.hosts import wait_for
 from lightning_asyncpp.tools.bench.loss_curves import Curve, TargetLine, common_targets, compare
@@ -79,10 +79,10 @@ def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
     recipe: dict[str, Any] = {}
     try:
         arguments.config = recipe_path(arguments.config)
-        recipe = read_yaml(Path(arguments.config))
+        recipe = yaml.safe_load(Path(arguments.config).read_text(encoding="utf-8"))
         if None not in (arguments.sync_lr, arguments.async_lr):
             _set_learning_rate(copy.deepcopy(recipe), 1.0)
-    except (ValueError, KeyError) as error:
+    except (OSError, yaml.YAMLError, ValueError, KeyError) as error:
         problems.append(f"--config: {error}")
     if problems:
         parser.error("; ".join(problems))
@@ -148,7 +148,8 @@ def _train(recipe: dict[str, Any], folder: Path, timeout: float) -> Curve:
     file.unlink(missing_ok=True)
     recipe["trainer"]["callbacks"] = [{"class_path": _CLOCK, "init_args": {"file": str(file)}}]
     recipe["trainer"]["default_root_dir"] = str(folder)
-    write_yaml(folder / "fit.yaml", json.loads(json.dumps(recipe)))  # the parser's integers are of types of its own
+    plain = json.loads(json.dumps(recipe))  # the parser's integers are of types of its own
+    (folder / "fit.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     with Children(folder) as children:
         command = [sys.executable, "-m", "lightning_asyncpp", "fit", "--config", str(folder / "fit.yaml")]
         children.start("training", command, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
