@@ -50,7 +50,7 @@ from lightning_asyncpp.tools.bench.parsers import NETWORK_EXTRAS, NETWORK_SYSTEM
 from lightning_asyncpp.tools.processes import Children, end_of, free_port, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, write_json
 from lightning_asyncpp.tools.trace.recorded_run import read_run
-from lightning_asyncpp.tools.trace.run_summary import summarise as summarise_trace
+from lightning_asyncpp.tools.trace.summary import summarise as summarise_trace
 
 _SCRIPT = "lightning_asyncpp.tools.bench.network_training"
 _SIZES = ("layers", "dim", "context", "rows")
