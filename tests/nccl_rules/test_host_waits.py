@@ -52,9 +52,7 @@ MORE_CASES = {
     "feedback": (2, Counted("gpt", clip=1.0, correction="feedback", optimizer="muon")),
     "prediction": (2, Counted("gpt", clip=1.0, correction="prediction")),
     "one stage, replicas": (2, Counted("gpt", {"data_parallel_size": 2}, clip=1.0, logs=True)),
-    **{
-        f"by {name}": (2, Counted("gpt", optimizer=name)) for name in ("muon", "sgd", "normuon", "adan", "lion", "mars")
-    },
+    **{f"by {name}": (2, Counted("gpt", optimizer=name)) for name in ("muon", "sgd", "normuon")},
 }
 
 

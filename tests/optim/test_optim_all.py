@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lightning_asyncpp.models import GPT, GPTConfig
@@ -134,79 +133,6 @@ def test_a_first_gradient_that_comes_late_is_a_first_gradient(name):
             set_gradients(m.parameters(), step)
             o.step()
     assert same(early.parameters(), late.parameters())
-
-
-@every
-def test_the_learning_rate_is_read_from_the_groups_at_each_step(name):
-    model = gpt()
-    optimizer = MAKE[name](model.named_parameters())
-    for step in range(2):
-        set_gradients(model.parameters(), step)
-        optimizer.step()
-    before = [p.detach().clone() for p in model.parameters()]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    assert same(model.parameters(), before)
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3
-    optimizer.step()
-    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before))
-
-
-@every
-def test_gradients_are_only_read(name):
-    model = gpt()
-    optimizer = MAKE[name](model.named_parameters())
-    for step in range(2):
-        set_gradients(model.parameters(), step)
-        before = [p.grad.clone() for p in model.parameters()]
-        optimizer.step()
-        assert same([p.grad for p in model.parameters()], before)
-
-
-@every
-def test_a_small_gpt_learns(name):
-    model = gpt()
-    optimizer = MAKE[name](model.named_parameters())
-    tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for _ in range(25):
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(3.7, abs=0.1)  # ln 40
-    assert losses[-1] < 3.3
-
-
-@every_of_ours
-def test_the_closure_is_evaluated_with_autograd(name):
-    p = nn.Parameter(torch.ones(4, 5))
-    optimizer = MAKE[name]([("w", p)])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        assert float(optimizer.step(closure)) == 20
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_groups_that_are_assigned_are_stepped_with(name: str) -> None:
-    """Lightning's finetuning callbacks assign them when a run goes on."""
-    module = nn.Linear(4, 3)
-    optimizer = MAKE[name](module.named_parameters())
-    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
-    before = [p.detach().clone() for p in module.parameters()]
-    for _ in range(2):
-        module(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
-    assert all(torch.equal(p.detach(), old) for p, old in zip(module.parameters(), before))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 
 import lightning as L
@@ -65,35 +64,6 @@ def test_nested_class_paths(config):
     assert [g["lr"] for g in optimizer.param_groups] == [0.003]
     assert optimizer.param_groups[0]["newton_schulz_dtype"] == "float32"
     assert [g["param_names"] for g in optimizer.param_groups] == [["up.weight", "up.bias"]]
-
-
-def test_command_line_overrides_reach_the_inner_optimizer(config):
-    optimizer = parse(
-        [config, "--model.optimizer.init_args.base.init_args.lr=0.5", "--model.optimizer.init_args.strength=0.25"]
-    )
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert optimizer.strength == 0.25
-
-
-def test_class_names_on_the_command_line():
-    assert isinstance(parse(["--model.optimizer=lightning_asyncpp.optim.MuonAdamW"]), MuonAdamW)
-    optimizer = parse(
-        [
-            "--model.optimizer=lightning_asyncpp.optim.ErrorFeedback",
-            "--model.optimizer.base=torch.optim.SGD",
-            "--model.optimizer.base.lr=0.25",
-        ]
-    )
-    assert isinstance(optimizer.base, torch.optim.SGD)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_print_config(config, capsys):
-    with contextlib.suppress(SystemExit):
-        parse([config, "--print_config"])
-    printed = capsys.readouterr().out
-    for line in ("lightning_asyncpp.optim.ErrorFeedback", "lr: 0.003", "newton_schulz_dtype: float32", "strength: 1.0"):
-        assert line in printed
 
 
 @pytest.mark.parametrize("base", [MuonAdamW, torch.optim.AdamW])

@@ -22,8 +22,6 @@ from tests.trainer.runs import BASES, CORRECTIONS, Run
 
 Pick = Callable[[Sequence[Any]], Any]
 
-AT_ONE_VERSION = ("discount", "compensation")  # corrections that need all of a gradient taken at the same weights
-
 
 @dataclass(frozen=True)
 class Leg:
@@ -188,8 +186,7 @@ def _by_stage(pick: Pick) -> dict[str, Any]:
 
 def _base(pick: Pick, drawn: Data, by_stage: dict[str, Any], tied: bool) -> Run:
     """What stays the same through a chain."""
-    staleness = by_stage.get("staleness")
-    corrections = [name for name in CORRECTIONS if staleness != "least" or name not in AT_ONE_VERSION]
+    corrections = list(CORRECTIONS)
     optimizer = pick(list(BASES))
     model = {"spare": pick([False, True]), "tied": tied and pick([False, True]), "routed": pick([False, True])}
     clipping = pick([{}, {"gradient_clip_val": 0.5}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}])
