@@ -23,27 +23,9 @@ def _parts(**options: Any) -> tuple[AsyncPipelineStrategy, L.Fabric, nn.Module]:
     return strategy, make_fabric(strategy), make_model()
 
 
-def joint_setup() -> None:
-    _, fabric, model = _parts()
-    fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def optimizer_before_module() -> None:
     _, fabric, model = _parts()
     fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def optimizer_made_before_module() -> None:
-    _, fabric, model = _parts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fabric.setup_module(model)
-    fabric.setup_optimizers(optimizer)
-
-
-def optimizer_of_a_part() -> None:
-    _, fabric, model = _parts()
-    wrapped = fabric.setup_module(model)
-    fabric.setup_optimizers(torch.optim.SGD(list(wrapped.parameters())[1:], lr=0.1))
 
 
 def two_optimizers() -> None:
