@@ -39,8 +39,6 @@ __all__ = ["TOOLS", "AsyncppCLI", "main", "make_cli", "read_configuration", "run
 _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
-    "ablate": "lightning_asyncpp.tools.ablation.ablate",
-    "bench": "lightning_asyncpp.tools.bench.bench",
     "check": "lightning_asyncpp.tools.check.check",
     "checkpoint": "lightning_asyncpp.tools.checkpoint.checkpoint",
     "doctor": "lightning_asyncpp.tools.doctor.doctor",
@@ -49,7 +47,7 @@ TOOLS = {
     "generate": "lightning_asyncpp.tools.saved.generate",
     "import": "lightning_asyncpp.tools.saved.importing",
     "plan": "lightning_asyncpp.tools.plan.plan",
-    "prepare": "lightning_asyncpp.tools.prepare.prepare",
+    "prepare": "lightning_asyncpp.tools.prepare",
     "recipes": "lightning_asyncpp.tools.recipes",
     "trace": "lightning_asyncpp.tools.trace.trace",
 }

@@ -11,12 +11,9 @@ from importlib.util import find_spec
 from typing import Any
 
 EXTRAS = {
-    "huggingface_hub": "prepare",
     "matplotlib": "plots",
     "peft": "lora",
     "pyarrow": "prepare",
-    "safetensors": "hf",
-    "tokenizers": "bpe",
     "transformers": "hf",
 }
 """Package -> the extra of this one that brings it; others are installed by their own names."""

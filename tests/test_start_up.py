@@ -115,7 +115,7 @@ def test_every_tool_has_a_parser_of_its_own() -> None:
     assert {name.partition(" ")[0] for name in PARSERS} == set(TOOLS)
 
 
-@pytest.mark.parametrize("name", ["", "bench", "checkpoint", "fit", "validate", *PARSERS])
+@pytest.mark.parametrize("name", ["", "checkpoint", "fit", "validate", *PARSERS])
 def test_help_waits_for_neither_torch_nor_lightning(name: str) -> None:
     code, seconds, heavy, printed = command(*name.split(), "--help")
     assert code == 0
@@ -203,10 +203,3 @@ def test_names_that_were_in_cli_are_still_found_there() -> None:
     assert cli.read_configuration is read_configuration
     with pytest.raises(AttributeError, match="no attribute 'frob'"):
         _ = cli.frob
-
-
-def test_the_former_name_of_the_trainers_room_is_found() -> None:
-    import lightning_asyncpp
-
-    assert lightning_asyncpp.pytorch.GPTModule is lightning_asyncpp.GPTModule
-    assert set(lightning_asyncpp.pytorch.__all__) == set(lightning_asyncpp.trainer.__all__)

@@ -24,12 +24,12 @@ from lightning_asyncpp.core.progress import PROGRESS
 from lightning_asyncpp.core.randomness import CallersGenerators
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.recording.trace import Beside
 from lightning_asyncpp.core.runner.common import Flight, StageBeforeFailedError, Task
 from lightning_asyncpp.core.runner.stages import stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import HyperParameters
+from lightning_asyncpp.core.trace import Beside
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue

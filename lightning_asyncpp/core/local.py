@@ -258,7 +258,7 @@ class AllWeights(WeightVersions):
         return min(weights.newest for weights in self._all)
 
     @property
-    def masters_hold_weights(self) -> bool:  # type: ignore[override]
+    def masters_hold_weights(self) -> bool:
         """Whether masters, if there are any, hold what the versions do."""
         return all(weights.masters_hold_weights for weights in self._all)
 

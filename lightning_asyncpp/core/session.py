@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -27,9 +26,8 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failures.failure_watch import FailureWatch
-from lightning_asyncpp.core.manifest import Manifest, Section
+from lightning_asyncpp.core.ranks.agreed import compare_ranks
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
-from lightning_asyncpp.core.ranks.manifests import agree_on_run, agree_on_sections, differences_between_ranks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import StageOptimizer, name_parameters
@@ -47,13 +45,13 @@ class PipelineSession:
         timeout: of blocking communication; default: torch's.
 
     Attributes:
-        manifest: what the run is.
+        started_with: what all ranks must share before they connect: settings and versions, in words.
         watch: what is known of failures, and done about them.
     """
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         self.settings, self.timeout = settings, timeout
-        self.manifest = Manifest()
+        self.started_with = {name: repr(value) for name, value in vars(settings).items()}
         self.watch = FailureWatch(settings.heartbeat, timeout)
         self.mesh: Mesh | None = None
         self.engine: Engine | None = None
@@ -77,33 +75,14 @@ class PipelineSession:
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
             self.mesh.connect(
-                self.timeout, self.settings.neighbour_ctas, agree=partial(self._agree_at_first, self.mesh)
+                self.timeout, self.settings.neighbour_ctas, agree=partial(compare_ranks, self.mesh, self.started_with)
             )
         self.watch.begin(self.mesh)
         return self.mesh
 
-    def agree(self, name: str, section: Section, known: Mapping[str, Section] | None = None) -> None:
-        """Keep a section of the manifest, and compare it with those of all ranks; a collective call.
-
-        Args:
-            name: of the section.
-            section: its values.
-            known: other sections, in which differences are named, too, if there are any in this one.
-
-        Raises:
-            ConfigurationError: ranks differ; every rank finds the same.
-        """
-        others = {other: Manifest().keep(other, values) for other, values in (known or {}).items()}
-        agree_on_sections(self._connected(), {name: self.manifest.keep(name, section)}, known=others)
-
-    def compare(self, name: str, section: Section) -> list[str]:
-        """As :meth:`agree`, for what may be right in either way: in what ranks differ, in words."""
-        return differences_between_ranks(self._connected(), name, self.manifest.keep(name, section))
-
-    def _agree_at_first(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
-        """Compare what was kept before there was a connection."""
-        self.manifest.run = agree_on_run(mesh, self.manifest.run, group)
-        agree_on_sections(mesh, self.manifest.sections, group)
+    def compare(self, entries: Mapping[str, str]) -> None:
+        """Raise ConfigurationError on every rank if one has other entries than rank 0; a collective call."""
+        compare_ranks(self._connected(), entries)
 
     def cut(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp.data.cache_dir import cache_dir_of, known, using, wrong_cache_dir
 from lightning_asyncpp.data.chat_examples import ChatExamples, Padded, Row, encode, read_rows
-from lightning_asyncpp.data.errors import DataError, file_errors
-from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
+from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.hub import fetch, is_hub_name
 from lightning_asyncpp.data.model_sizes import size_of_model
+from lightning_asyncpp.data.replica import replica_of
 from lightning_asyncpp.data.resumable_data_loader import DealtOut, ResumableDataLoader
-from lightning_asyncpp.data.source import load_tokenizer
+from lightning_asyncpp.data.source import default_cache_dir
+from lightning_asyncpp.data.tokenizer import load_tokenizer
 from lightning_asyncpp.optional_packages import optional_package
 
 _FORM = 1
@@ -73,14 +73,17 @@ class ChatDataModule(L.LightningDataModule):
         self.source, self.tokenizer_name = source, tokenizer
         self.max_length, self.batch_size = max_length, batch_size
         self.val_source, self.val_fraction = val_source, val_fraction
-        self.cache_dir = cache_dir_of(cache_dir)
+        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.num_workers, self.shuffle, self.seed = num_workers, shuffle, seed
         self._examples: dict[str, ChatExamples] = {}
         self._padding = 0
         self._definition: str | None = None
         self.save_hyperparameters(logger=False)
-        if problems := self._wrong_arguments():
-            raise DataError("ChatDataModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        if val_fraction and val_source is not None:
+            raise DataError(f"val_fraction={val_fraction} and val_source={val_source!r}: give one of them")
+        for name, place in (("source", source), ("val_source", val_source)):
+            if place is not None and not Path(place).expanduser().is_file():
+                raise DataError(f"{name}={place!r}: there is no such file. Name one with JSON lines")
 
     def example_batch(self) -> dict[str, Tensor]:
         """What the longest training batch looks like, without padding: (batch_size, max_length) int64 each."""
@@ -96,8 +99,7 @@ class ChatDataModule(L.LightningDataModule):
         tokenizer = read_tokenizer(self.tokenizer_name)
         file = self._file(tokenizer)
         if not file.exists():
-            with using(known(self.cache_dir), "written"):
-                file.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             self._write(tokenizer, file)
 
     def setup(self, stage: str | None = None) -> None:
@@ -144,7 +146,7 @@ class ChatDataModule(L.LightningDataModule):
         return self._examples[name]
 
     def _loader(self, split: str, training: bool) -> DataLoader:
-        examples, (replicas, rank) = self._split(split), self._replica()
+        examples, (replicas, rank) = self._split(split), replica_of(self.trainer)
         # Told in full, so that a single process has the order that stages have.
         sampler = DealtOut(
             examples, replicas, rank, shuffle=training and self.shuffle, seed=self.seed, drop_last=replicas > 1
@@ -153,10 +155,6 @@ class ChatDataModule(L.LightningDataModule):
             examples, self.batch_size, sampler=sampler, collate_fn=Padded(self._padding), drop_last=training,
             num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
         )  # fmt: skip
-
-    def _replica(self) -> tuple[int, int]:
-        sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
 
     def _write(self, tokenizer: Any, file: Path) -> None:
         from safetensors.torch import save_file
@@ -183,39 +181,29 @@ class ChatDataModule(L.LightningDataModule):
                 f"{split}.is_target": found.is_target,
                 f"{split}.ends": found.ends,
             }
-        with using(known(self.cache_dir), "written"):
-            folder = Path(tempfile.mkdtemp(prefix=f".{file.stem}-", dir=file.parent))
-            try:
-                save_file(arrays, folder / file.name)
-                (folder / file.name).chmod(0o644)  # others may share the cache
-                os.replace(folder / file.name, file)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{file.stem}-", dir=file.parent) as folder:
+            save_file(arrays, Path(folder) / file.name)
+            (Path(folder) / file.name).chmod(0o644)  # others may share the cache
+            os.replace(Path(folder) / file.name, file)
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
-        with file_errors(f"source={self.source!r}", "read", "name a JSONL file"):
-            for row in read_rows(Path(self.source).expanduser(), self.val_fraction):
-                yield "val" if row.in_validation else "train", row
+        for row in read_rows(Path(self.source).expanduser(), self.val_fraction):
+            yield "val" if row.in_validation else "train", row
         if self.val_source is not None:
-            with file_errors(f"val_source={self.val_source!r}", "read", "name a JSONL file"):
-                yield from (("val", row) for row in read_rows(Path(self.val_source).expanduser()))
+            yield from (("val", row) for row in read_rows(Path(self.val_source).expanduser()))
 
     def _file(self, tokenizer: Any) -> Path:
         """The file of the cache: named after the rows and all that makes tokens of them."""
         decides = [_FORM, self.max_length, self.val_fraction, tokenizer.chat_template, tokenizer.eos_token]
         digest = hashlib.sha256(json.dumps(decides, default=str).encode())
         digest.update(tokenizer.backend_tokenizer.to_str().encode())
-        for name, place in (("source", self.source), ("val_source", self.val_source)):
+        for place in (self.source, self.val_source):
             if place is not None:
-                with file_errors(f"{name}={place!r}", "read", "name a JSONL file"):
-                    with Path(place).expanduser().open("rb") as content:
-                        while block := content.read(2**20):
-                            digest.update(block)
-                digest.update(b"\0")
-        return known(self.cache_dir) / f"chat-{digest.hexdigest()[:24]}.safetensors"
+                digest.update(Path(place).expanduser().read_bytes() + b"\0")
+        return self.cache_dir / f"chat-{digest.hexdigest()[:24]}.safetensors"
 
     def _check_sizes(self, arrays: dict[str, Tensor]) -> None:
-        needed, found = self.batch_size * self._replica()[0], len(self._examples["train"])
+        needed, found = self.batch_size * replica_of(self.trainer)[0], len(self._examples["train"])
         if found < needed:
             raise DataError(
                 f"{self.source} has {found} conversations of at most max_length={self.max_length} tokens, and at least"
@@ -232,26 +220,6 @@ class ChatDataModule(L.LightningDataModule):
                     else f"max_length={needs} is longer than the model's context of {has} tokens; lower it"
                 )
 
-    def _wrong_arguments(self) -> list[str]:
-        problems = [
-            f"{name}={value!r}: must be a whole number of at least {least}"
-            for name, value, least in (
-                ("max_length", self.max_length, 2),
-                ("batch_size", self.batch_size, 1),
-                ("num_workers", self.num_workers, 0),
-                ("seed", self.seed, 0),
-            )
-            if not isinstance(value, int) or isinstance(value, bool) or value < least
-        ]
-        if not 0 <= self.val_fraction < 1:
-            problems.append(f"val_fraction={self.val_fraction!r}: must be at least 0 and below 1")
-        if self.val_fraction and self.val_source is not None:
-            problems.append("val_fraction and val_source: give one of them")
-        for name, place in (("source", self.source), ("val_source", self.val_source)):
-            if place is not None and not Path(place).expanduser().is_file():
-                problems.append(f"{name}={place!r}: there is no such file; name one with JSON lines")
-        return problems + wrong_cache_dir(self.cache_dir)
-
 
 def read_tokenizer(name: str) -> Any:
     """The fast tokenizer of `transformers` in a folder, or of a repository of the hub.
@@ -262,7 +230,7 @@ def read_tokenizer(name: str) -> Any:
     """
     auto = optional_package("transformers", "ChatDataModule").AutoTokenizer
     if is_hub_name(name):
-        fetch_tokenizer(name)  # which says in one line what is wrong with the network
+        fetch(name, "tokenizer.json")  # which says in one line what is wrong with the network
     try:
         tokenizer = auto.from_pretrained(str(Path(name).expanduser()))
     except (OSError, ValueError) as error:

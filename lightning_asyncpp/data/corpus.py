@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from lightning_asyncpp.data.errors import DataError, check_listable, file_errors, printable
+from lightning_asyncpp.data.errors import DataError
 
 LIBRARIES = {"stdlib": "stdlib", "packages": "purelib"}
 """Name of a source -> what `sysconfig` calls its folder: the standard library, and what pip has installed."""
@@ -18,59 +19,41 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 @dataclass(frozen=True)
-class TextFile:
-    """One document of a corpus."""
+class Named:
+    """Something with a name that is the same on every machine."""
 
-    path: Path
-    """Where the file is."""
     name: str
-    """Path relative to the corpus's folder, with forward slashes: the document's identity on every machine."""
-    size: int
-    """Length in bytes when the folder was listed."""
-    sha256: str | None = None
-    """Digest of what the file holds, in hexadecimal; ``None`` before :meth:`hashed`."""
 
     def draw(self, purpose: str) -> float:
         """A number in [0, 1) that depends only on the name and on what it is drawn for."""
-        return int.from_bytes(hashlib.sha256(f"{purpose}:{self.name}".encode()).digest()[:6], "big") / 2**48
+        return int.from_bytes(hashlib.sha256(os.fsencode(f"{purpose}:{self.name}")).digest()[:6], "big") / 2**48
 
-    def hashed(self) -> TextFile:
-        """Read the file, and return the document with the digest of its content: others are no longer read as this one.
 
-        1.1 s of processor time per GB, and 17 us per file: medians of five readings of 256 MiB and of 2000 files of
-        5 kB, which were in memory already, on one core of an EPYC server.
+Item = TypeVar("Item", bound=Named)
 
-        Raises:
-            DataError: the file cannot be read.
-        """
-        return replace(self, sha256=hashlib.sha256(self._content()).hexdigest())
+
+@dataclass(frozen=True)
+class TextFile(Named):
+    """One document of a corpus; its name is its path in the corpus's folder, with forward slashes."""
+
+    path: Path
+    """Where the file is."""
+    size: int
+    """Length in bytes when the folder was listed."""
 
     def read(self) -> str:
         """Return the text.
 
         Raises:
-            DataError: the file cannot be read, is not UTF-8 text, or holds something else than when it was hashed.
+            DataError: it is not UTF-8.
         """
-        content = self._content()
-        if self.sha256 not in (None, hashlib.sha256(content).hexdigest()):
-            raise DataError(
-                f"{self.path} has changed while the text was prepared; prepare it again when nothing writes there"
-            )
-        mend = "remove it from the folder, or give `patterns` that leave it out"
-        if b"\0" in content:
-            raise DataError(f"{self.path} is not text: it holds NUL bytes; {mend}")
         try:
-            return content.decode()
+            return self.path.read_bytes().decode()
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{self.path} is not UTF-8 text (byte {error.start}: {error.reason}); "
-                f"convert it (iconv -t UTF-8), {mend}"
+                f"{self.path} is not UTF-8 text (byte {error.start}: {error.reason}). Convert it (iconv -t UTF-8), or"
+                " give `patterns` that leave it out"
             ) from error
-
-    def _content(self) -> bytes:
-        mend = "let this user read it (chmod), or give `patterns` that leave it out"
-        with file_errors(str(self.path), "read", mend):
-            return self.path.read_bytes()
 
 
 def find_text_files(
@@ -86,91 +69,58 @@ def find_text_files(
         max_bytes: take documents, in their order, as long as they fit into so many bytes.
 
     Raises:
-        DataError: ``source`` is no folder, holds no file to take, or cannot be read.
+        DataError: ``source`` is no folder, or holds no file to take.
     """
-    with file_errors(f"source={str(source)!r}", "read", "let this user read it (chmod), or name another source"):
-        files = _listed(source, patterns)
-    files.sort(key=lambda file: (file.draw("order"), file.name))
-    return files if max_bytes is None else _within(files, max_bytes)
-
-
-def _listed(source: str | Path, patterns: Sequence[str]) -> list[TextFile]:
     library = LIBRARIES.get(str(source))
-    if library is not None and Path(source).is_dir():
-        raise DataError(f"source={source!r} is a name, and there is a folder of that name: for that write './{source}'")
     folder = Path(source).expanduser() if library is None else Path(sysconfig.get_path(library))
-    if folder.is_file():
-        raise DataError(
-            f"source={str(source)!r} is a file, and a folder of text files is wanted; "
-            f"give source={str(folder.parent)!r} with patterns={[folder.name]} to take this file alone"
-        )
     if not folder.is_dir():
         raise DataError(
-            f"source={str(source)!r}: there is no such folder; give a folder of text files, one that "
-            "`asyncpp prepare` wrote, 'stdlib', or 'packages'"
+            f"source={str(source)!r}: there is no such folder. Give a folder of text files (with `patterns`, to take"
+            " some of them), one that `asyncpp prepare` wrote, 'stdlib', or 'packages'"
         )
     if library is not None:
         patterns = [pattern for pattern in patterns if pattern.endswith(".py")]
-    if library is None:
-        split = [Path(pattern).parts for pattern in patterns]
-        mend = "let this user read it (chmod), or give `patterns` that leave it out"
-        with file_errors(f"source={str(source)!r}", "read", mend):
-            check_listable(folder, lambda parts: any(_may_be_below(parts, pattern) for pattern in split))
     files = _matching_files(folder, patterns, _NOT_LIBRARY if library else set())
-    if not files:
-        raise DataError(f"{folder} holds no text file that matches {list(patterns)}; add files, or set `patterns`")
-    return files
+    files.sort(key=lambda file: (file.draw("order"), file.name))
+    taken = files if max_bytes is None else _within(files, max_bytes)
+    if not taken:
+        within = "" if max_bytes is None else f" within max_bytes={max_bytes}"
+        raise DataError(
+            f"{folder} holds no text file that matches {list(patterns)}{within}. Add files, or set `patterns`"
+        )
+    return taken
 
 
-def _may_be_below(folder: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Whether files that match a pattern may be in a folder; both by their parts below the corpus's folder."""
-    if not folder or (pattern and pattern[0] == "**"):
-        return True
-    return len(pattern) > 1 and fnmatchcase(folder[0], pattern[0]) and _may_be_below(folder[1:], pattern[1:])
-
-
-def split_files(files: Sequence[TextFile], val_fraction: float) -> tuple[list[TextFile], list[TextFile]]:
+def split(items: Sequence[Item], val_fraction: float) -> tuple[list[Item], list[Item]]:
     """Divide documents into those to train on and those to validate on, by a hash of their names.
 
     A document stays on its side when others come and go, except that neither side is left empty.
+
+    Raises:
+        DataError: there is only one.
     """
-    if not files:
-        raise DataError("there are no files to divide")
-    if val_fraction > 0 and len(files) < 2:
+    if val_fraction > 0 and len(items) < 2:
         raise DataError(
-            f"{files[0].path} is the only file, and the split is by file; "
-            "cut it into several, or set val_fraction=0 for no validation"
+            f"{items[0].name} cannot be divided into training and validation. Cut it into several, or set the"
+            " validation fraction to 0"
         )
-    draws = {file: file.draw("split") for file in files}
-    validation = {file for file in files if draws[file] < val_fraction}
+    draws = {item: item.draw("split") for item in items}
+    validation = {item for item in items if draws[item] < val_fraction}
     if val_fraction > 0 and not validation:
-        validation = {min(files, key=lambda file: draws[file])}
-    elif len(validation) == len(files):
-        validation.remove(max(files, key=lambda file: draws[file]))
-    return [file for file in files if file not in validation], [file for file in files if file in validation]
+        validation = {min(items, key=lambda item: draws[item])}
+    elif len(validation) == len(items):
+        validation.remove(max(items, key=lambda item: draws[item]))
+    return [item for item in items if item not in validation], [item for item in items if item in validation]
 
 
 def _matching_files(folder: Path, patterns: Sequence[str], left_out: set[str]) -> list[TextFile]:
-    paths = {path for pattern in patterns for path in folder.glob(pattern)}
     files = []
-    for path in paths:
+    for path in {path for pattern in patterns for path in folder.glob(pattern)}:
         parts = path.relative_to(folder).parts
         hidden = any(part.startswith(".") for part in parts)
-        if hidden or left_out.intersection(parts) or not path.is_file():
-            continue
-        files.append(TextFile(path, _name("/".join(parts), folder), path.stat().st_size))
+        if not hidden and not left_out.intersection(parts) and path.is_file():
+            files.append(TextFile("/".join(parts), path, path.stat().st_size))
     return files
-
-
-def _name(name: str, folder: Path) -> str:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{printable(name)} in {printable(str(folder))}: the name of this file is not UTF-8, and the order and the "
-            "split go by names; rename it, or give `patterns` that leave it out"
-        ) from error
-    return name
 
 
 def _within(files: Sequence[TextFile], max_bytes: int) -> list[TextFile]:
@@ -179,7 +129,4 @@ def _within(files: Sequence[TextFile], max_bytes: int) -> list[TextFile]:
         if total + file.size <= max_bytes:
             taken.append(file)
             total += file.size
-    if not taken:
-        smallest = min(files, key=lambda file: file.size)
-        raise DataError(f"max_bytes={max_bytes}: the smallest file, {smallest.path}, has {smallest.size} bytes already")
     return taken

@@ -43,6 +43,12 @@ def replica_environment(num_replicas: int, rank: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def replica_of(trainer: Any) -> tuple[int, int]:
+    """Number of replicas, and the index of this process's; a single one without a trainer."""
+    sampler = None if trainer is None else trainer.distributed_sampler_kwargs
+    return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
+
+
 def use_replica(source: Any, num_replicas: int, rank: int) -> None:
     """Make a litdata loader or dataset read the share of one replica.
 
@@ -54,8 +60,6 @@ def use_replica(source: Any, num_replicas: int, rank: int) -> None:
         num_replicas: number of data-parallel replicas, at least 1.
         rank: index of this process's replica, below ``num_replicas``.
     """
-    if not 0 <= rank < num_replicas:
-        raise ValueError(f"rank={rank}, num_replicas={num_replicas}: rank must be at least 0 and below num_replicas")
     if isinstance(source, DataLoader):
         use_replica(source.dataset, num_replicas, rank)
         if isinstance(source, classes_of_litdata("StreamingDataLoader")):
@@ -128,30 +132,15 @@ def _with_place_of(dataset: Any, saved: Any) -> Any:
 
 
 def _parts(source: Any) -> list[Any]:
-    is_one = isinstance(source, classes_of_litdata("StreamingDataset"))
-    datasets = [source] if is_one else list(getattr(source, "_datasets", []))
-    if not datasets or not all(hasattr(dataset, "distributed_env") for dataset in datasets):
-        raise RuntimeError(
-            f"{type(source).__name__} has no `distributed_env`, where litdata keeps its world size, so that every "
-            "pipeline stage would read different data. Give a litdata StreamingDataset, or install a litdata version "
-            "that this package was tested with (0.2.76)."
-        )
-    return datasets
+    return [source] if isinstance(source, classes_of_litdata("StreamingDataset")) else list(source._datasets)
 
 
 def _distributed_env(num_replicas: int, rank: int) -> Any:
     """Build litdata's private description of the world; the only place where the private name is used."""
-    try:
-        from litdata.utilities.env import _DistributedEnv
+    from litdata.utilities.env import _DistributedEnv
 
-        # One node whatever the cluster: with more, litdata's order would depend on how the replicas are placed.
-        return _DistributedEnv(world_size=num_replicas, global_rank=rank, num_nodes=1)
-    except (ImportError, TypeError) as error:
-        raise RuntimeError(
-            "This litdata version has no `litdata.utilities.env._DistributedEnv(world_size, global_rank, num_nodes)`, "
-            "which is needed for all stages of a replica to read the same data. "
-            "Install a version that this package was tested with: pip install litdata==0.2.76"
-        ) from error
+    # One node whatever the cluster: with more, litdata's order would depend on how the replicas are placed.
+    return _DistributedEnv(world_size=num_replicas, global_rank=rank, num_nodes=1)
 
 
 def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:

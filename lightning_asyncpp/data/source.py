@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_asyncpp.data.corpus import LIBRARIES, TextFile, find_text_files, split_files
-from lightning_asyncpp.data.errors import DataError, file_errors, printable
-from lightning_asyncpp.data.hub import fetch_tokenizer, is_hub_name
-from lightning_asyncpp.data.token_dataset import (
-    INDEX,
-    METADATA,
-    PARTIAL,
-    PLAN,
-    Metadata,
-    fingerprint,
-    read_metadata,
-    write_token_dataset,
-)
-from lightning_asyncpp.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from lightning_asyncpp.data.corpus import LIBRARIES, TextFile, find_text_files, split
+from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.token_dataset import INDEX, METADATA, Metadata, read_metadata, write_token_dataset
+from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer
 
+_FORMAT = 3  # of a prepared folder; raised whenever an older one must not be taken for a new one
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +42,7 @@ class TextSource:
     patterns: tuple[str, ...]
     """Globs of the files to take."""
     tokenizer: str
-    """``"byte"``, ``"bpe"``, or the path of a tokenizer.json."""
+    """``"byte"``, ``"bpe"``, or what :func:`.load_tokenizer` takes."""
     vocab_size: int | None
     """Number of token ids of a vocabulary to be trained."""
     val_fraction: float
@@ -59,51 +52,44 @@ class TextSource:
     cache_dir: Path
     """Where prepared datasets are kept."""
 
-    def folder(self) -> Path:
-        """Return the folder of the token dataset, prepared or not; all text is read for its name."""
-        return self._folder(self._files())
-
     def prepare(self) -> None:
-        """Write the token dataset unless it is there.
+        """Write the token dataset unless it is there; all text is read for its name.
 
         Raises:
-            DataError: the text cannot be read or changes meanwhile, or the folder cannot be written.
+            DataError: the text cannot be read.
         """
-        files = self._files()
+        files = find_text_files(self.source, self.patterns, self.max_bytes)
         folder = self._folder(files)
         if folder.exists():
             return
-        shown = printable(str(self.source)), len(files), printable(str(folder))
-        _log.info("preparing tokens of %s (%d files) in %s", *shown)
-        train, validation = split_files(files, self.val_fraction)
-        tokenizer: Tokenizer
+        _log.info("preparing tokens of %s (%d files) in %s", self.source, len(files), folder)
+        train, validation = split(files, self.val_fraction)
         if self.tokenizer == "bpe":
             assert self.vocab_size is not None
-            tokenizer = BPETokenizer.train((file.read() for file in train), self.vocab_size)
+            tokenizer = Tokenizer.train((file.read() for file in train), self.vocab_size)
         else:
             tokenizer = load_tokenizer(self.tokenizer)
-        with file_errors(f"cache_dir={str(self.cache_dir)!r}", "written", "name another cache_dir"):
-            write_token_dataset(folder, train, validation, tokenizer)
-
-    def _files(self) -> list[TextFile]:
-        _refuse_unfinished(self.source)
-        return [file.hashed() for file in find_text_files(self.source, self.patterns, self.max_bytes)]
-
-    def _folder(self, files: Sequence[TextFile]) -> Path:
-        given = f"bpe-{self.vocab_size}" if self.tokenizer == "bpe" else load_tokenizer(self.tokenizer).fingerprint
-        name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
-        readable = name.encode(errors="replace").decode()
-        return self.cache_dir / f"{readable}-{fingerprint(files, given, self.val_fraction)}"
+        write_token_dataset(folder, train, validation, tokenizer)
 
     def prepared(self) -> TokenSource:
-        """Return the prepared token dataset."""
-        folder = self.folder()
+        """Return the prepared token dataset.
+
+        Raises:
+            DataError: it is not there.
+        """
+        folder = self._folder(find_text_files(self.source, self.patterns, self.max_bytes))
         if not folder.is_dir():
-            raise DataError(
-                f"{folder} is not prepared; call prepare_data() before setup(), on every node, and let nothing change "
-                "the text meanwhile"
-            )
+            raise DataError(f"{folder} is not prepared. Call prepare_data() before setup(), on every node")
         return prepared_tokens(folder)
+
+    def _folder(self, files: Sequence[TextFile]) -> Path:
+        """The folder of the token dataset: named after the documents' names and contents, and the tokenizer."""
+        given = f"bpe-{self.vocab_size}" if self.tokenizer == "bpe" else load_tokenizer(self.tokenizer).fingerprint
+        name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
+        digests = [(file.name, hashlib.sha256(file.path.read_bytes()).hexdigest()) for file in files]
+        content = json.dumps([_FORMAT, digests, given, self.val_fraction])
+        readable = name.encode(errors="replace").decode()
+        return self.cache_dir / f"{readable}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def is_uri(source: str) -> bool:
@@ -125,51 +111,22 @@ def prepared_tokens(folder: Path) -> TokenSource:
 
 
 def existing_tokens(source: str, val_source: str | None) -> TokenSource:
-    """Return the splits of a token dataset that is there already."""
-    for name, place in (("source", source), ("val_source", val_source)):
-        if place is not None and not is_token_source(place):
-            raise DataError(f"{name}={place!r} is no litdata dataset: it has no {INDEX}; name the folder that has one")
+    """Return the splits of a token dataset that is there already.
+
+    Raises:
+        DataError: ``val_source`` is none.
+    """
+    if val_source is not None and not is_token_source(val_source):
+        raise DataError(f"val_source={val_source!r} has no {INDEX}. Name the folder of a litdata dataset")
     if not is_uri(source) and (Path(source).expanduser() / METADATA).exists():
         prepared = prepared_tokens(Path(source).expanduser())
         return TokenSource(prepared.train, val_source or prepared.validation, prepared.folder, prepared.metadata)
     return TokenSource(_expanded(source), None if val_source is None else _expanded(val_source))
 
 
-def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
-    """Build the tokenizer that ``name`` stands for.
-
-    Args:
-        name: ``"byte"``, the path of a tokenizer.json or of a folder with one, or the name of a repository of models on
-            the Hugging Face Hub, from which the file is fetched once.
-        end_of_text: the token that ends a document; ``None`` for the usual one of the vocabulary.
-    """
-    if name == "byte":
-        return ByteTokenizer()
-    if is_hub_name(name):
-        return BPETokenizer.load(fetch_tokenizer(name), end_of_text)
-    path = Path(name).expanduser()
-    return BPETokenizer.load(path / "tokenizer.json" if path.is_dir() else path, end_of_text)
-
-
 def default_cache_dir() -> Path:
-    """Folder for prepared datasets: ``lightning_asyncpp`` in the user's cache folder.
-
-    Raises:
-        DataError: there is no home folder.
-    """
-    with file_errors("cache_dir=None", "found", "name a folder"):
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_asyncpp"
-
-
-def _refuse_unfinished(source: str) -> None:
-    # Its files end in .json, and would be taken for text.
-    path = Path(source).expanduser()
-    for folder in (path, path.with_name(path.name + PARTIAL)):
-        if folder.name.endswith(PARTIAL) and (folder / PLAN).is_file():
-            raise DataError(
-                f"source={source!r}: {folder} is a preparation that has not ended; run its `asyncpp prepare` again, it "
-                "goes on where it was, and name its --output here"
-            )
+    """Folder for prepared datasets: ``lightning_asyncpp`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_asyncpp"
 
 
 def _expanded(source: str) -> str:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 
-from lightning_asyncpp.data.cache_dir import cache_dir_of, folder_for_stream, known, wrong_cache_dir
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS, find_text_files
-from lightning_asyncpp.data.errors import DataError, file_errors
+from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.model_sizes import size_of_model
+from lightning_asyncpp.data.replica import replica_of
 from lightning_asyncpp.data.source import (
     TextSource,
     TokenSource,
+    default_cache_dir,
     existing_tokens,
     is_token_source,
     is_uri,
-    load_tokenizer,
 )
-from lightning_asyncpp.data.token_dataset import CheckedTokens, count_sequences, verify_checksums
+from lightning_asyncpp.data.token_dataset import count_sequences
 from lightning_asyncpp.data.token_loader import token_loader
-from lightning_asyncpp.data.tokenizer import Tokenizer
+from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader
@@ -46,8 +45,7 @@ class TextDataModule(L.LightningDataModule):
         tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, the path of a ``tokenizer.json``, or the
             name of a repository of models on the Hugging Face Hub. ``None`` stands for ``"byte"`` with text; with
             tokens it stands for whatever they were made with.
-        vocab_size: number of token ids: of the vocabulary to train with ``"bpe"``, and otherwise the one that the data
-            must have.
+        vocab_size: number of token ids: of the vocabulary to train with ``"bpe"``, or of tokens that others wrote.
         context_length: tokens that the model sees per sequence; a sample has one more, the last target.
         batch_size: sequences per replica and training step.
         val_fraction: share of the text files that are kept for validation, chosen by a hash of their names; 0 for no
@@ -58,11 +56,9 @@ class TextDataModule(L.LightningDataModule):
         cache_dir: folder for prepared datasets; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
         num_workers: processes that load data, per training process; 0 loads in the training process.
         shuffle: whether to train in another order in every epoch.
-        drop_last: whether to leave out an incomplete last training batch. Validation leaves it out only if there are
-            several replicas, which must all have the same number of batches.
+        drop_last: whether to leave out an incomplete last training batch. With several replicas, which must all have
+            the same number of batches, it is left out anyway, in validation, too.
         seed: seed of the order.
-        verify_checksums: whether every process reads what was prepared whole and compares it with its checksums when a
-            run starts, which takes as long as reading takes. Without, the sizes of all files are compared.
     """
 
     def __init__(
@@ -81,9 +77,12 @@ class TextDataModule(L.LightningDataModule):
         shuffle: bool = True,
         drop_last: bool = True,
         seed: int = 42,
-        verify_checksums: bool = True,
     ) -> None:
         super().__init__()
+        if not 0 <= val_fraction < 1:
+            raise DataError(f"val_fraction={val_fraction!r} is no share. Give a number from 0 to below 1")
+        if tokenizer == "bpe" and (vocab_size is None or vocab_size < 257):
+            raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257, the bytes and an end")
         self.source = source
         self.tokenizer_name = tokenizer
         self.expected_vocab_size = vocab_size
@@ -93,21 +92,16 @@ class TextDataModule(L.LightningDataModule):
         self.val_source = val_source
         self.patterns = tuple(patterns)
         self.max_bytes = max_bytes
-        self.cache_dir = cache_dir_of(cache_dir)
+        self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
         self.num_workers = num_workers
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.seed = seed
-        self.verify_checksums = verify_checksums
         self.tokens: TokenSource | None = None
         self._definition: str | None = None
         # For a checkpoint, which says so what its model was trained with. Not for loggers: they would refuse names that
         # the model's hyper-parameters have, too.
         self.save_hyperparameters(logger=False)
-        with self._reading():
-            problems = self._wrong_arguments()
-        if problems:
-            raise DataError("TextDataModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
     @property
     def sequence_length(self) -> int:
@@ -122,15 +116,14 @@ class TextDataModule(L.LightningDataModule):
         if self.expected_vocab_size is not None:
             return self.expected_vocab_size
         if self.tokenizer_name is None and is_token_source(self.source):
-            raise DataError(f"{self.source} does not say its vocabulary; give vocab_size")
+            raise DataError(f"{self.source} does not say its vocabulary. Give vocab_size")
         return self.tokenizer.vocab_size
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the data; a trained one exists after :meth:`setup`."""
-        folder = None if self.tokens is None else self.tokens.folder
-        if folder is not None and (folder / "tokenizer.json").exists():
-            return load_tokenizer(str(folder / "tokenizer.json"))
+        if self.tokens is not None and self.tokens.folder is not None:
+            return load_tokenizer(str(self.tokens.folder))
         if self.tokenizer_name == "bpe":
             raise DataError("the tokenizer is trained by prepare_data(); call it, and setup(), before")
         return load_tokenizer(self.tokenizer_name or "byte")
@@ -140,50 +133,35 @@ class TextDataModule(L.LightningDataModule):
         return torch.zeros(self.batch_size, self.sequence_length, dtype=torch.int64, device="cpu")
 
     def check_source(self) -> None:
-        """Find out whether the data are there and can be read, without reading them.
+        """Find out whether the data are there, without reading them.
 
         Raises:
-            DataError: they are not, or cannot.
+            DataError: they are not, or are too few.
         """
-        with self._reading():
-            if not is_token_source(self.source):
-                find_text_files(self.source, self.patterns)
-                return
-            tokens = existing_tokens(self.source, self.val_source)
-            for split in (tokens.train, tokens.validation):
-                if split is not None and not is_uri(split):
-                    self._check_sequences(split, batches=False)
+        if not is_token_source(self.source):
+            find_text_files(self.source, self.patterns)
+            return
+        self._check_length(existing_tokens(self.source, self.val_source))
 
     def prepare_data(self) -> None:
         """Tokenise the text unless that was done before; once per node."""
-        with self._reading():
-            if not is_token_source(self.source):
-                self._text().prepare()
+        if not is_token_source(self.source):
+            self._text().prepare()
 
     def setup(self, stage: str | None = None) -> None:
-        """Find the token dataset and check it.
+        """Find the token dataset, and compare it with the arguments and the trainer's model.
 
         Raises:
-            DataError: the dataset is missing or damaged, cannot be read, or does not fit the arguments or the trainer's
-                model.
+            DataError: it is missing or damaged, or does not fit them.
         """
-        with self._reading():
-            self._find_tokens()
-            # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before.
-            self._definition = self.tokenizer.definition if self._has_known_tokenizer() else None
-
-    def _find_tokens(self) -> None:
-        if is_token_source(self.source):
-            self.tokens = existing_tokens(self.source, self.val_source)
-        else:
-            self.tokens = self._text().prepared()
-        self._check_vocabulary()
-        self._check_context()
-        for split in (self.tokens.train, self.tokens.validation):
-            if split is not None and not is_uri(split):
-                self._check_sequences(split, batches=False)
-        if self.verify_checksums and self.tokens.folder is not None and self.tokens.metadata is not None:
-            verify_checksums(self.tokens.folder, self.tokens.metadata)
+        is_text = not is_token_source(self.source)
+        self.tokens = self._text().prepared() if is_text else existing_tokens(self.source, self.val_source)
+        self._check_length(self.tokens)
+        self._check_vocabulary(self.tokens)
+        # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before. Tokens that
+        # others wrote do not say what made them.
+        is_known = self.tokens.metadata is not None or self.tokenizer_name is not None
+        self._definition = self.tokenizer.definition if is_known else None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the tokenizer, so that the model can be used where its data is not."""
@@ -207,51 +185,29 @@ class TextDataModule(L.LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, split: str, training: bool) -> StreamingDataLoader:
-        num_replicas, rank = self._replica()
-        drop_last = self.drop_last if training else num_replicas > 1
-        if training and num_replicas > 1 and not drop_last:
-            raise DataError(
-                f"drop_last=False with {num_replicas} replicas gives them different numbers of batches; leave it True"
-            )
-        process = 0 if self.trainer is None else self.trainer.global_rank
-        download_folder = folder_for_stream(known(self.cache_dir), process) if is_uri(split) else None
-        with self._reading():
-            if not is_uri(split):
-                self._check_sequences(split, batches=drop_last)
-            return token_loader(
-                split,
-                sequence_length=self.sequence_length,
-                batch_size=self.batch_size,
-                num_workers=self.num_workers,
-                shuffle=self.shuffle and training,
-                drop_last=drop_last,
-                seed=self.seed,
-                replica=(num_replicas, rank),
-                download_folder=download_folder,
-                transform=self._checked_tokens(split),
-            )
+        num_replicas, rank = replica_of(self.trainer)
+        drop_last = (training and self.drop_last) or num_replicas > 1
+        if drop_last and not is_uri(split):
+            _check_sequences(split, self.sequence_length, self.batch_size * num_replicas)
+        return token_loader(
+            split,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            shuffle=self.shuffle and training,
+            drop_last=drop_last,
+            seed=self.seed,
+            replica=(num_replicas, rank),
+            download_folder=self._download_folder() if is_uri(split) else None,
+        )
 
-    def _checked_tokens(self, split: str) -> CheckedTokens:
-        tokens = self._prepared()
-        prepared = tokens.folder if tokens.folder is not None and Path(split).parent == tokens.folder else None
-        known = self._known_vocab_size()
-        return CheckedTokens(split, size_of_model(self.trainer, "vocab_size") if known is None else known, prepared)
-
-    def _has_known_tokenizer(self) -> bool:
-        # Tokens that others wrote do not say what made them.
-        return self.tokens is not None and (self.tokens.metadata is not None or self.tokenizer_name is not None)
-
-    def _known_vocab_size(self) -> int | None:
-        metadata = self._prepared().metadata
-        return self.expected_vocab_size if metadata is None else metadata.vocab_size
-
-    def _replica(self) -> tuple[int, int]:
-        sampler = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
-
-    def _reading(self) -> AbstractContextManager[None]:
-        mend = "let this user read it (chmod), or name another source"
-        return file_errors(f"source={self.source!r}", "read", mend)
+    def _download_folder(self) -> str:
+        # One folder per process: litdata deletes chunks behind a reader, and counts the other readers by world size,
+        # where the other stages of a replica do not appear.
+        rank = 0 if self.trainer is None else self.trainer.global_rank
+        folder = (self.cache_dir or default_cache_dir()) / "streamed" / f"rank-{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(folder)
 
     def _prepared(self) -> TokenSource:
         if self.tokens is None:
@@ -266,90 +222,43 @@ class TextDataModule(L.LightningDataModule):
             self.expected_vocab_size,
             self.val_fraction,
             self.max_bytes,
-            known(self.cache_dir),
+            self.cache_dir or default_cache_dir(),
         )
 
-    def _check_sequences(self, split: str, batches: bool) -> None:
-        sequences = count_sequences(Path(split), self.sequence_length)
-        needed = self.batch_size * self._replica()[0] if batches else 1
-        if sequences < needed:
-            raise DataError(
-                f"{split} holds {sequences} sequences of context_length + 1 = {self.sequence_length} tokens, and at "
-                f"least {needed} are needed; lower context_length or batch_size, or give more text"
-            )
-
-    def _check_vocabulary(self) -> None:
-        metadata = self._prepared().metadata
-        if metadata is not None:
-            expected = self.expected_vocab_size
-            if self.tokenizer_name not in (None, "bpe"):
-                self._check_tokenizer(metadata.tokenizer, metadata.vocab_size)
-            elif expected is not None and self.tokenizer_name is None and expected != metadata.vocab_size:
-                raise DataError(
-                    f"{self.source} has a vocabulary of {metadata.vocab_size} token ids instead of vocab_size="
-                    f"{expected}; correct vocab_size, or name another dataset"
-                )
-        known, needed = size_of_model(self.trainer, "vocab_size"), self._known_vocab_size()
-        if known is not None and needed is not None and needed > known:
-            raise DataError(
-                f"{self.source} has a vocabulary of {needed} token ids, and the model only {known}; "
-                f"build the model with vocab_size={needed}"
-            )
-
-    def _check_context(self) -> None:
+    def _check_length(self, tokens: TokenSource) -> None:
+        for split in (tokens.train, tokens.validation):
+            if split is not None and not is_uri(split):
+                _check_sequences(split, self.sequence_length, 1)
         known = size_of_model(self.trainer, "context_length")
         if known is not None and self.context_length > known:
             raise DataError(
                 f"context_length={self.context_length} of the data is longer than config.context_length={known} of the "
-                f"model; lower the data's, or build the model with context_length={self.context_length}"
+                f"model. Lower the data's, or build the model with context_length={self.context_length}"
             )
 
-    def _check_tokenizer(self, fingerprint: str, vocab_size: int) -> None:
-        tokenizer = self.tokenizer if self._prepared().folder is None else load_tokenizer(str(self.tokenizer_name))
-        if tokenizer.fingerprint != fingerprint:
+    def _check_vocabulary(self, tokens: TokenSource) -> None:
+        metadata, name = tokens.metadata, self.tokenizer_name
+        if metadata is not None and name not in (None, "bpe"):
+            tokenizer = load_tokenizer(name)
+            if tokenizer.fingerprint != metadata.tokenizer:
+                raise DataError(
+                    f"{self.source} was made by another tokenizer ({metadata.tokenizer}, {metadata.vocab_size} token"
+                    f" ids) than tokenizer={name!r} ({tokenizer.fingerprint}, {tokenizer.vocab_size} token ids)."
+                    " Leave `tokenizer` out, or prepare the text again"
+                )
+        known = size_of_model(self.trainer, "vocab_size")
+        needed = self.expected_vocab_size if metadata is None else metadata.vocab_size
+        if known is not None and needed is not None and needed > known:
             raise DataError(
-                f"{self.source} was made by another tokenizer ({fingerprint}, {vocab_size} token ids) than "
-                f"tokenizer={self.tokenizer_name!r} ({tokenizer.fingerprint}, {tokenizer.vocab_size} token ids); "
-                "leave `tokenizer` out, or prepare the text again"
+                f"{self.source} has a vocabulary of {needed} token ids, and the model only {known}. Build the model"
+                f" with vocab_size={needed}"
             )
 
-    def _wrong_arguments(self) -> list[str]:
-        problems = [
-            f"{name}={value!r}: must be a whole number of at least {least}"
-            for name, value, least in (
-                ("context_length", self.context_length, 1),
-                ("batch_size", self.batch_size, 1),
-                ("num_workers", self.num_workers, 0),
-                ("seed", self.seed, 0),
-                ("max_bytes", 1 if self.max_bytes is None else self.max_bytes, 1),
-                ("vocab_size", 1 if self.expected_vocab_size is None else self.expected_vocab_size, 1),
-            )
-            if not isinstance(value, int) or isinstance(value, bool) or value < least
-        ]
-        if not 0 <= self.val_fraction < 1:
-            problems.append(f"val_fraction={self.val_fraction!r}: must be at least 0 and below 1")
-        if not self.patterns:
-            problems.append("patterns=[]: give at least one glob, for instance '**/*.txt'")
-        return problems + self._wrong_cache_dir() + self._wrong_combinations()
 
-    def _wrong_cache_dir(self) -> list[str]:
-        if is_token_source(self.source) and not is_uri(self.source):
-            return []  # nothing is kept
-        return wrong_cache_dir(self.cache_dir)
-
-    def _wrong_combinations(self) -> list[str]:
-        problems = []
-        tokens, vocab_size = is_token_source(self.source), self.expected_vocab_size
-        if self.tokenizer_name == "bpe" and tokens:
-            problems.append(
-                "tokenizer='bpe': a vocabulary is trained on text, and source is a token dataset; leave it out"
-            )
-        elif self.tokenizer_name == "bpe" and (vocab_size is None or vocab_size < 257):
-            problems.append(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257, the bytes and an end")
-        if not tokens and self.tokenizer_name in (None, "byte") and vocab_size not in (None, 256):
-            problems.append(
-                f"vocab_size={vocab_size!r}: the byte tokenizer has 256; leave it out, or set tokenizer='bpe'"
-            )
-        if not tokens and self.val_source is not None:
-            problems.append(f"val_source={self.val_source!r}: is for token datasets; text is divided by val_fraction")
-        return problems
+def _check_sequences(split: str, length: int, needed: int) -> None:
+    sequences = count_sequences(Path(split), length)
+    if sequences < needed:
+        raise DataError(
+            f"{split} holds {sequences} sequences of context_length + 1 = {length} tokens, and at least {needed} are"
+            " needed. Lower context_length or batch_size, or give more text"
+        )

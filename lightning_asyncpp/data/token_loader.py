@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 
+from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import replica_environment, use_replica
 
 if TYPE_CHECKING:
-    from litdata import StreamingDataLoader, StreamingDataset
-
-_HAS_PROFILES = RequirementCache("litdata>=0.2.68")
-"""Orders sequences by the kind of the file system unless told otherwise."""
-_HAS_WINDOWS = RequirementCache("litdata>=0.2.74")
-"""Shuffles sequences within windows unless told otherwise."""
+    from litdata import StreamingDataLoader
 
 
 def token_loader(
@@ -35,9 +29,8 @@ def token_loader(
     seed: int,
     replica: tuple[int, int],
     download_folder: str | None,
-    transform: Callable[[Tensor], Tensor],
 ) -> StreamingDataLoader:
-    """Return the batches of one replica.
+    """Return the batches of one replica: (batch_size, sequence_length) int64 each.
 
     Args:
         split: folder or URI of a litdata dataset of tokens.
@@ -49,15 +42,15 @@ def token_loader(
         seed: of the order.
         replica: number of replicas, and the index of this one.
         download_folder: where the chunks of a URI go.
-        transform: called with each sequence.
 
     Raises:
-        RuntimeError: this release of litdata has no more what its order is held constant by.
+        DataError: a chunk lies outside of the dataset.
     """
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader  # see classes_of_litdata
 
     # litdata reads tokens from a read-only map, which torch warns of, and copies them at once.
     warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
+    windows = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
     with replica_environment(*replica):
         dataset = StreamingDataset(
             split,
@@ -66,9 +59,11 @@ def token_loader(
             shuffle=shuffle,
             drop_last=drop_last,
             seed=seed,
-            transform=transform,
-            **_full_shuffle(StreamingDataset),
+            transform=as_int64,
+            # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
+            **({"item_shuffle_window": 0} if windows else {}),
         )
+        _check_names(dataset, split)
         pinned = torch.cuda.is_available()
         loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, pin_memory=pinned)
     _shuffle_as_everywhere(dataset)
@@ -76,41 +71,20 @@ def token_loader(
     return loader
 
 
-def _full_shuffle(dataset_class: type[StreamingDataset]) -> dict[str, Any]:
-    # These releases shuffle sequences within windows of neighbours: batches of one document's pieces.
-    if "item_shuffle_window" in inspect.signature(dataset_class).parameters:
-        return {"item_shuffle_window": 0}
-    _refuse_if(_HAS_WINDOWS, "StreamingDataset(item_shuffle_window=...)")
-    return {}
+def as_int64(tokens: Tensor) -> Tensor:
+    """Return tokens as embeddings take them; a function of a module, since litdata's workers are sent a pickled one."""
+    return tokens.long()
 
 
-def _shuffle_as_everywhere(dataset: StreamingDataset) -> None:
-    # Where files are on NFS, Lustre or the like, these releases deal out whole chunks, nearly in their order, and cut
+def _check_names(dataset: Any, split: str) -> None:
+    # Before a chunk is read, or downloaded: litdata joins their names to its folders.
+    for name in dataset.subsampled_files:
+        if name != os.path.basename(name):
+            raise DataError(f"{split} names a chunk {name!r} outside of its folder. Do not use this dataset")
+
+
+def _shuffle_as_everywhere(dataset: Any) -> None:
+    # Where files are on NFS, Lustre or the like, newer releases deal out whole chunks, nearly in their order, and cut
     # all shares to the smallest: replicas may get nothing, windows are lost, a chunk without a window is an IndexError.
-    if not hasattr(dataset, "posix_fast"):
-        _refuse_if(_HAS_PROFILES, "StreamingDataset.posix_fast")
-        return
-    profile = dataset.posix_fast
-    if profile is None:
-        return
-    try:
+    if (profile := getattr(dataset, "posix_fast", None)) is not None:
         dataset.posix_fast = replace(profile, kind="posix")
-        is_usual = not dataset.posix_fast.window_shuffle
-    except (AttributeError, TypeError):
-        is_usual = False
-    if not is_usual:
-        _refuse_if(_HAS_PROFILES, "StreamingDataset.posix_fast.kind, which `window_shuffle` goes by")
-
-
-def _refuse_if(expected: RequirementCache, name: str) -> None:
-    """Refuse a litdata that should have a name and does not: its order would be another, and nobody would know.
-
-    Raises:
-        RuntimeError: it is not known to be older.
-    """
-    if expected:
-        raise RuntimeError(
-            f"litdata {version('litdata')} has no `{name}`, which is needed for the order of sequences to be the same "
-            "on all file systems and in all releases. Install a version that this package was tested with: "
-            "pip install litdata==0.2.76"
-        )

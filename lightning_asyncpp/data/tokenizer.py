@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or byte-pair encoding through the `tokenizers` package."""
+"""Text to token ids and back: bytes, or whatever the `tokenizers` package reads from a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from lightning_asyncpp.data.byte_tokenizer_json import END, byte_tokenizer_json, is_byte_tokenizer_json
-from lightning_asyncpp.data.errors import DataError, printable
-from lightning_asyncpp.optional_packages import optional_package
-
-if TYPE_CHECKING:
-    import tokenizers
+from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.hub import fetch, is_hub_name
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
@@ -24,119 +21,36 @@ _CONFIG = "tokenizer_config.json"  # beside a tokenizer.json, as the Hugging Fac
 _WITH_END = '{"end_of_text": '
 
 
-class Tokenizer(Protocol):
-    """What the data pipeline asks of a tokenizer."""
+class Tokenizer:
+    """A ``tokenizers.Tokenizer`` for pretraining: documents are encoded whole, and an id ends each.
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-
-    @property
-    def end_of_document(self) -> int | None:
-        """Id written after every document; ``None`` to write nothing."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A name that differs whenever the ids of some text differ."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Tensor]:
-        """Token ids of each text, without the end of the document: integers, (length,)."""
-
-    def decode(self, tokens: Tensor) -> str:
-        """Text of ``tokens`` (length,); what is no valid text is replaced."""
-
-    @property
-    def definition(self) -> str:
-        """Text from which :func:`tokenizer_of_definition` builds the tokenizer again, wherever that is."""
-
-    def byte_lengths(self) -> Tensor | None:
-        """Bytes of text that each id stands for, 0 for special ones: (vocab_size,); ``None`` if ids do not add up."""
-
-    def save(self, folder: Path) -> None:
-        """Write into ``folder`` what :func:`load_tokenizer` needs to build the tokenizer again."""
-
-
-class ByteTokenizer:
-    """The 256 values of the UTF-8 bytes; byte 0, which no text file holds, ends a document."""
-
-    vocab_size = 256
-    end_of_document = 0
-    fingerprint = "byte"
-    definition = "byte"
-
-    def encode(self, text: str) -> Tensor:
-        """Token ids of ``text``: (length,) uint8."""
-        return (
-            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-        )
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Tensor]:
-        """Token ids of each text: (length,) uint8."""
-        return [self.encode(text) for text in texts]
-
-    def decode(self, tokens: Tensor) -> str:
-        """Text of ``tokens`` (length,); broken UTF-8 is replaced by U+FFFD."""
-        return bytes(tokens.tolist()).decode(errors="replace")
-
-    def byte_lengths(self) -> Tensor:
-        """One byte per id, none for the end of a document: (256,) int64."""
-        lengths = torch.ones(self.vocab_size, dtype=torch.int64)
-        lengths[self.end_of_document] = 0
-        return lengths
-
-    def save(self, folder: Path) -> None:
-        """Write nothing: there is nothing to keep."""
-
-
-class BPETokenizer:
-    """Byte-pair encoding, read from a ``tokenizer.json`` or trained on a corpus.
-
-    Documents are encoded whole, and a text that spells a special token ("<|endoftext|>") as the characters that it is:
-    what a stranger wrote ends no document.
+    A text that spells a special token ("<|endoftext|>") is encoded as the characters that it is: what a stranger wrote
+    ends no document.
 
     Args:
-        backend: a ``tokenizers.Tokenizer``; what it says of truncation and padding is taken out.
-        end_of_text: the token that ends a document; ``None`` for the usual one of the vocabulary. An unusual one is
-            part of what is saved, and of the definition.
+        backend: what it says of truncation and padding is taken out.
+        end_of_text: the token that ends a document; ``None`` for the usual one of the vocabulary, if it has one.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, end_of_text: str | None = None) -> None:
-        if not backend.get_vocab_size():
-            raise DataError("the tokenizer has an empty vocabulary: name one that has tokens")
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
         self.backend = backend
-        self.end_of_text = end_of_text
+        usual = next((token for token in _KNOWN_ENDS if backend.token_to_id(token) is not None), None)
+        self.end_of_text = usual if end_of_text is None else end_of_text
+        self._ends_unusually = self.end_of_text != usual
 
     @classmethod
-    def load(cls, path: Path, end_of_text: str | None = None) -> BPETokenizer:
-        """Read a ``tokenizer.json`` as the Hugging Face `tokenizers` package writes it.
-
-        Without ``end_of_text`` a ``tokenizer_config.json`` beside it says what ends a document, if there is one.
-        """
-        if not path.is_file():
-            raise DataError(
-                f"tokenizer={str(path)!r}: there is no such file; give 'byte', 'bpe', a tokenizer.json, or a name of "
-                "the Hugging Face Hub such as 'HuggingFaceTB/SmolLM-360M'"
-            )
-        try:
-            backend = _tokenizers().Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exceptions
-            raise DataError(f"{path} cannot be read as a tokenizer.json: {error}") from error
-        return cls(backend, _known(backend, end_of_text_in(path.parent)) if end_of_text is None else end_of_text)
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-        """Learn a byte-level vocabulary of at most ``vocab_size`` ids (at least 257) from ``texts``."""
-        package = _tokenizers()
-        backend = package.Tokenizer(package.models.BPE())
-        backend.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = package.decoders.ByteLevel()
-        trainer = package.trainers.BpeTrainer(
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Learn a byte-level byte-pair encoding of at most ``vocab_size`` ids (at least 257)."""
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_DOCUMENT],
-            initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
         backend.train_from_iterator(texts, trainer)
@@ -145,47 +59,39 @@ class BPETokenizer:
     @property
     def vocab_size(self) -> int:
         """Number of token ids, added ones included."""
-        ids = self.backend.get_vocab(with_added_tokens=True).values()
-        return int(max(ids)) + 1
+        return int(max(self.backend.get_vocab(with_added_tokens=True).values())) + 1
 
     @property
     def end_of_document(self) -> int | None:
-        """Id of the token that ends a document; ``None`` if the vocabulary has none of the usual ones."""
-        return self._first_id(_KNOWN_ENDS if self.end_of_text is None else (self.end_of_text,))
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the tokenizer's definition."""
-        return "bpe-" + hashlib.sha256(self.definition.encode()).hexdigest()[:16]
+        """Id written after every document; ``None`` to write nothing."""
+        found = None if self.end_of_text is None else self.backend.token_to_id(self.end_of_text)
+        return None if found is None else int(found)
 
     @property
     def definition(self) -> str:
-        """Content of its tokenizer.json, with an unusual end of documents around it."""
+        """Text from which :func:`tokenizer_of_definition` builds it again: its tokenizer.json, and an unusual end."""
+        content = str(self.backend.to_str())
         if not self._ends_unusually:
-            return self.tokenizer_json
-        return f'{_WITH_END}{json.dumps(self.end_of_text)}, "tokenizer": {self.tokenizer_json}}}'
+            return content
+        return f'{_WITH_END}{json.dumps(self.end_of_text)}, "tokenizer": {content}}}'
 
     @property
-    def tokenizer_json(self) -> str:
-        """Content of its tokenizer.json."""
-        return str(self.backend.to_str())
-
-    def encode(self, text: str) -> Tensor:
-        """Token ids of ``text``: (length,) int32."""
-        return self.encode_batch([text])[0]
+    def fingerprint(self) -> str:
+        """A name that differs whenever the ids of some text differ."""
+        return "tokenizer-" + hashlib.sha256(self.definition.encode()).hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tensor]:
-        """Token ids of each text: (length,) int32."""
+        """Token ids of each text, without the end of the document: (length,) int32."""
         encoded = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [torch.tensor(one.ids, dtype=torch.int32) for one in encoded]
 
     def decode(self, tokens: Tensor) -> str:
-        """Text of ``tokens`` (length,), special tokens left out."""
+        """Text of ``tokens`` (length,), special tokens left out; what is no valid text is replaced."""
         return str(self.backend.decode(tokens.tolist()))
 
     def byte_lengths(self) -> Tensor | None:
-        """Bytes of text per id, (vocab_size,) int64, where a character of a token is a byte, as in GPT-2's alphabet."""
-        if not isinstance(self.backend.decoder, _tokenizers().decoders.ByteLevel):
+        """Bytes of text that each id stands for, 0 for special ones: (vocab_size,) int64; ``None`` if nobody knows."""
+        if not isinstance(self.backend.decoder, decoders.ByteLevel):  # there a character of a token is a byte
             return None
         lengths = torch.zeros(self.vocab_size, dtype=torch.int64)
         for token, index in self.backend.get_vocab(with_added_tokens=True).items():
@@ -200,28 +106,87 @@ class BPETokenizer:
         if self._ends_unusually:
             (folder / _CONFIG).write_text(json.dumps({"eos_token": self.end_of_text}) + "\n", encoding="utf-8")
 
-    @property
-    def _ends_unusually(self) -> bool:
-        return self.end_of_text is not None and self.end_of_document != self._first_id(_KNOWN_ENDS)
 
-    def _first_id(self, tokens: Iterable[str]) -> int | None:
-        ids = (self.backend.token_to_id(token) for token in tokens)
-        return next((int(token_id) for token_id in ids if token_id is not None), None)
+class ByteTokenizer(Tokenizer):
+    """The 256 values of the UTF-8 bytes; byte 0, which no text file holds, ends a document."""
+
+    definition = fingerprint = "byte"
+
+    def __init__(self) -> None:
+        # A byte-pair encoding without pairs, for what reads a tokenizer.json; here bytes are taken as they are.
+        vocabulary = {"\0" if byte == 0 else character: byte for byte, character in enumerate(_alphabet())}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(["\0"])
+        super().__init__(backend, "\0")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tensor]:
+        """Token ids of each text: (length,) uint8."""
+        return [torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)[:-1] for text in texts]
+
+    def decode(self, tokens: Tensor) -> str:
+        """Text of ``tokens`` (length,); broken UTF-8 is replaced by U+FFFD."""
+        return bytes(tokens.tolist()).decode(errors="replace")
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Token ids to continue; of an empty prompt the end of a document, behind which another begins.
+def _alphabet() -> list[str]:
+    """The character that stands for each byte in GPT-2's vocabulary: itself if it can be printed, else from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
+    """Build the tokenizer that ``name`` stands for.
+
+    Args:
+        name: ``"byte"``, the path of a tokenizer.json or of a folder with one, or the name of a repository of models on
+            the Hugging Face Hub, from which the file is fetched once.
+        end_of_text: the token that ends a document; ``None`` for what the ``tokenizer_config.json`` beside it says, or
+            else for the usual one of the vocabulary.
 
     Raises:
-        DataError: the prompt is no text, or is empty, and the tokenizer has no such token.
+        DataError: there is no such file, or it is no tokenizer.json.
     """
-    if prompt:
-        if printable(prompt) != prompt:  # as an argument of a command whose bytes are no text
-            raise DataError(f"the prompt {printable(prompt)!r} is no text in UTF-8")
-        return [int(token) for token in tokenizer.encode_batch([prompt])[0]]
-    if tokenizer.end_of_document is None:
-        raise DataError("the prompt is empty, and the tokenizer has no token that ends a document: give a prompt")
-    return [tokenizer.end_of_document]
+    if name == "byte":
+        return ByteTokenizer()
+    path = fetch(name, "tokenizer.json") if is_hub_name(name) else Path(name).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        definition = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"tokenizer={name!r} cannot be read ({error}). Give 'byte', a tokenizer.json, or a name of the Hugging Face"
+            " Hub such as 'HuggingFaceTB/SmolLM-360M'"
+        ) from error
+    return tokenizer_of_definition(definition, end_of_text or end_of_text_in(path.parent))
+
+
+def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> Tokenizer:
+    """Build the tokenizer that has this ``definition``.
+
+    Args:
+        definition: of a tokenizer, or the content of a tokenizer.json.
+        end_of_text: the token that ends a document, where the definition does not say so.
+
+    Raises:
+        DataError: none has.
+    """
+    if definition == ByteTokenizer.definition:
+        return ByteTokenizer()
+    try:
+        if definition.startswith(_WITH_END):
+            content = json.loads(definition)
+            definition, end_of_text = json.dumps(content["tokenizer"]), content["end_of_text"]
+        backend = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the package raises bare Exceptions
+        raise DataError(f"this is the content of no tokenizer.json: {error}") from error
+    byte = ByteTokenizer()
+    if backend.to_str() == byte.backend.to_str():
+        return byte
+    is_known = end_of_text is not None and backend.token_to_id(end_of_text) is not None
+    return Tokenizer(backend, end_of_text if is_known else None)
 
 
 def end_of_text_in(folder: Path) -> str | None:
@@ -235,54 +200,34 @@ def end_of_text_in(folder: Path) -> str | None:
     return end if isinstance(end, str) else None
 
 
-def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> Tokenizer:
-    """Build the tokenizer that has this ``definition``.
-
-    Args:
-        definition: of a tokenizer, or the content of a tokenizer.json.
-        end_of_text: the token that ends a document, where the definition does not say so.
+def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Token ids to continue; of an empty prompt the end of a document, behind which another begins.
 
     Raises:
-        DataError: none has.
+        DataError: the prompt is empty, and the tokenizer has no such token; or it is no text.
     """
-    if definition == ByteTokenizer.definition or is_byte_tokenizer_json(definition):
-        return ByteTokenizer()
-    try:
-        if definition.startswith(_WITH_END):
-            content = json.loads(definition)
-            definition, end_of_text = json.dumps(content["tokenizer"]), content["end_of_text"]
-        backend = _tokenizers().Tokenizer.from_str(definition)
-        return BPETokenizer(backend, _known(backend, end_of_text))
-    except ImportError:
-        raise
-    except Exception as error:  # the package raises bare Exceptions
-        raise DataError(f"this is the content of no tokenizer.json: {error}") from error
-
-
-def _known(backend: tokenizers.Tokenizer, token: str | None) -> str | None:
-    return None if token is None or backend.token_to_id(token) is None else token
-
-
-def _tokenizers() -> Any:
-    return optional_package("tokenizers", "byte-pair encoding")
+    if prompt:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # an argument of a command whose bytes are no text
+            raise DataError(f"the prompt {prompt!r} is no text in UTF-8") from error
+        return [int(token) for token in tokenizer.encode_batch([prompt])[0]]
+    if tokenizer.end_of_document is None:
+        raise DataError("the prompt is empty, and the tokenizer has no token that ends a document: give a prompt")
+    return [tokenizer.end_of_document]
 
 
 def hf_tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """Name -> content of the files of a tokenizer.
+    """Name -> content of the files of a tokenizer, as `transformers` reads them.
 
     Args:
         tokenizer: what to write.
         context_length: longest sequence that the model takes, in tokens.
     """
-    end = tokenizer.end_of_document
-    if isinstance(tokenizer, BPETokenizer):
-        definition, end_token = tokenizer.tokenizer_json, None if end is None else tokenizer.backend.id_to_token(end)
-    else:
-        definition, end_token = byte_tokenizer_json(), END
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
-        **({} if end_token is None else {"eos_token": end_token}),
+        **({} if tokenizer.end_of_document is None else {"eos_token": tokenizer.end_of_text}),
     }
-    return {"tokenizer.json": definition, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+    return {"tokenizer.json": tokenizer.backend.to_str(), _CONFIG: json.dumps(config, indent=2) + "\n"}

@@ -23,6 +23,7 @@ from lightning_asyncpp.core.cut.partition_choice import example_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems
 from lightning_asyncpp.core.updates.clipping import check_norm_type
 from lightning_asyncpp.core.updates.mini_batch import Update
@@ -34,7 +35,6 @@ from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
-from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
@@ -102,7 +102,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             problems = problems_of_layers(module, self._arguments.example_for(module), "the model")
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
-            self.session.agree("model", described_model(module))
+            self.session.compare(parameter_entries(module))
             self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
             parts, given = self.session.resolved.micro_batches, self._arguments.example_for(module)
@@ -128,6 +128,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             raise ConfigurationError(refusals.ONE_MODEL_ONE_OPTIMIZER)
         self.session.whole_model.hidden.show(False)
         with self.session.watch.collective():
+            self.session.compare(optimizer_entries(optimizer))
             self.session.finish()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")

@@ -22,9 +22,9 @@ from lightning_asyncpp.core.checkpoint.apart import (
     own_entries,
     unite_entries,
 )
-from lightning_asyncpp.core.checkpoint.origin import PIPELINE
 from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.core.checkpoint.state import (
+    PIPELINE,
     facts,
     gather_model_state,
     gather_optimizer_state,
@@ -41,9 +41,7 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
-from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.private import converted_state
-from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 
 
 class CheckpointMixin(Strategy):
@@ -132,13 +130,6 @@ class CheckpointMixin(Strategy):
         if self.session.stage is not None:
             self._settle("fabric.load")
         self.checkpoints.settle()
-        with (
-            held_whole(path, self.checkpoint_io, ranks_of(self.session.mesh)),
-            told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE),
-        ):
-            return self._load(path, state, strict, weights_only)
-
-    def _load(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         if isinstance(state, Optimizer):
             check_set_up(self.session, state)
             load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only))

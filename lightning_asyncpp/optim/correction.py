@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -47,7 +46,6 @@ class DelayCorrection(Optimizer):
         self.delay: float | Mapping[Tensor, float] = 1
         self._lent: Weights | None = None
         self._compute: Weights | None = None
-        self._announced = False
         self.__setstate__({})  # what an optimizer needs beside groups and state
 
     def __getattr__(self, name: str) -> Any:
@@ -133,8 +131,6 @@ class DelayCorrection(Optimizer):
                 loss = closure()
         params = [p for group in self.param_groups for p in group["params"]]
         acting = [p for p in params if self._acts_on(p)]
-        if params and not acting:
-            self._announce()
         with torch.no_grad():
             remembered = self._take_remembered(params)
             before = self._weights_before([p for p in acting if p.grad is not None], remembered)
@@ -170,11 +166,3 @@ class DelayCorrection(Optimizer):
             if entries := {key: state.pop(key) for key in self.keys if key in state}:
                 remembered[p] = entries
         return remembered
-
-    def _announce(self) -> None:
-        if not self._announced:
-            rank_zero_info(
-                f"{type(self).__name__} on this rank: gradients are fresh, so there is nothing to correct, and"
-                f" {type(self.base).__name__} steps as it would alone; ranks whose gradients are delayed correct theirs"
-            )
-            self._announced = True

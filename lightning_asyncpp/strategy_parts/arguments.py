@@ -87,8 +87,6 @@ class PipelineArguments(DDPArguments, PipelineSettings):
         state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
             stage its part.
         async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
-        inexact_resume: go on also in the middle of an epoch whose loader cannot say where it was, or reads other data:
-            with the next batches that it gives. A warning says what was accepted.
         heartbeat: seconds after which a rank that gives no sign of life is taken for lost, and all ranks end. A thread
             gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
         neighbour_ctas: over NCCL, how many thread blocks (CTAs) of a GPU a message between neighbouring stages may take
@@ -302,7 +300,6 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "parallel_devices": _devices,
     "find_unused_parameters": _switch,
     "async_checkpoints": _switch,
-    "inexact_resume": _switch,
     "split_batch": _function,
     "micro_batch_weight": _function,
     "loss_reduction": _one_of("mean", "sum", None),

@@ -1,7 +1,7 @@
 """What every tool of ``asyncpp`` takes: its parser, apart from what it does.
 
-``asyncpp TOOL --help`` is answered from here alone. So this module, ``bench/parsers.py`` and ``saved/parsers.py``
-import nothing that imports torch or Lightning: these take seconds.
+``asyncpp TOOL --help`` is answered from here alone. So this module and ``saved/parsers.py`` import
+nothing that imports torch or Lightning: these take seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from lightning_asyncpp.tools.bench import parsers as bench
-from lightning_asyncpp.tools.doctor.parts import PARTS
 from lightning_asyncpp.tools.plan.devices import DEVICES
 from lightning_asyncpp.tools.saved import parsers as saved
 from lightning_asyncpp.tools.subcommands import chosen
@@ -27,37 +25,10 @@ _CHECKPOINT = {
     "convert": "write it as one file, sharded, or its weights alone",
     "verify": "compare all of it with its checksums",
 }
-_ABLATE = "``asyncpp ablate``: trains a grid of optimizers, learning rates, delays and corrections, and compares them."
 _CHECK = (
     "Print how the model is cut and how near the results are. What is to be mended ends with code 1; where nothing is,"
     " but something could not be compared, with code 3."
 )
-
-
-def ablate_parser() -> ToolParser:
-    """Of ``asyncpp ablate``."""
-    parser = ToolParser(allow_abbrev=False, prog="asyncpp ablate", description=_ABLATE)
-    parser.add_argument("recipe", type=str, help="YAML file with the grid, or its name among `asyncpp recipes`")
-    parser.add_argument("--output", type=str | None, default=None, help="folder for the results of all recipes")
-    parser.add_argument(
-        "--workers", type=PositiveInt | None, default=None, help="trainings at once (default: cores / threads)"
-    )
-    parser.add_argument("--threads", type=PositiveInt, default=1, help="threads of every training")
-    parser.add_argument(
-        "--gpus",
-        type=str | None,
-        default=None,
-        help="such as 0,1: one training at once on each; 0,0 for two on one; counted as PyTorch counts them here",
-    )
-    parser.add_argument("--only", type=str | None, default=None, help="rows to run, such as 'AdamW*' (see --dry-run)")
-    parser.add_argument(
-        "--published",
-        type=str | None,
-        default=None,
-        help="folder with tables, such as docs/evidence: what their results.csv hold is not run again",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="show what would be run, and what is done already")
-    return parser
 
 
 def check_parser() -> KnownPartParser:
@@ -120,23 +91,15 @@ def _checkpoint_parser(command: str, description: str) -> ToolParser:
     return parser
 
 
-def doctor_parser() -> KnownPartParser:
+def doctor_parser() -> ToolParser:
     """Of ``asyncpp doctor``."""
-    parser = KnownPartParser(
-        "asyncpp doctor",
-        description="Examine this installation, with GPUs or without: versions and settings; whether small pipelines"
-        " train what one process trains, on the route that tensors take here; hardware queues; and how fast one stage"
-        " is. Every part runs in processes of its own and is stopped when its time is over; all take at most ten"
-        " minutes. Ends with code 1 if something failed.",
-        allow_abbrev=False,
-    )
-    names = [part.name for part in PARTS]
-    parser.add_argument("--quick", action="store_true", help="as little as says something: some two minutes")
-    parser.add_argument(
-        "--parts", nargs="+", default=names, metavar="PART",
-        help=f"which, of {', '.join(names)} (default: all); the first one always runs",
+    parser = ToolParser(
+        allow_abbrev=False, prog="asyncpp doctor",
+        description="Examine this installation: versions, devices, the link between two of them, and a training of two"
+        " stages (on GPUs over NCCL if there are two, else over gloo) that is compared with the reference. Ends with"
+        " code 1 if that fails or differs.",
     )  # fmt: skip
-    parser.add_argument("--output", default="doctor", metavar="FOLDER", help="of the report (default: doctor)")
+    parser.add_argument("--timeout", type=PositiveInt, default=300, help="seconds that the training may take")
     return parser
 
 
@@ -144,17 +107,16 @@ def plan_parser() -> KnownPartParser:
     """Of ``asyncpp plan``."""
     parser = KnownPartParser(
         "asyncpp plan",
-        description="Say what a recipe needs on a kind of device, stage by stage, how fast it would be, what would fit"
-        " as well, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
+        description="Say whether a recipe fits on a kind of device, stage by stage, how fast it would be under several"
+        " schedules, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
         epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer..., --optimizer...), as"
         " for `asyncpp fit`.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", help="recipe of `asyncpp fit`: a file or a name")
     parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
-    parser.add_argument("--device", default="h100", help=f"kind: {', '.join(DEVICES)} (default: h100)")
+    parser.add_argument("--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
-    parser.add_argument("--no-search", action="store_true", help="leave out what would fit, and what to change")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached (default: 0.4)")
     parser.add_argument(
         "--bandwidth-share", type=float, default=0.7, help="share of the memory's speed that updates reach (0.7)"
@@ -173,28 +135,23 @@ def prepare_parser() -> ToolParser:
     """Of ``asyncpp prepare``."""
     parser = ToolParser(
         allow_abbrev=False,
-        prog="asyncpp prepare", description="Tokenise documents into shards that a training streams: parquet files and"
-        " JSON lines (.jsonl, .ndjson, also .gz and .zst) from this machine or from the Hugging Face Hub. The same"
-        " command, run again, goes on where it was interrupted.",
+        prog="asyncpp prepare", description="Tokenise documents into a dataset that a training streams: parquet files,"
+        " JSON lines (.jsonl, .ndjson, also .gz and .zst) and text (.txt, .md), from this machine or from the Hugging"
+        " Face Hub. The same command, run again, goes on where it was interrupted.",
     )  # fmt: skip
     parser.add_argument(
-        "sources", type=str, nargs="+", help="files, folders, globs, or hf://datasets/OWNER/NAME/FOLDER, for instance"
+        "sources", type=str, nargs="+", help="files, folders, globs, or URLs, for instance"
         " hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT",
     )  # fmt: skip
-    parser.add_argument("--output", type=str, required=True, help="folder of the shards; exists when they are complete")
+    parser.add_argument("--output", type=str, required=True, help="folder of the dataset")
     parser.add_argument(
         "--tokenizer", type=str, required=True, help="a name of the hub (HuggingFaceTB/SmolLM-360M, gpt2), a"
-        " tokenizer.json, byte, or bpe to train one on the first 32 MB",
+        " tokenizer.json, or byte",
     )  # fmt: skip
-    parser.add_argument("--vocab-size", type=int | None, default=None, help="token ids of a vocabulary to train (bpe)")
     parser.add_argument("--end-of-text", type=str | None, default=None, help="token that ends a document, if unusual")
     parser.add_argument("--text-key", type=str, default="text", help="column or field with the text")
-    parser.add_argument("--val-fraction", type=float, default=0.001, help="share of the documents kept for validation")
-    parser.add_argument("--num-workers", type=int, default=_cores(), help="processes; 0: no further one")
-    parser.add_argument("--piece-mb", type=float, default=64.0, help="MB of the source that a process takes at a time")
-    parser.add_argument("--max-mb", type=float | None, default=None, help="MB of the source to take; default: all")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
-    parser.add_argument("--verify", action="store_true", help="read the shards afterwards and compare the checksums")
+    parser.add_argument("--val-fraction", type=float, default=0.001, help="share of the pieces kept for validation")
+    parser.add_argument("--num-workers", type=PositiveInt, default=_cores(), help="processes")
     return parser
 
 
@@ -210,7 +167,6 @@ def recipes_parser() -> ToolParser:
         description="List the recipes that come with the package, or copy one for editing. Commands take their names"
         " as they take files: asyncpp fit quickstart",
     )  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="list the experiments of `asyncpp ablate`, too")
     parser.add_argument("--copy", metavar="NAME", help="write this recipe to a file")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where --copy writes (default: here)")
     return parser
@@ -224,8 +180,7 @@ def trace_parser() -> ToolParser:
         " or Fabric's strategy.record_trace() recorded.",
     )  # fmt: skip
     parser.add_argument("run", type=str, help="folder of the recording, or one above it (the newest below is taken)")
-    parser.add_argument("--html", type=str | None, default=None, help="write a timeline to zoom into, for any browser")
-    parser.add_argument("--png", type=str | None, default=None, help="draw the timeline and the shares as a picture")
+    parser.add_argument("--html", type=str | None, default=None, help="write a page with a timeline, for any browser")
     parser.add_argument("--perfetto", type=str | None, default=None, help="write it for https://ui.perfetto.dev")
     parser.add_argument("--json", type=str | None, default=None, help="write the table's figures for other programs")
     parser.add_argument("--from-mini-batch", type=NonNegativeInt | None, default=None, help="the first to look at")
@@ -234,13 +189,6 @@ def trace_parser() -> ToolParser:
 
 
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
-    "ablate": ablate_parser,
-    "bench compute": bench.compute_parser,
-    "bench draw": bench.draw_parser,
-    "bench network": bench.network_parser,
-    "bench optimizer": bench.optimizer_parser,
-    "bench schedule": bench.schedule_parser,
-    "bench time-to-loss": bench.time_to_loss_parser,
     "check": check_parser,
     "checkpoint convert": convert_parser,
     "checkpoint info": info_parser,
@@ -268,9 +216,8 @@ def print_help(tool: str, argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with code 0 after the help; with code 2 if what comes before ``--help`` is wrong.
     """
-    groups = {"bench": bench.given_command, "checkpoint": checkpoint_command}
-    if tool in groups:
-        if (given := groups[tool](argv)) is None:
+    if tool == "checkpoint":
+        if (given := checkpoint_command(argv)) is None:
             sys.exit(0)
         command, argv = given
         tool = f"{tool} {command}"

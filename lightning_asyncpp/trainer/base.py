@@ -24,31 +24,22 @@ from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
+from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
-from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
 from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
-from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
-from lightning_asyncpp.trainer.checkpoint.superseded import Superseded
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
-from lightning_asyncpp.trainer.identity import (
-    OWN_HYPER_PARAMETERS,
-    checkpoint_folders,
-    comparable,
-    data_section,
-    hyper_parameters,
-)
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
@@ -90,8 +81,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
     def __init__(self, arguments: TrainerArguments) -> None:
         super().__init__(**for_ddp(TrainersDDPArguments, arguments))
         self._make_session(arguments)
-        self.progress = Progress(arguments.inexact_resume)
-        self.superseded = Superseded()
+        self.progress = Progress()
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._batch_ends: BatchEnds | None = None
@@ -113,9 +103,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         problems = [*trainer_problems(trainer, weight_dtype), *self._structure_problems(trainer)]
         agree_on_problems(self._mesh, problems)
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
-            self.session.agree("model", described_model(self._network()))
-        if own := self.session.compare("hyper-parameters", hyper_parameters(module)):
-            rank_zero_warn(OWN_HYPER_PARAMETERS.format("; ".join(own)))
+            self.session.compare(parameter_entries(self._network()))
         self._cut(
             self._network(), root=module, example=self._example(),
             averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
@@ -125,7 +113,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
-        self.superseded.begin({})
         hooks = UserHooks.of(
             module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
         )
@@ -149,9 +136,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
                 )
             if self._mesh.num_stages > 1:
                 show_stages(trainer)
-            self.checkpoints.lease(checkpoint_folders(trainer))
-            link_when_written(trainer, self.checkpoints.then)
-            self.superseded.overwrite_later_ones(trainer)
             self.setup_optimizers(trainer)
             self._attach_optimizer()
         self.setup_precision_plugin()
@@ -180,6 +164,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
 
     def _attach_optimizer(self) -> None:
         optimizer = self.optimizers[0]
+        self.session.compare(optimizer_entries(optimizer))
         self.session.attach(optimizer, self._step_optimizer)
         _optimizer_to_device(optimizer, self.root_device)
         mark_as_stepped(optimizer)
@@ -225,11 +210,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         super().on_train_start()
         self.progress.draw_as_before()
         accumulate_as_scheduled(self._module.trainer)
-        data = data_section(self.progress.loaders)
-        self.session.agree("data", comparable(data, self._mesh.replica))
-        self.session.manifest.keep("data", data)
-        if self.is_global_zero:
-            self.superseded.go_on(self._module.trainer, self.session.manifest.run, self.remove_checkpoint)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

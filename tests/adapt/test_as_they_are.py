@@ -8,12 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp import DelayedGradientStrategy, fabric
+from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_parts
 from tests.trainer.runs import arrays

@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, check_model, pipelined
 from lightning_asyncpp.core.cut.module_as_network import class_name
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
+from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.reference import assert_equal_weights, joined_parts
 from tests.trainer.runs import arrays

@@ -12,9 +12,8 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from lightning_asyncpp.data import BPETokenizer, ByteTokenizer, DataError, hf_tokenizer_files, tokenizer_of_definition
-from lightning_asyncpp.data.byte_tokenizer_json import byte_tokenizer_json
-from lightning_asyncpp.data.tokenizer import prompt_tokens
+from lightning_asyncpp.data import ByteTokenizer, DataError, Tokenizer, hf_tokenizer_files, tokenizer_of_definition
+from lightning_asyncpp.data.tokenizer import load_tokenizer, prompt_tokens
 
 TEXT = "def größe(x):\n    return x  # 日本 🙂 Ā ĀĠ\n"
 
@@ -26,11 +25,11 @@ def random_text(generator: random.Random) -> str:
 
 def test_bytes_in_a_tokenizer_json() -> None:
     """The same ids for any text; byte 0 ends a document, and the letter that stands for it in GPT-2 does not."""
-    backend = Backend.from_str(byte_tokenizer_json())
+    backend = Backend.from_str(ByteTokenizer().backend.to_str())
     generator = random.Random(0)
     for text in [TEXT, *(random_text(generator) for _ in range(200))]:
         ids = backend.encode(text).ids
-        assert ids == list(text.encode()) == ByteTokenizer().encode(text).tolist()
+        assert ids == list(text.encode()) == ByteTokenizer().encode_batch([text])[0].tolist()
         assert backend.decode(ids) == text
     assert backend.encode("a\0b").ids == [97, 0, 98]
     assert backend.decode([97, 0, 98]) == "ab"
@@ -38,24 +37,24 @@ def test_bytes_in_a_tokenizer_json() -> None:
 
 
 def test_tokenizers_of_their_definitions() -> None:
-    trained = BPETokenizer.train([TEXT * 9], 300)
+    trained = Tokenizer.train([TEXT * 9], 300)
     again = tokenizer_of_definition(trained.definition)
-    assert isinstance(again, BPETokenizer)
+    assert isinstance(again, Tokenizer)
     assert again.fingerprint == trained.fingerprint
-    assert torch.equal(again.encode(TEXT), trained.encode(TEXT))
-    for definition in ("byte", byte_tokenizer_json()):
+    assert torch.equal(again.encode_batch([TEXT])[0], trained.encode_batch([TEXT])[0])
+    for definition in ("byte", ByteTokenizer().backend.to_str()):
         assert isinstance(tokenizer_of_definition(definition), ByteTokenizer)
     with pytest.raises(DataError, match=r"the content of no tokenizer\.json"):
         tokenizer_of_definition("{}")
 
 
 def test_bytes_that_tokens_stand_for() -> None:
-    trained = BPETokenizer.train([TEXT * 9], 320)
+    trained = Tokenizer.train([TEXT * 9], 320)
     lengths = trained.byte_lengths()
     assert lengths is not None
     assert lengths.shape == (trained.vocab_size,)
     for text in (TEXT, "never seen: ŧ", ""):
-        assert int(lengths[trained.encode(text).long()].sum()) == len(text.encode())
+        assert int(lengths[trained.encode_batch([text])[0].long()].sum()) == len(text.encode())
     assert int(lengths[0]) == 0  # <|endoftext|>
     assert ByteTokenizer().byte_lengths().tolist() == [0] + [1] * 255
     trained.backend.decoder = decoders.WordPiece()
@@ -63,13 +62,13 @@ def test_bytes_that_tokens_stand_for() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    trained = BPETokenizer.train([TEXT * 9], 300)
+    trained = Tokenizer.train([TEXT * 9], 300)
     files = hf_tokenizer_files(trained, 64)
     config = json.loads(files["tokenizer_config.json"])
     assert config["eos_token"] == "<|endoftext|>"
     assert config["model_max_length"] == 64
     (tmp_path / "tokenizer.json").write_text(files["tokenizer.json"])
-    assert BPETokenizer.load(tmp_path / "tokenizer.json").fingerprint == trained.fingerprint
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).fingerprint == trained.fingerprint
     assert json.loads(hf_tokenizer_files(ByteTokenizer(), 64)["tokenizer_config.json"])["eos_token"] == "\0"
 
 
@@ -77,7 +76,7 @@ def test_files(tmp_path: Path) -> None:
 def test_transformers_loads_it_beside_any_model(model_type: str, tmp_path: Path) -> None:
     """It would take the model's usual tokenizer for one that does not say otherwise."""
     transformers: Any = pytest.importorskip("transformers")
-    trained = BPETokenizer.train([TEXT * 9], 300)
+    trained = Tokenizer.train([TEXT * 9], 300)
     for tokenizer in (trained, ByteTokenizer()):
         for name, content in hf_tokenizer_files(tokenizer, 64).items():
             (tmp_path / name).write_text(content)
@@ -92,6 +91,6 @@ def test_transformers_loads_it_beside_any_model(model_type: str, tmp_path: Path)
 def test_prompts() -> None:
     assert prompt_tokens(ByteTokenizer(), "ab") == [97, 98]
     assert prompt_tokens(ByteTokenizer(), "") == [0]
-    endless = BPETokenizer(Backend.from_str(BPETokenizer.train([TEXT], 300).definition.replace("<|endoftext|>", "<x>")))
+    endless = Tokenizer(Backend.from_str(Tokenizer.train([TEXT], 300).definition.replace("<|endoftext|>", "<x>")))
     with pytest.raises(DataError, match="the prompt is empty"):
         prompt_tokens(endless, "")

@@ -13,7 +13,7 @@ from litdata.streaming import Cache
 
 from lightning_asyncpp.data import DataError, TextDataModule
 from lightning_asyncpp.data import token_dataset as token_dataset_module
-from lightning_asyncpp.data.corpus import find_text_files, split_files
+from lightning_asyncpp.data.corpus import find_text_files, split
 
 
 def module(folder: Path, **arguments: Any) -> TextDataModule:
@@ -34,7 +34,7 @@ def prepared_folder(folder: Path) -> Path:
 
 def test_text_comes_back_split_by_file(text_folder: Path) -> None:
     data = ready(text_folder, shuffle=False)
-    train, validation = split_files(find_text_files(text_folder), 0.2)
+    train, validation = split(find_text_files(text_folder), 0.2)
     for files, loader in ((train, data.train_dataloader()), (validation, data.val_dataloader())):
         batches = list(loader)
         assert len(batches) == len(loader) > 3
@@ -59,7 +59,7 @@ def test_epochs_differ_and_repeat_with_the_seed(text_folder: Path, num_workers: 
 
 
 def test_bpe_is_trained_on_the_training_files_and_kept(text_folder: Path) -> None:
-    _, validation = split_files(find_text_files(text_folder), 0.2)
+    _, validation = split(find_text_files(text_folder), 0.2)
     validation[0].path.write_text("ŧŧŧŧŧŧŧŧ" * 200)
     data = ready(text_folder, tokenizer="bpe", vocab_size=400, context_length=8, batch_size=2)
     assert 257 < data.vocab_size <= 400
@@ -110,29 +110,8 @@ def test_the_contents_of_the_text_name_the_prepared_folder(text_folder: Path) ->
     assert b"treatise" in read[1]
 
 
-@pytest.mark.parametrize("tokenizer", [{}, {"tokenizer": "bpe", "vocab_size": 300}])
-def test_text_that_changes_while_it_is_prepared(
-    text_folder: Path, tokenizer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = module(text_folder, **tokenizer)
-    read, changed = Path.read_bytes, []
-
-    def reading(path: Path) -> bytes:
-        content = read(path)
-        if path.name == "7.txt" and not changed:
-            changed.append(path)
-            path.write_bytes(content.swapcase())
-        return content
-
-    monkeypatch.setattr(Path, "read_bytes", reading)
-    with pytest.raises(DataError, match=r"7\.txt has changed while the text was prepared; prepare it again"):
-        data.prepare_data()
-    assert not list((text_folder.parent / "cache").glob("*"))
-    data.prepare_data()
-
-
 def test_a_crash_leaves_nothing(text_folder: Path) -> None:
-    (text_folder / "broken.txt").write_bytes(b"text" * 2000 + b"\0")
+    (text_folder / "broken.txt").write_bytes(b"text" * 2000 + b"\xff")
     with pytest.raises(DataError, match=r"broken\.txt"):
         module(text_folder).prepare_data()
     assert list((text_folder.parent / "cache").iterdir()) == []
@@ -142,7 +121,7 @@ def test_the_slower_of_two_processes_keeps_the_other_folder(text_folder: Path, t
     data = ready(text_folder)
     folder = prepared_folder(text_folder)
     content = (folder / "metadata.json").read_bytes()
-    train, validation = split_files(find_text_files(text_folder), 0.5)
+    train, validation = split(find_text_files(text_folder), 0.5)
     token_dataset_module.write_token_dataset(folder, train, validation, data.tokenizer)
     assert (folder / "metadata.json").read_bytes() == content
     assert list(folder.parent.iterdir()) == [folder]
@@ -176,45 +155,8 @@ def test_uri_is_streamed(text_folder: Path) -> None:
 def test_text_shorter_than_a_sequence(text_folder: Path) -> None:
     with pytest.raises(DataError, match=r"holds 0 sequences of context_length \+ 1 = 1000001 tokens"):
         ready(text_folder, context_length=1_000_000)
-    with pytest.raises(DataError, match="at least 100000 are needed; lower context_length or batch_size"):
+    with pytest.raises(DataError, match=r"at least 100000 are needed\. Lower context_length or batch_size"):
         ready(text_folder, batch_size=100_000).train_dataloader()
-
-
-def damage(folder: Path, how: str) -> str:
-    """Damage a prepared folder; returns the file that the error has to name."""
-    chunk, metadata = folder / "train" / "chunk-0-0.bin", folder / "metadata.json"
-    if how == "missing chunk":
-        chunk.unlink()
-    elif how == "short chunk":
-        chunk.write_bytes(chunk.read_bytes()[:-1])
-    elif how == "bad index":
-        (folder / "train" / "index.json").write_text('{"chunks": [{}], "config": {"data_format": ["x"]}}')
-        return "index.json"
-    elif how == "bad metadata":
-        metadata.write_text("{")
-        return "metadata.json"
-    elif how == "metadata of another version":
-        metadata.write_text(json.dumps({**json.loads(metadata.read_bytes()), "format_version": 99}))
-        return "metadata.json"
-    elif how == "no metadata":
-        metadata.unlink()
-        return "metadata.json"
-    return "chunk-0-0.bin"
-
-
-@pytest.mark.parametrize(
-    "how",
-    ["missing chunk", "short chunk", "bad index", "bad metadata", "metadata of another version", "no metadata"],
-)
-def test_damaged_cache_is_reported_and_kept(text_folder: Path, how: str) -> None:
-    ready(text_folder)
-    folder = prepared_folder(text_folder)
-    named = damage(folder, how)
-    state = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(DataError, match=named) as caught:
-        ready(text_folder)
-    assert f"delete {folder} " in str(caught.value) or "delete the folder" in str(caught.value)  # and never its parent
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == state
 
 
 def test_vocabulary_that_does_not_fit(text_folder: Path) -> None:
@@ -222,12 +164,10 @@ def test_vocabulary_that_does_not_fit(text_folder: Path) -> None:
     folder = prepared_folder(text_folder)
     with pytest.raises(DataError, match="another tokenizer"):
         ready(folder, tokenizer="byte")
-    with pytest.raises(DataError, match="instead of vocab_size=256"):
-        ready(folder, vocab_size=256)
     data = module(folder)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=256))
     data.trainer = SimpleNamespace(lightning_module=model, distributed_sampler_kwargs=None)  # type: ignore[assignment]
-    with pytest.raises(DataError, match=r"the model only 256; build the model with vocab_size="):
+    with pytest.raises(DataError, match=r"the model only 256. Build the model with vocab_size="):
         data.setup()
     model.config.vocab_size = 512
     data.setup()
@@ -252,53 +192,59 @@ def test_dataset_that_holds_no_tokens(tmp_path: Path) -> None:
         ready(tmp_path / "images")
 
 
-def test_paths_that_do_not_exist(text_folder: Path) -> None:
-    with pytest.raises(DataError, match=r"absent.*no such folder"):
-        module(text_folder / "absent").prepare_data()
-    with pytest.raises(DataError, match=r"absent\.json.*no such file"):
-        module(text_folder, tokenizer="absent.json").prepare_data()
-    with pytest.raises(DataError, match="not prepared; call prepare_data"):
-        module(text_folder).setup()
-    with pytest.raises(DataError, match="not set up"):
-        module(text_folder).train_dataloader()
-    ready(text_folder)
-    with pytest.raises(DataError, match="val_source='absent' is no litdata dataset"):
-        ready(prepared_folder(text_folder), val_source="absent")
-
-
-@pytest.mark.parametrize("below", ["", "more/folders"])
-def test_cache_dir_that_is_a_file(text_folder: Path, below: str) -> None:
-    given = text_folder / "0.txt" / below
-    with pytest.raises(DataError) as caught:
-        module(text_folder, cache_dir=str(given))
-    assert f"cache_dir={str(given)!r}: {text_folder / '0.txt'} is no folder; remove it" in str(caught.value)
-    ready(text_folder)
-    assert ready(prepared_folder(text_folder), cache_dir=str(given)).vocab_size == 256  # nothing is kept there
-
-
-def test_all_wrong_arguments_at_once() -> None:
-    with pytest.raises(DataError) as caught:
-        TextDataModule(
-            context_length=0,
-            batch_size=0,
-            num_workers=-1,
-            seed=-1,
-            max_bytes=0,
-            val_fraction=1.0,
-            patterns=[],
-            tokenizer="bpe",
-            val_source="tokens",
-        )
-    for name in ("context_length", "batch_size", "num_workers", "seed", "max_bytes", "val_fraction", "patterns"):
-        assert f"- {name}=" in str(caught.value)
-    assert "vocab_size=None: tokenizer='bpe' needs at least 257" in str(caught.value)
-    assert "val_source='tokens': is for token datasets" in str(caught.value)
-    with pytest.raises(DataError, match="the byte tokenizer has 256"):
-        TextDataModule(vocab_size=1000)
-
-
 def test_relocated_cache_is_readable(text_folder: Path) -> None:
     expected = torch.cat(list(ready(text_folder).train_dataloader()))
     moved = text_folder.parent / "moved"
     shutil.move(prepared_folder(text_folder), moved)
     assert torch.equal(torch.cat(list(ready(moved).train_dataloader())), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train/index.json", '{"chunks": [{}], "config": {"data_format": ["x"]}}'),
+        ("train/index.json", "{"),
+        ("metadata.json", "{"),
+        ("metadata.json", "{}"),
+    ],
+)
+def test_a_damaged_cache_is_reported(text_folder: Path, name: str, content: str) -> None:
+    ready(text_folder)
+    (prepared_folder(text_folder) / name).write_text(content)
+    with pytest.raises(DataError, match=r"metadata\.json|index\.json|train is a litdata dataset of \['x'\]"):
+        ready(text_folder)
+
+
+@pytest.mark.parametrize("place", ["", "local:"])
+def test_a_chunk_outside_of_its_folder_is_neither_read_nor_written(text_folder: Path, place: str) -> None:
+    ready(text_folder)
+    train = prepared_folder(text_folder) / "train"
+    index = json.loads((train / "index.json").read_text())
+    (train / index["chunks"][0]["filename"]).rename(text_folder.parent / "outside.bin")
+    index["chunks"][0]["filename"] = "../../../outside.bin"
+    (train / "index.json").write_text(json.dumps(index))
+    data = ready(text_folder, source=f"{place}{train}", vocab_size=256)
+    with pytest.raises(DataError, match=r"names a chunk '\.\./\.\./\.\./outside\.bin' outside of its folder"):
+        data.train_dataloader()
+    assert not [path for path in text_folder.parent.rglob("outside.bin") if path.parent != text_folder.parent]
+
+
+def test_what_is_not_there(text_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"absent.*no such folder"):
+        module(text_folder / "absent").prepare_data()
+    with pytest.raises(DataError, match=r"absent\.json.* cannot be read"):
+        module(text_folder, tokenizer="absent.json").prepare_data()
+    with pytest.raises(DataError, match=r"not prepared\. Call prepare_data"):
+        module(text_folder).setup()
+    with pytest.raises(DataError, match="not set up"):
+        module(text_folder).train_dataloader()
+    ready(text_folder)
+    with pytest.raises(DataError, match=r"val_source='absent' has no index\.json"):
+        ready(prepared_folder(text_folder), val_source="absent")
+
+
+def test_arguments_that_do_not_fit() -> None:
+    with pytest.raises(DataError, match=r"val_fraction=1\.0"):
+        TextDataModule(val_fraction=1.0)
+    with pytest.raises(DataError, match="vocab_size=None: tokenizer='bpe' needs at least 257"):
+        TextDataModule(tokenizer="bpe")

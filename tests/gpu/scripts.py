@@ -6,8 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,3 +32,17 @@ def run(script: str, folder: Path, *arguments: str) -> tuple[Any, str]:
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
     return json.loads(line.removeprefix("RESULT")), done.stdout + done.stderr
+
+
+def tensors_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights and optimizer state in a checkpoint, the state by the names of its parameters."""
+    found = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
+    for saved in checkpoint["optimizer_states"]:
+        names: dict[Any, str] = {}
+        for group in saved["param_groups"]:
+            names |= dict(zip(group["params"], group.get("param_names", group["params"]), strict=True))
+        for key, state in saved["state"].items():
+            for entry, value in state.items():
+                if value is not None:
+                    found[f"{entry} of {names.get(key, key)}"] = torch.as_tensor(value).clone()
+    return found

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_asyncpp.tools.doctor.cases import tensors_of
-from tests.gpu.scripts import run
+from tests.gpu.scripts import run, tensors_of
 
 SCRIPT = """
 import json, sys

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
@@ -35,7 +36,6 @@ from lightning_asyncpp.core.wire.header import DTYPES, Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
-from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode
 
 CUDA = torch.device("cuda", 0)
 CONFIG = GPTConfig(vocab_size=16, context_length=8, num_layers=4, dim=8, num_heads=2, mlp_dim=16)

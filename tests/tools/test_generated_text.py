@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_asyncpp.data import BPETokenizer, ByteTokenizer
+from lightning_asyncpp.data import ByteTokenizer, Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
 from lightning_asyncpp.tools.saved.generate import stream
 
@@ -16,8 +16,8 @@ def test_text_comes_when_its_characters_are_complete() -> None:
     assert pieces[:3] == ["g", "r", "ö"]
     # What the model never completed is shown at the end.
     assert "".join(stream(ByteTokenizer(), iter(tokens[:3]))) == "gr\ufffd"
-    trained = BPETokenizer.train([text * 20], 300)
-    assert "".join(stream(trained, iter(trained.encode(text).tolist()))) == text
+    trained = Tokenizer.train([text * 20], 300)
+    assert "".join(stream(trained, iter(trained.encode_batch([text])[0].tolist()))) == text
 
 
 def test_the_space_behind_a_prompt() -> None:
@@ -30,7 +30,7 @@ def test_the_space_behind_a_prompt() -> None:
     backend.add_special_tokens(["</s>"])
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     backend.decoder = tokenizers.decoders.Metaspace()
-    tokenizer = BPETokenizer(backend)
+    tokenizer = Tokenizer(backend)
     prompt = prompt_tokens(tokenizer, "one")
     assert prompt == [0]
     assert "".join(stream(tokenizer, iter([1, 0, 2]), prompt)) == " two one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import tempfile
@@ -21,13 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
-from lightning_asyncpp.optim import (
-    SOAP,
-    ErrorFeedback,
-    MuonAdamW,
-    NorMuonAdamW,
-    WeightPrediction,
-)
+from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW, WeightPrediction
 from lightning_asyncpp.trainer.module_facts import with_state_dict
 from tests.core.cases import DIM, make_model
 
@@ -85,6 +80,16 @@ class Run:
         if name := self.correction or ("feedback" if self.error_feedback else ""):
             return CORRECTIONS[name](parameters, base=BASES[self.optimizer])
         return self.make_base(parameters)
+
+
+def delayed(run: Run, **options: Any) -> Run:
+    """The same run with all stages in one process; with one stage, the default, gradients are one update old."""
+    return dataclasses.replace(run, strategy="delayed", options=options)
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Fit in this process."""
+    return fit(dataclasses.replace(run, trainer={"logger": "list"} | run.trainer))
 
 
 class Samples(Dataset):

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainer.delayed_gradient.delays import delayed
 from tests.trainer.failures.mistakes import CountsSteps
 from tests.trainer.hooks import around
 from tests.trainer.hooks.test_around_an_update import Projected, PutsOtherMemory, StepsSometimes, ZeroesInPlace
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, delayed, fit
 from tests.trainer.test_gradients_of_users import ClipsByTorch
 from tests.trainer.test_other_optimizers import Filtered, Grouped, SparseFirst
 from tests.trainer.test_second_names import SecondNet, UsedBetweenNet, UsesDirectly

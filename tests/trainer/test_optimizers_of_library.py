@@ -16,7 +16,7 @@ from tests.trainer.runs import Net, Run, fit
 # They want more than parameters and one gradient: a base optimizer, the model, the loss, second derivatives, fp16.
 OTHERWISE = {
     "adago", "adahessian", "adalomo", "adammini", "adamuon", "alig", "bsam", "demo", "distributedmuon", "emofact",
-    "emolynx", "emonavi", "lbfgs", "lomo", "muon", "muonclip", "sophiah", "spectralsphere",
+    "emolynx", "emonavi", "lbfgs", "lomo", "muon", "muonclip", "normuon", "ranger21", "sophiah", "spectralsphere",
 }  # fmt: skip
 # They compute over all parameters, draw random numbers, or amplify rounding (through eigenvectors, signs or divisions).
 TO_NO_BITS = {

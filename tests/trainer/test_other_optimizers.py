@@ -14,10 +14,9 @@ from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from tests.core.cases import DIM
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, delayed, fit, train
 
 
 class Looks(nn.Embedding):

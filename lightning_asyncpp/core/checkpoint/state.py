@@ -9,16 +9,16 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_asyncpp.core.checkpoint.gathering import gather_stages
-from lightning_asyncpp.core.checkpoint.resumed import go_on_from
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.tied_state import keep_once
-from lightning_asyncpp.core.manifest import MANIFEST
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.stage_optimizer import name_of
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.nested import merged
 
+PIPELINE = "pipeline"
+"""Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
 OLDER, MASTERS = "older_weights", "masters"
 _CUT = ("partition", "staleness", "slack")
 _OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
@@ -50,7 +50,6 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
     engine = session.running()
     return {
         **facts(session),
-        MANIFEST: session.manifest.as_plain(),
         "engine": engine.state_dict(),
         OLDER: engine.weights.older() or {},
         MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
@@ -100,25 +99,6 @@ def gather_pipeline_state(session: PipelineSession) -> dict[str, Any]:
     return state
 
 
-def check_whole(state: Mapping[str, Any]) -> None:
-    """Refuse facts on a pipeline that none has.
-
-    Args:
-        state: what :func:`gather_pipeline_state` gave.
-
-    Raises:
-        ConfigurationError: they are damaged.
-    """
-    counts = {name: state.get(name) for name in ("num_stages", "data_parallel_size")}
-    wrong = [f"{name}={value!r}" for name, value in counts.items() if type(value) is not int or value < 1]
-    partition = state.get("partition", [1] * (state["num_stages"] if not wrong else 0))
-    is_list = isinstance(partition, (list, tuple)) and all(type(count) is int and count > 0 for count in partition)
-    if not wrong and not (is_list and len(partition) == counts["num_stages"]):
-        wrong = [f"partition={partition!r} of {counts['num_stages']} stages"]
-    if wrong:
-        raise ConfigurationError(f"the checkpoint is damaged: it says of its pipeline {', '.join(wrong)}")
-
-
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
     """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
 
@@ -132,14 +112,12 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     if state is None:
         engine.weights.restore(0, None)
         return
-    check_whole(state)
     if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
         raise ConfigurationError(
             f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
             " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
         )
     _say_what_changed(session, state)
-    go_on_from(session.manifest, state.get(MANIFEST))
     find = session.whole_model.find
     older = {
         name: tensor if (saved := find(state[OLDER], name)) is None else saved

@@ -16,6 +16,7 @@ from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.core.stage_optimizer import HyperParameters
+from lightning_asyncpp.core.trace import Moment
 from lightning_asyncpp.core.updates.control_message import (
     ControlChain,
     ControlMessage,
@@ -55,6 +56,7 @@ class MiniBatch:
         launched: whether its gradient is complete and on the way.
         gradients: name -> summed gradient of this stage, once complete; replaced by the sum over the replicas.
         stepped: whether this stage has stepped ahead of the others.
+        completed: when its gradient was complete, on the clock of the trace; None if nothing is recorded.
     """
 
     mesh: Mesh
@@ -73,6 +75,7 @@ class MiniBatch:
     launched: bool = False
     gradients: Gradients = field(default_factory=dict)
     stepped: bool = False
+    completed: Moment | None = None
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Reading = field(init=False)

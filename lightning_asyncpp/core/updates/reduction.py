@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.mesh import started
-from lightning_asyncpp.core.recording.clocks import HOST, Clock, Moment
+from lightning_asyncpp.core.trace import HOST, Clock, Moment
 from lightning_asyncpp.errors import ConfigurationError, lost_peers
 
 Gradients = dict[str, "Tensor | None"]

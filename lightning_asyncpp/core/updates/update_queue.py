@@ -18,12 +18,11 @@ from lightning_asyncpp.core.batches.batch_output import no_weight_text
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
 from lightning_asyncpp.core.randomness import CallersGenerators
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.recording.clocks import HOST
-from lightning_asyncpp.core.recording.trace import Beside, Recorded, Wait
 from lightning_asyncpp.core.runner.common import StageRunner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import HyperParameters
+from lightning_asyncpp.core.trace import HOST, Beside, Wait
 from lightning_asyncpp.core.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.core.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
@@ -256,6 +255,8 @@ class UpdateQueue:
         statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
         if mini_batch.tied is not None:
             self._leaving.append(mini_batch.tied)
+        if self.runner.trace is not None:
+            mini_batch.completed = self.runner.trace.clock.now()
         steps_ahead = self.schedule.steps_ahead(mini_batch.index)
         mini_batch.launch(gradients, statistics, replace(self.requested), uses, steps_ahead)
 
@@ -313,7 +314,7 @@ class UpdateQueue:
         """Wait for what all ranks have to say about a mini-batch, and note it."""
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
             message = mini_batch.finish()
-        self._record_reduction(mini_batch)
+        self._record_background(mini_batch)
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
         if message.weight:
@@ -325,11 +326,15 @@ class UpdateQueue:
             raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
         return message
 
-    def _record_reduction(self, mini_batch: MiniBatch) -> None:
-        trace, reduction = self.runner.trace, mini_batch.reduction
-        if trace is not None and reduction is not None and reduction.started is not None:
-            index, size, end = mini_batch.index, reduction.num_bytes, trace.clock.last(reduction.ends)
-            trace.record(Recorded(Beside.REDUCE, index, reduction.started, end, num_bytes=size))
+    def _record_background(self, mini_batch: MiniBatch) -> None:
+        trace, reduction, index = self.runner.trace, mini_batch.reduction, mini_batch.index
+        if trace is None:
+            return
+        if mini_batch.completed is not None:
+            trace.record(Beside.PENDING, index, mini_batch.completed, trace.clock.now())
+        if reduction is not None and reduction.started is not None:
+            end = trace.clock.last(reduction.ends)
+            trace.record(Beside.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
 
     @contextmanager
     def _stepping(self, mini_batch: MiniBatch, message: ControlMessage) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""``asyncpp doctor``: examines an installation, with GPUs or without, and writes a report."""
+"""Examines an installation."""

@@ -1,102 +1,112 @@
-"""``asyncpp doctor``: is this installation right, and what can it do? One report, with GPUs or without."""
+"""``asyncpp doctor``: what is installed here, and does a pipeline train what it should? The report fits a screen."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
+import subprocess
 import sys
 import tempfile
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_asyncpp.tools.doctor.doctor_report import as_json, as_markdown, line, summary
-from lightning_asyncpp.tools.doctor.machine import Machine
-from lightning_asyncpp.tools.doctor.parts import INSTALLATION, PARTS, Part, Result, examine
-from lightning_asyncpp.tools.doctor.task import MACHINE, Finding, worst
+import torch
+
+from lightning_asyncpp.private_names import installed_versions
+from lightning_asyncpp.tools.doctor.trial import UPDATES, Found
 from lightning_asyncpp.tools.parsers import doctor_parser
-from lightning_asyncpp.tools.processes import KILL_SECONDS, sigterm_raises
+
+PACKAGES = ("lightning-asyncpp", "torch", "lightning", "torchmetrics", "litdata", "triton")
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
+"""Environment variables that a report shows begin so."""
+_LOG_LINES = 25
+_TRIAL = "lightning_asyncpp.tools.doctor.trial"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Examine, and write the report; what failed ends with code 1."""
-    parser = doctor_parser()
-    own = parser.parse_args(argv)
-    if problem := _problem(own):
-        parser.error(problem)
-    chosen = [part for part in PARTS if part is INSTALLATION or part.name in own.parts]
-    limit = sum(part.limit + KILL_SECONDS for part in chosen)
-    _say(f"Examining {', '.join(part.name for part in chosen)}; this ends within {limit:.0f} s.")
-    results: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-", ignore_cleanup_errors=True) as name, sigterm_raises():
-        try:
-            examine(chosen, Path(name), own.quick, results, _Progress())
-        except KeyboardInterrupt:
-            raise SystemExit(128 + signal.SIGINT) from None
-        finally:
-            machine_file = Path(name) / MACHINE
-            machine = Machine.load(machine_file) if machine_file.exists() else None
-            is_written = _write(results, machine, own.quick, Path(own.output))
-    if not is_written or worst(result.status for result in results) == "failed":
+    """Print the report; a training that fails or differs ends with code 1."""
+    limit = doctor_parser().parse_args(argv).timeout
+    for name, value in [*_versions(), *_devices(), *_environment()]:
+        _say(name, value)
+    found, log = run_trial(limit)
+    if found is None:
+        _say("training", f"FAILED, or did not end within {limit} s; the end of its log:\n")
+        print("\n".join(log.splitlines()[-_LOG_LINES:]))
         raise SystemExit(1)
+    _say(
+        "link", f"{found.gigabytes_per_second:.1f} GB/s, {found.microseconds:.0f} us per message, over {found.backend}"
+    )
+    _say("training", f"2 stages, {UPDATES} updates in {found.seconds:.1f} s; tensors travel {found.route}")
+    share = f"{found.difference:.1g} of the largest change"
+    if not found.is_equal:
+        _say("result", f"WRONG: differs from the reference by {share}; do not train so, and report it with this text")
+        raise SystemExit(1)
+    _say("result", f"equal to the reference {f'to rounding, {share}' if found.difference else 'to the last bit'}")
 
 
-def _write(results: Sequence[Result], machine: Machine | None, quick: bool, folder: Path) -> bool:
-    _say(f"\n{summary(results)}\n")
-    texts = {"report.md": as_markdown(results, machine, quick)}
-    texts["report.json"] = json.dumps(as_json(results, machine, quick), indent=2) + "\n"
-    written = [folder / name for name, text in texts.items() if _is_written(folder / name, text)]
-    if written:
-        _say(f"The report: {', '.join(map(str, written))}; paste report.md into an issue")
-    return len(written) == len(texts)
+def run_trial(limit: float) -> tuple[Found | None, str]:
+    """Run the trial in processes of its own, which may hang; return what it found, if it did, and its log."""
+    with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-") as folder:
+        result, log = Path(folder) / "found.json", Path(folder) / "log"
+        command = [sys.executable, "-X", "faulthandler", "-m", _TRIAL, str(result)]
+        with log.open("wb") as output:
+            trial = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                code = trial.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+                _signal(trial, signal.SIGABRT)  # each rank writes where its threads are
+            finally:
+                _signal(trial, signal.SIGKILL)
+                trial.wait()
+        found = Found(**json.loads(result.read_text())) if code == 0 else None
+        return found, log.read_text(errors="replace")
 
 
-def _is_written(path: Path, text: str) -> bool:
-    """Write a file, or say why that cannot be: what was found must not go with it."""
+def _signal(trial: subprocess.Popen[bytes], number: signal.Signals) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        _say(f"{path} cannot be written ({error.strerror}): the table above is what is left, and this of report.md:\n")
-        if path.suffix == ".md":
-            _say(text)
-        return False
-    return True
+        os.killpg(trial.pid, number)
+        if number is signal.SIGABRT:
+            trial.wait(5)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
 
 
-def _say(text: str) -> None:
-    """Print; where nobody reads any more, as behind ``| head``, the examination goes on for its report."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+def _versions() -> Iterator[tuple[str, str]]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "system", f"{platform.platform()}, Python {platform.python_version()}, {cores} cores"
+    yield "packages", ", ".join(f"{name} {version}" for name, version in installed_versions(PACKAGES).items())
+    cuda, hip = torch.version.cuda, torch.version.hip
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()
+    driver = Path("/proc/driver/nvidia/version")
+    yield "CUDA", ", ".join([
+        f"built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}' if hip else 'CPUs'}",
+        f"NCCL {'.'.join(map(str, nccl[:3]))}" if nccl else "no NCCL",
+        next((line for line in driver.read_text().splitlines() if line), "") if driver.exists() else "no NVIDIA driver",
+    ])  # fmt: skip
 
 
-class _Progress:
-    """Prints findings as they come, under the name of their part."""
+def _devices() -> Iterator[tuple[str, str]]:
+    count = torch.cuda.device_count()
+    if not count:
+        yield "GPUs", "none: two processes train on the CPU"
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        peers = [other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)]
+        reaches = f"; reaches the memory of {', '.join(map(str, peers)) or 'no other'}" if count > 1 else ""
+        yield f"GPU {index}", f"{properties.name}, {free:.0f} of {total:.0f} GiB free{reaches}"
 
-    def __init__(self) -> None:
-        self._part: Part | None = None
 
-    def __call__(self, part: Part, finding: Finding) -> None:
-        if part is not self._part:
-            self._part = part
-            _say(f"{part.title}:")
-        _say(line(finding))
+def _environment() -> Iterator[tuple[str, str]]:
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)]
+    yield "variables", " ".join(found) or f"none that begin with {', '.join(PREFIXES)}"
 
 
-def _problem(own: Namespace) -> str:
-    """What is wrong with the arguments; empty if nothing."""
-    names = [part.name for part in PARTS]
-    if unknown := [name for name in own.parts if name not in names]:
-        return f"--parts {' '.join(unknown)}: unknown; there are {', '.join(names)}"
-    if Path(own.output).is_file():
-        return f"--output {own.output} is a file: name a folder"
-    try:
-        Path(own.output).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"--output {own.output}: no folder there can be made ({error.strerror})"
-    return ""
+def _say(name: str, value: str) -> None:
+    print(f"{name:<10} {value}", flush=True)
 
 
 if __name__ == "__main__":

@@ -177,8 +177,8 @@ def _tokens_of(saved: SavedGPT, tokenizer: Tokenizer | None, source: str, folder
         )
     known = saved.config if tokenizer is None else tokenizer
     vocab_size = known.vocab_size if are_tokens else None
-    if tokenizer is None or tokenizer.definition == "byte":
-        return {"tokenizer": tokenizer and "byte", "vocab_size": vocab_size}
+    if tokenizer is None:
+        return {"tokenizer": None, "vocab_size": vocab_size}
     tokenizer.save(folder)
     return {"tokenizer": str(folder / "tokenizer.json"), "vocab_size": vocab_size}
 

@@ -12,8 +12,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from jsonargparse import ArgumentParser, Namespace, get_loader
 
 from lightning_asyncpp.data import DataError, Tokenizer, tokenizer_of_definition
-from lightning_asyncpp.data.source import load_tokenizer
-from lightning_asyncpp.data.tokenizer import end_of_text_in
+from lightning_asyncpp.data.tokenizer import end_of_text_in, load_tokenizer
 from lightning_asyncpp.models import GPTConfig, SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.checkpoint import config_of_values
 from lightning_asyncpp.tools.saved.parsers import DTYPE_NAMES

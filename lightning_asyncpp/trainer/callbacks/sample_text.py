@@ -12,8 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_asyncpp.data import TextDataModule, Tokenizer
-from lightning_asyncpp.data.source import load_tokenizer
-from lightning_asyncpp.data.tokenizer import prompt_tokens
+from lightning_asyncpp.data.tokenizer import load_tokenizer, prompt_tokens
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.models.sampling import NextLogits, Sampling, generate_tokens

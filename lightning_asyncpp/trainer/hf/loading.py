@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import hub_endpoint, hub_errors, is_hub_name
+from lightning_asyncpp.data.hub import fetch, is_hub_name
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optional_packages import optional_package
 
@@ -24,7 +23,6 @@ Dtype = Literal["float32", "bfloat16"]
 TASKS, DTYPES = get_args(Task), get_args(Dtype)
 CLASSIFICATION = "AutoModelForSequenceClassification"
 CONFIG = "config.json"
-_SECONDS = 10.0
 _HEAD = re.compile(r"(score|classifier)\.")
 
 
@@ -82,16 +80,8 @@ def check_reachable(model_id: str) -> None:
             f"model_id={model_id!r}: there is no such folder, and the hub has no such names; give a folder of"
             " save_pretrained, or a name such as 'HuggingFaceTB/SmolLM2-360M'"
         )
-    transformers_package()  # brings the hub's client
-    import huggingface_hub
-
-    offline = f"without internet, copy a folder here, `hf download {model_id} --local-dir DIR`, and give it as model_id"
     try:
-        with hub_errors(f"model_id={model_id!r}, which is no folder here", offline):
-            with suppress(huggingface_hub.errors.LocalEntryNotFoundError):
-                huggingface_hub.hf_hub_download(model_id, CONFIG, local_files_only=True)
-                return
-            huggingface_hub.HfApi(hub_endpoint()).model_info(model_id, timeout=_SECONDS)
+        fetch(model_id, CONFIG)
     except DataError as error:
         raise ConfigurationError(str(error)) from error
 

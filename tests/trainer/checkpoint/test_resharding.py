@@ -73,7 +73,7 @@ def test_from_synchronous_to_asynchronous(pools: Pools, stages: int, tmp_path: P
     """W_{t-1} = W_t to begin with."""
     run = replace(run_of(tmp_path), strategy="sync")
     pools.run(2, fit, run)
-    expected = oracle(replace(run, strategy="async"), 4, list(mini_batches_of(run, 3)), max_norm=0.5, start=4)[0]
+    expected = oracle(replace(run, strategy="async"), 4, list(mini_batches_of(run, 2)), max_norm=0.5, start=4)[0]
     assert_equal_weights(resumed(pools, stages, replace(run, strategy="async"), tmp_path, 4), expected)
 
 
@@ -119,4 +119,5 @@ def test_both_forms_hold_the_same(pools: Pools, tmp_path: Path) -> None:
         assert_same(contents[form]["loops"], contents["full"]["loops"])
         ((one,), (other,)) = (contents[f]["optimizer_states"] for f in (form, "full"))
         assert one["state"].keys() == other["state"].keys()
-        assert_equal_weights(*(arrays(s["tables"]["error_feedback/previous"]) for s in (one, other)))
+        for number, state in one["state"].items():
+            assert_equal_weights(arrays(state), arrays(other["state"][number]))

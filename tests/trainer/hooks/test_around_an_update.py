@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.pool import Pools
 from tests.trainer.projections import Projected, PutsOtherMemory, project
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit, loader, make_trainer, val_loaders
+from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, train, val_loaders
 
 
 class ProjectsInTheStep(Net):

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.pool import Pools
 from tests.trainer.projections import Draws, Projected, PutsOtherMemory, Shrinks
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, delayed, fit, train
 
 MODULES = {"projected": Projected, "other memory": PutsOtherMemory, "shrinks": Shrinks}
 ACCUMULATED = {"projected": 2, "other memory": 3, "shrinks": 2, "draws": 3}

@@ -11,10 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit, loader, make_trainer, report
+from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, report, train
 
 HOOKS = ("before the step", "clipping", "pre hook", "post hook")
 

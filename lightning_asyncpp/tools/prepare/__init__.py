@@ -1,1 +1,0 @@
-"""``asyncpp prepare``: documents from the hub or from files to shards of tokens, resumable."""

@@ -1,0 +1,90 @@
+"""``asyncpp prepare``: every document once, in a dataset that is trained on; goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_asyncpp.data import DataError, TextDataModule, Tokenizer
+from lightning_asyncpp.tools import prepare as prepare_module
+from lightning_asyncpp.tools.prepare import find_pieces, main, read_documents
+
+TEXTS = [f"document {index} größe 漢字 " + "word " * (index % 50) for index in range(800)]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[str]:
+    """The documents in files of four formats."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lines = [json.dumps({"text": text, "id": index}) + "\n" for index, text in enumerate(TEXTS)]
+    (tmp_path / "a.jsonl").write_text("".join(lines[:400]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[400:500]).encode()))
+    parquet.write_table(pyarrow.table({"text": [*TEXTS[500:799], ""]}), tmp_path / "c.parquet", row_group_size=50)
+    (tmp_path / "d.txt").write_text(TEXTS[799])
+    return [str(tmp_path / "a.jsonl"), str(tmp_path / "*.gz"), f"file://{tmp_path}/c.parquet", str(tmp_path / "d.txt")]
+
+
+def documents(folder: Path) -> list[str]:
+    """Of both splits."""
+    found: list[str] = []
+    for split in ("train", "val"):
+        for chunk in json.loads((folder / split / "index.json").read_text())["chunks"]:
+            content = (folder / split / chunk["filename"]).read_bytes()
+            found += content[len(content) - chunk["dim"] :].decode().split("\0")[:-1]
+    return found
+
+
+def test_every_document_is_there_once_and_trained_on(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an interruption, too: the first run breaks off in the second half."""
+    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(prepare_module, "_LEAST_BYTES", 1000)
+    command = [*sources, "--output", str(tmp_path / "out"), "--tokenizer", "byte", "--val-fraction", "0.1"]
+    command += ["--num-workers", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "read_documents", breaks_off)
+        with pytest.raises(RuntimeError, match="broken off"):
+            main(command)
+    assert (tmp_path / "out" / "train" / ".checkpoints").is_dir()
+    assert not (tmp_path / "out" / "metadata.json").exists()
+    main(command)
+    assert sorted(documents(tmp_path / "out")) == sorted(TEXTS)
+    data = TextDataModule(str(tmp_path / "out"), context_length=16, batch_size=2)
+    data.setup()
+    assert data.vocab_size == 256
+    assert len(data.val_dataloader()) > 5
+    assert "word" in data.tokenizer.decode(next(iter(data.train_dataloader())).flatten())
+    main(command)  # nothing is left to do
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--text-key", "id"])
+
+
+def breaks_off(piece: Any, text_key: str) -> Any:
+    if piece.url.endswith(".parquet"):
+        raise ValueError("broken off")
+    return read_documents(piece, text_key)
+
+
+def test_a_tokenizer_json_ends_documents_by_its_own_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Tokenizer.train(TEXTS, 300).save(tmp_path)
+    for name in ("1.txt", "2.txt"):
+        (tmp_path / name).write_text("document <|endoftext|>")
+    source, output = str(tmp_path / "*.txt"), str(tmp_path / "out")
+    main([source, "--output", output, "--tokenizer", str(tmp_path), "--num-workers", "1", "--val-fraction", "0"])
+    assert "vocab_size=300" in capsys.readouterr().out
+    data = TextDataModule(output, context_length=1, batch_size=1, shuffle=False)
+    data.setup()
+    tokens = [token for batch in data.train_dataloader() for token in batch.flatten().tolist()]
+    assert tokens.count(0) == 2  # the texts that spell it end nothing
+
+
+def test_what_cannot_be_read(tmp_path: Path, sources: list[str]) -> None:
+    with pytest.raises(DataError, match=r"nowhere: there is no file that ends in \.parquet"):
+        find_pieces(str(tmp_path / "nowhere"), "text")
+    with pytest.raises(DataError, match=r"c\.parquet has no column 'body'\. Give --text-key, one of text"):
+        find_pieces(sources[2], "body")
