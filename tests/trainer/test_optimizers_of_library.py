@@ -13,14 +13,14 @@ from tests.trainer.pool import Pools
 from tests.trainer.reference import joined_weights
 from tests.trainer.runs import Net, Run, fit
 
-# They want more than parameters and one gradient: a base optimizer, the model, the loss, second derivatives, fp16.
+# They want more than plain parameters, a learning rate and one gradient: the model, the loss, second derivatives.
 OTHERWISE = {
-    "adago", "adahessian", "adalomo", "adammini", "adamuon", "alig", "bsam", "demo", "distributedmuon", "emofact",
-    "emolynx", "emonavi", "lbfgs", "lomo", "muon", "muonclip", "normuon", "ranger21", "sophiah", "spectralsphere",
+    "a2grad", "adago", "adahessian", "adalomo", "adammini", "adamuon", "alig", "bsam", "demo", "distributedmuon", "emofact",
+    "emolynx", "emonavi", "lbfgs", "lomo", "lorarite", "muon", "muonclip", "normuon", "ranger21", "sophiah", "spectralsphere",
 }  # fmt: skip
 # They compute over all parameters, draw random numbers, or amplify rounding (through eigenvectors, signs or divisions).
 TO_NO_BITS = {
-    "adagc", "adai", "adams", "asgd", "avagrad", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion",
+    "adagc", "adai", "adams", "alice", "conda", "kate", "splus", "asgd", "avagrad", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion",
     "dadaptsgd", "dash", "gravity", "kron", "magma", "prodigy", "shampoo", "scalableshampoo", "soap", "trac",
 }  # fmt: skip
 NAMES = sorted(set(pytorch_optimizer.get_supported_optimizers()) - OTHERWISE)
