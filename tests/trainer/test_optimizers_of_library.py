@@ -15,8 +15,9 @@ from tests.trainer.runs import Net, Run, fit
 
 # They want more than plain parameters, a learning rate and one gradient: the model, the loss, second derivatives.
 OTHERWISE = {
-    "a2grad", "adago", "adahessian", "adalomo", "adammini", "adamuon", "alig", "bsam", "demo", "distributedmuon", "emofact",
-    "emolynx", "emonavi", "lbfgs", "lomo", "lorarite", "muon", "muonclip", "normuon", "ranger21", "sophiah", "spectralsphere",
+    "a2grad", "adago", "adahessian", "adalomo", "adammini", "adamuon", "alig", "bsam", "demo",
+    "distributedmuon", "emofact", "emolynx", "emonavi", "lbfgs", "lomo", "lorarite", "muon", "muonclip",
+    "normuon", "ranger21", "sophiah", "spectralsphere",
 }  # fmt: skip
 # They compute over all parameters, draw random numbers, or amplify rounding (through eigenvectors, signs or divisions).
 TO_NO_BITS = {
