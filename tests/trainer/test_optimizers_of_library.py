@@ -21,8 +21,9 @@ OTHERWISE = {
 }  # fmt: skip
 # They compute over all parameters, draw random numbers, or amplify rounding (through eigenvectors, signs or divisions).
 TO_NO_BITS = {
-    "adagc", "adai", "adams", "alice", "conda", "kate", "splus", "asgd", "avagrad", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion",
-    "dadaptsgd", "dash", "gravity", "kron", "magma", "prodigy", "shampoo", "scalableshampoo", "soap", "trac",
+    "adagc", "adai", "adams", "alice", "asgd", "avagrad", "conda", "dadaptadagrad", "dadaptadam", "dadaptadan",
+    "dadaptlion", "dadaptsgd", "dash", "gravity", "kate", "kron", "magma", "prodigy", "scalableshampoo",
+    "shampoo", "soap", "splus", "trac",
 }  # fmt: skip
 NAMES = sorted(set(pytorch_optimizer.get_supported_optimizers()) - OTHERWISE)
 
