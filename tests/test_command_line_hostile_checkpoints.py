@@ -115,7 +115,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a known optimizer's": {"optimizer": {"class_path": "lightning_asyncpp.optim.ErrorFeedback",
                                           "init_args": {"base": "trap.call"}}},
     "through our package": {"loss": {"class_path": "lightning_asyncpp.cli.trap.Model"}},
-    "a module of ours": {"loss": {"class_path": "lightning_asyncpp.tools.doctor.case_ranks.Ran"}},
+    "a module of ours": {"loss": {"class_path": "lightning_asyncpp.tools.doctor.trial.Small"}},
     "a tensor": {"anything": torch.ones(2)},
 }  # fmt: skip
 
@@ -266,11 +266,11 @@ def test_who_trusts_a_file_says_so(model: Any) -> None:
 
 def test_removed_arguments_are_looked_for_in_what_is_imported_alone(trap: Path) -> None:
     before = set(sys.modules)
-    for class_path in ("lightning_asyncpp.tools.doctor.case_ranks.Ran", "lightning_asyncpp.cli.trap.Model"):
+    for class_path in ("lightning_asyncpp.tools.doctor.trial.Small", "lightning_asyncpp.cli.trap.Model"):
         checkpoint(others={"class_path": class_path, "init_args": {"x": 1}})
         assert saved_hyper_parameters("x.ckpt")["others"]["init_args"] == {"x": 1}
     assert not trap.exists()
-    assert "lightning_asyncpp.tools.doctor.case_ranks" not in set(sys.modules) - before
+    assert "lightning_asyncpp.tools.doctor.trial" not in set(sys.modules) - before
 
 
 def with_weights(**changed: Any) -> None:

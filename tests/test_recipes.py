@@ -21,7 +21,6 @@ from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.tools.ablation.recipe.check import find_problems
 from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 from lightning_asyncpp.tools.parsers import prepare_parser
-from lightning_asyncpp.tools.prepare.prepare import _request
 from tests.data.unigram import unigram_loss
 from tests.tools.ablation.small import load_recipe
 
@@ -199,7 +198,6 @@ def test_figures_in_comments_are_those_of_the_keys(path: Path) -> None:
 def test_what_a_recipe_says_of_its_tokens_prepares_them(path: Path) -> None:
     (command,) = found(r"#   asyncpp prepare ((?:.*\\\n)*.*\n)", path.read_text())
     arguments = prepare_parser().parse_args(shlex.split(command.replace("\\\n#", " ")))
-    assert _request(arguments).problems() == []
     assert arguments.output == loaded(path.stem)["data"]["init_args"]["source"]
     # The repository holds the whole corpus in data/, and samples of it beside that.
     assert re.fullmatch(r"hf://datasets/HuggingFaceFW/fineweb-edu/(data|sample/\d+BT)", arguments.sources[0])

@@ -155,7 +155,7 @@ def test_uri_is_streamed(text_folder: Path) -> None:
 def test_text_shorter_than_a_sequence(text_folder: Path) -> None:
     with pytest.raises(DataError, match=r"holds 0 sequences of context_length \+ 1 = 1000001 tokens"):
         ready(text_folder, context_length=1_000_000)
-    with pytest.raises(DataError, match="at least 100000 are needed. Lower context_length or batch_size"):
+    with pytest.raises(DataError, match=r"at least 100000 are needed\. Lower context_length or batch_size"):
         ready(text_folder, batch_size=100_000).train_dataloader()
 
 

@@ -16,7 +16,7 @@ from litdata.streaming import Cache
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_asyncpp import ConfigurationError, GPTModule, SampleText
-from lightning_asyncpp.data import ByteTokenizer, DataError, TextDataModule, Tokenizer
+from lightning_asyncpp.data import ByteTokenizer, DataError, TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
 from tests.trainer.modules import small_gpt
