@@ -165,7 +165,7 @@ class _Trajectory:
         self.exact_norm = exact_norm
         numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
         self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.versions[0]}
-        self.step_before: Weights | None = None  # u_{t-1}
+        self.step_before: Weights = {}  # u_{t-1} of what has moved
         self.norm_before = 0.0
 
     def go_to(self, older: int, places: Sequence[int], slot: int) -> None:
@@ -187,11 +187,12 @@ class _Trajectory:
             steps_ahead = is_async and p in self.held and not self.exact_norm
             p.grad = gradient.mean(p, self.norm_before if steps_ahead else norm, max_norm)
         self.norm_before = norm
+        moved = {p for p in self.parameters if p.grad is not None or p in self.step_before}
         self.optimizer.step()
         self.optimizer.zero_grad()
         ahead: Weights = {}
         if strength is not None and is_async:
-            step = {p: self.masters[p] - p.detach() for p in self.parameters if self.held.get(p) != 0}  # u_t
+            step = {p: self.masters[p] - p.detach() for p in moved if self.held.get(p) != 0}  # u_t
             strengths = {p: strength * min(self.held.get(p, count) / count, 1.0) for p in step}
             ahead = (_feed_back if self.dtype is None else _look_ahead)(step, self.step_before, strengths)
             self.step_before = step
@@ -331,20 +332,18 @@ def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _feed_back(step: Weights, before: Weights | None, strengths: dict[Tensor, float]) -> Weights:
-    """Correct the steps just taken; at the first there is nothing to compare with."""
-    for p, u in step.items():
-        if before is not None:
-            p.sub_(u - before[p], alpha=strengths[p])
+def _feed_back(step: Weights, before: Weights, strengths: dict[Tensor, float]) -> Weights:
+    """Correct the steps just taken; at the first of a parameter there is nothing to compare with."""
+    for p in step.keys() & before.keys():
+        p.sub_(step[p] - before[p], alpha=strengths[p])
     return {}
 
 
 @torch.no_grad()
-def _look_ahead(step: Weights, before: Weights | None, strengths: dict[Tensor, float]) -> Weights:
+def _look_ahead(step: Weights, before: Weights, strengths: dict[Tensor, float]) -> Weights:
     """The same with masters Y in the parameters: W_{t+1} = Y_{t+1} - strength * u_t, after Y_1 += strength * u_0."""
-    for p, u in step.items():
-        if before is None:
-            p.add_(u, alpha=strengths[p])
+    for p in step.keys() - before.keys():
+        p.add_(step[p], alpha=strengths[p])
     return {p: torch.sub(p.detach(), u, alpha=strengths[p]) for p, u in step.items()}
 
 

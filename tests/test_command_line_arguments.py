@@ -207,7 +207,7 @@ def test_another_cause_is_not_taken_for_an_unknown_name(
         ),
         (
             ["--trainer.strategy.staleness", "some"],
-            "--trainer.strategy.staleness: expected 'uniform', 'least', 'fresh_last_stage' or null, got 'some'",
+            "--trainer.strategy.staleness: expected 'uniform', 'least' or null, got 'some'",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -175,7 +175,6 @@ def test_sections_that_are_missing_are_named(capsys: pytest.CaptureFixture[str])
 
 # A tool, what it cannot do without, and an option of its own that lacks the last letter.
 SHORTENED = [
-    ["ablate", str(ROOT / "recipes/ablations/smoke.yaml"), "--worker=1"],
     ["bench", "schedule", "--stage=2"],
     ["bench", "compute", "--micro-batche=2"],
     ["bench", "optimizer", "--layer=1"],

@@ -80,9 +80,7 @@ def test_what_internals_names_exists() -> None:
 )  # fmt: skip
 def test_what_is_gone_is_noticed(text: str) -> None:
     assert unknown_names(text)
-    assert not unknown_names(
-        "`core/updates/ticket.py:TicketOffice.file`, `TicketOffice.redeemed`, `tests/workers.py`"
-    )
+    assert not unknown_names("`core/updates/ticket.py:TicketOffice.file`, `TicketOffice.redeemed`, `tests/workers.py`")
 
 
 def test_the_files_in_the_diagram_of_internals_exist() -> None:

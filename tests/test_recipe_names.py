@@ -52,7 +52,6 @@ def test_what_can_be_no_name_is_left_to_who_reads_it(given: str) -> None:
     ("given", "nearest"),
     [
         ("quikstart", "(the nearest of the package's: quickstart, "),
-        ("least", "(the nearest of the package's: ablation/least; "),
         ("x/frob.yaml", "(`asyncpp recipes` lists them)"),
     ],
 )
@@ -91,7 +90,6 @@ def test_commands_of_lightning_take_names(given: list[str], expected: list[str])
         ["validate", "--config=quikstart"],
         ["check", "--config", "quikstart"],
         ["plan", "quikstart"],
-        ["ablate", "quikstart"],
         ["bench", "time-to-loss", "--config", "quikstart"],
         ["recipes", "--copy", "quikstart"],
     ],
@@ -113,14 +111,11 @@ def test_a_recipe_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "class_path: lightning_asyncpp.AsyncPipelineStrategy" in capsys.readouterr().out
 
 
-def test_an_ablation_is_copied_with_what_it_trains(tmp_path: Path) -> None:
-    written = copy_recipe("ablation/least", tmp_path / "mine")
-    assert written == [tmp_path / "mine" / "least.yaml", tmp_path / "mine" / "base" / "small.yaml"]
-    assert written[1].read_text() == (FOLDER / "ablation" / "base" / "small.yaml").read_text()
-    written[0].unlink()
-    with pytest.raises(ConfigurationError, match=r"base/small\.yaml: already there, and not written over"):
-        copy_recipe("ablation/least", tmp_path / "mine")
-    assert not written[0].exists()
+def test_a_recipe_is_copied_over_no_other_file(tmp_path: Path) -> None:
+    written = copy_recipe("quickstart", tmp_path / "mine")
+    assert written.read_text() == Path(QUICKSTART).read_text()
+    with pytest.raises(ConfigurationError, match=r"quickstart\.yaml: already there, and not written over"):
+        copy_recipe("quickstart", tmp_path / "mine")
 
 
 def test_a_recipe_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None:
@@ -136,19 +131,12 @@ def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 def test_recipes_to_train_are_listed_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each once, with a whole sentence in its line; of the experiments only how many there are."""
+    """Each once, with a whole sentence in its line."""
     lines = listed(capsys)
     named = [line.split()[0] for line in lines if line.startswith("  ")]
     assert named[0] == "quickstart"
-    assert sorted(named) == [name for name in package_recipes() if "/" not in name]
-    assert all(line.endswith(".") and len(line) <= 120 for line in lines if line.startswith("  "))
-    experiments = len(list((FOLDER / "ablation").glob("*.yaml")))
-    assert lines[-1] == f"{experiments} experiments for `asyncpp ablate`: `asyncpp recipes --all` lists them, too."
-
-
-def test_all_recipes_are_listed_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    named = [line.split()[0] for line in listed(capsys, "--all") if line.startswith("  ")]
     assert sorted(named) == sorted(package_recipes())
+    assert all(line.endswith(".") and len(line) <= 120 for line in lines if line.startswith("  "))
 
 
 QUICK = """

@@ -13,24 +13,20 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning_asyncpp.tools.prepare.prepare import _request
 
 from lightning_asyncpp.cli import AsyncppCLI, main, make_cli
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.tools.ablation.recipe.check import find_problems
-from lightning_asyncpp.tools.ablation.recipe.rows import make_rows
 from lightning_asyncpp.tools.parsers import prepare_parser
 from tests.data.unigram import unigram_loss
-from tests.tools.ablation.small import load_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 OF_GPTS = [path for path in RECIPES if not path.stem.startswith("hf_")]  # the others: tests/trainer/hf
 LARGE = [path for path in OF_GPTS if not path.stem.startswith("quickstart")]
 QUICKSTARTS = [ROOT / "recipes" / f"{name}.yaml" for name in ("quickstart", "quickstart_sync")]
-ABLATIONS = sorted((ROOT / "recipes" / "ablation").glob("*.yaml"))
-TRAINED = sorted((ROOT / "recipes" / "ablation" / "base").glob("*.yaml"))
 STRUCTURE = {
     "trainer",
     "model",
@@ -52,7 +48,7 @@ def run(*arguments: str, cwd: Path, timeout: int = 280) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("path", RECIPES + TRAINED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_key_has_a_comment_above(path: Path) -> None:
     lines = path.read_text().splitlines()
     bare = []
@@ -61,22 +57,6 @@ def test_every_key_has_a_comment_above(path: Path) -> None:
         if key and key.group(1) not in STRUCTURE and not above.lstrip().startswith("#"):
             bare.append(line.strip())
     assert not bare
-
-
-@pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)
-def test_ablations_are_valid_and_explain_their_keys(path: Path) -> None:
-    recipe = load_recipe(path)
-    assert recipe.name == path.stem
-    assert make_rows(recipe)
-    lines = path.read_text().splitlines()
-    keys = [(above, line) for above, line in zip(["", *lines], lines) if re.match(r"\w+:", line)]
-    assert all(above.startswith("#") for above, _ in keys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)
-def test_every_training_of_an_ablation_can_be_configured(path: Path) -> None:
-    assert find_problems(load_recipe(path)) == []
 
 
 def loaded(name: str) -> dict[str, Any]:
@@ -99,29 +79,14 @@ def test_recipes_for_gpus_have_weight_versions_in_bf16(path: Path) -> None:
     assert loaded(path.stem)["trainer"]["strategy"]["init_args"]["weight_dtype"] == "bf16"
 
 
-NEWER = ("least", "least_optimizers", "least_seeds", "budget", "sizes", "settings")
-CUTS = dict.fromkeys(NEWER, (2, 1, 1, 2))  # layers of each stage, where results were taken under the default
-
-
-def stages_of(recipe: dict[str, Any]) -> list[int]:
-    """Numbers of stages over which a recipe cuts its model: of a pipeline, or of an ablation's emulated ones."""
-    if "trainer" in recipe:
-        return [recipe["trainer"]["devices"]]
-    delays = [delay for delay in recipe["delays"] if isinstance(delay, dict) and "micro_batches" in delay]
-    return sorted({delay["stages"] for delay in delays if "stages" in delay and delay.get("partition") != "uniform"})
-
-
-@pytest.mark.parametrize("path", QUICKSTARTS + ABLATIONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", QUICKSTARTS, ids=lambda path: path.stem)
 def test_published_results_belong_to_the_default_cut(path: Path) -> None:
-    """Most were taken when all stages had the same number of layers: where that is not the default, recipes say so."""
-    recipe = yaml.safe_load(path.read_text())
-    trained = recipe if "model" in recipe else yaml.safe_load((path.parent / recipe["recipe"]).read_text())
+    """They were taken when all stages had the same number of layers."""
+    recipe = loaded(path.stem)
     with torch.device("meta"):
-        model = GPT(GPTConfig(**trained["model"]["init_args"]["config"]))
-    for stages in stages_of(recipe):
-        partition = choose_partition(model, 0, stages, "auto")
-        counts = CUTS.get(path.stem, partition.uniform)
-        assert partition.counts == counts, f"{path.name} with {stages} stages: give partition: {counts}"
+        model = GPT(GPTConfig(**recipe["model"]["init_args"]["config"]))
+    partition = choose_partition(model, 0, recipe["trainer"]["devices"], "auto")
+    assert partition.counts == partition.uniform
 
 
 def test_the_adamw_twin_differs_in_the_optimizer_alone() -> None:

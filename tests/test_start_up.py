@@ -203,10 +203,3 @@ def test_names_that_were_in_cli_are_still_found_there() -> None:
     assert cli.read_configuration is read_configuration
     with pytest.raises(AttributeError, match="no attribute 'frob'"):
         _ = cli.frob
-
-
-def test_the_former_name_of_the_trainers_room_is_found() -> None:
-    import lightning_asyncpp
-
-    assert lightning_asyncpp.pytorch.GPTModule is lightning_asyncpp.GPTModule
-    assert set(lightning_asyncpp.pytorch.__all__) == set(lightning_asyncpp.trainer.__all__)

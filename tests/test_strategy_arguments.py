@@ -35,7 +35,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("interface", "", "the name of a network interface"),
     ("state_dict_type", "shard", "must be 'full' or 'sharded'"),
     ("async_checkpoints", "yes", "True or False"),
-    ("staleness", "lest", "'uniform' or 'least' or 'fresh_last_stage'"),
+    ("staleness", "lest", "'uniform' or 'least'"),
     ("slack", -1, "0 or more, or 'exact'"),
     ("slack", "exactly", "0 or more, or 'exact'"),
     ("partition", [], "'auto', 'uniform', or a list"),
@@ -120,11 +120,6 @@ def test_functions_of_fabrics_strategies() -> None:
         fabric.AsyncPipelineStrategy(split_batch=3, loss_reduction="max")
 
 
-def test_whether_an_inexact_resume_is_accepted_is_yes_or_no() -> None:
-    with pytest.raises(ConfigurationError, match=r"inexact_resume='no' must be True or False"):
-        pytorch.AsyncPipelineStrategy(inexact_resume="no")
-
-
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *EMULATORS], ids=name_of)
 def test_the_signature_has_every_argument_and_no_other_is_taken(strategy: type) -> None:
     parameters = inspect.signature(strategy).parameters
@@ -160,7 +155,7 @@ def test_the_page_tells_of_every_argument_and_its_default(heading: str, strategi
     parameters = {name: p for strategy in strategies for name, p in inspect.signature(strategy).parameters.items()}
     of_ddp = inspect.signature(DDPStrategy).parameters
     told = told_defaults(heading)
-    assert told.keys() >= parameters.keys() - OF_EVERY_STRATEGY - OF_MODELS - {"parallel_devices", "inexact_resume"}
+    assert told.keys() >= parameters.keys() - OF_EVERY_STRATEGY - OF_MODELS - {"parallel_devices"}
     assert parameters.keys() >= told.keys()
     for name, cell in told.items():
         default = parameters[name].default

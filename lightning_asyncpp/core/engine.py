@@ -24,14 +24,14 @@ from lightning_asyncpp.core.progress import PROGRESS
 from lightning_asyncpp.core.randomness import CallersGenerators
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.recording.trace import Beside
 from lightning_asyncpp.core.runner.common import Flight, StageBeforeFailedError, Task
 from lightning_asyncpp.core.runner.stages import stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.stage_optimizer import HyperParameters
+from lightning_asyncpp.core.trace import Beside
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire.transport import Transport
@@ -179,21 +179,26 @@ class Engine:
         if self.accumulating:
             self.updates.drop_open(self.next_forward, self.next_backward)
 
-    def close(self, ticket: Ticket, payload: Payload | None = None) -> None:
+    def close(
+        self, hyper_parameters: HyperParameters | None = None, payload: Payload | None = None, note: Any = None
+    ) -> None:
         """Declare the mini-batch complete: the batches since the last close share one update.
 
         Args:
-            ticket: what was set for its update.
+            hyper_parameters: of every group of the optimizer, for its update.
             payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
                 stages give counts.
+            note: what the strategy wants to know at its update.
         """
         with self.generators.set_aside():
-            finish(self.iter_close(ticket, payload))
+            finish(self.iter_close(hyper_parameters, payload, note))
 
-    def iter_close(self, ticket: Ticket, payload: Payload | None = None) -> Actions[None]:
+    def iter_close(
+        self, hyper_parameters: HyperParameters | None = None, payload: Payload | None = None, note: Any = None
+    ) -> Actions[None]:
         """Declare the mini-batch complete; with a flush, finish its backwards. Arguments as for :meth:`close`."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
-        self.updates.close(self.next_forward, ticket, payload)
+        self.updates.close(self.next_forward, hyper_parameters, payload, note)
         if flushes:
             yield from self._iter_backwards()
         self.updates.launch_complete(self.next_backward)

@@ -26,9 +26,9 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner.stages import stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.stage_optimizer import HyperParameters
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.weights import WeightVersions
 
 T = TypeVar("T")
@@ -133,10 +133,12 @@ class LocalPipeline(Engine):
         for engine in self.engines:
             engine.drop()
 
-    def close(self, ticket: Ticket, payload: Payload | None = None) -> None:
+    def close(
+        self, hyper_parameters: HyperParameters | None = None, payload: Payload | None = None, note: Any = None
+    ) -> None:
         """Declare the mini-batch complete on all stages; arguments as for :meth:`Engine.close`."""
         with self.generators.set_aside():
-            self._take_turns([engine.iter_close(ticket, payload) for engine in self.engines])
+            self._take_turns([engine.iter_close(hyper_parameters, payload, note) for engine in self.engines])
 
     def apply_due(self) -> list[Update]:
         """Apply the updates whose time has come; return those of the first stage."""
@@ -214,10 +216,12 @@ class LocalPipeline(Engine):
             return True  # a drain has applied the update
         if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):
             return False  # it takes the weights that the owner's update makes
+        for other in reversed(self.engines):
+            other.updates.poll()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
             return False
         if engine.schedule.steps_ahead(action.index) and not mini_batch.stepped:
-            return True
+            return mini_batch.can_send()
         return len(self.engines) == 1 or action.index in mailbox.totals
 
     def _follow_owners(self, number: int) -> None:
@@ -254,7 +258,7 @@ class AllWeights(WeightVersions):
         return min(weights.newest for weights in self._all)
 
     @property
-    def masters_hold_weights(self) -> bool:  # type: ignore[override]
+    def masters_hold_weights(self) -> bool:
         """Whether masters, if there are any, hold what the versions do."""
         return all(weights.masters_hold_weights for weights in self._all)
 

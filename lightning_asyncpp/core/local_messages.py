@@ -156,6 +156,10 @@ class LocalTransport(Transport):
         """Hand what this stage and those behind it have summed up to the stage before."""
         self._mailbox.parts[self._stage - 1, mini_batch] = vector
 
+    def has_part(self, mini_batch: int) -> bool:
+        """Whether the stages behind have summed up theirs."""
+        return (self._stage, mini_batch) in self._mailbox.parts
+
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
         """Return what the stages behind have summed up."""
         return self._mailbox.parts.pop((self._stage, mini_batch))

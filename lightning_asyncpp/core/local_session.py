@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import accumulate
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
@@ -24,40 +23,8 @@ from lightning_asyncpp.core.local import LocalPipeline
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer
 from lightning_asyncpp.errors import ConfigurationError
-
-
-class LocalOptimizer:
-    """One optimizer of the whole model, which steps the parameters of one stage at a time.
-
-    Args:
-        of_stages: the same optimizer, attached to the engine of every stage.
-    """
-
-    def __init__(self, of_stages: Sequence[AttachedOptimizer]) -> None:
-        self._of_stages = of_stages
-        self.optimizer = of_stages[0].optimizer
-        self.file_ticket = of_stages[0].file_ticket
-
-    @property
-    def update(self) -> Update | None:
-        """The update that is being applied."""
-        return next((attached.update for attached in self._of_stages if attached.update is not None), None)
-
-    def tell_delay(self) -> None:
-        """Tell the optimizer how old the oldest gradients are."""
-        self._of_stages[0].tell_delay()
-
-    def check_drain(self) -> None:
-        """Refuse a drain while an update is applied."""
-        for attached in self._of_stages:
-            attached.check_drain()
-
-    def release(self) -> None:
-        """Let the engines go."""
-        for attached in self._of_stages:
-            attached.release()
 
 
 class LocalSession(PipelineSession):
@@ -131,15 +98,14 @@ class LocalSession(PipelineSession):
             stage.refresh()
         settings = self.settings if training else self.settings.with_delay(0)
         self._release_optimizer()
-        self.watch.failure, self._attached = None, None
+        self.watch.failure, self._stage_optimizer = None, None
         self.engine = LocalPipeline(
             self.stage, self._stages, settings.resolved(self.num_stages), self.seed, device, hooks
         )
         return self.engine
 
-    def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
-        """Take the optimizer of the whole model; arguments as for :meth:`PipelineSession.attach`."""
-        self._release_optimizer()
-        engines = self.running().parts
-        attached = [AttachedOptimizer(optimizer, engine, step, self.watch.check) for engine in engines]
-        self._attached = LocalOptimizer(attached)  # type: ignore[assignment]
+    def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
+        """Have the updates of every stage step its own parameters."""
+        optimizer, check = self.stage_optimizer.optimizer, self.watch.check
+        of_stages = [StageOptimizer(optimizer, part.stage.parameters.values()) for part in engine.parts]
+        self._attached = [AttachedOptimizer(own, part, step, check) for own, part in zip(of_stages, engine.parts)]

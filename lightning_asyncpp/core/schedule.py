@@ -3,12 +3,13 @@
 Micro-batches are counted over the whole run: with ``m`` of them per mini-batch, micro-batch ``k`` belongs to
 mini-batch ``t = k // m``. A stage keeps its forwards ``depth`` micro-batches ahead of its backwards,
 
-    depth(s) = (P - 1 - s) + (P - 1 - s) * (lookahead + 1) // P,
+    depth(s) = b (1 + q) + b (r + 1) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1),
 
-which strictly decreases with the stage, so that every gradient a stage waits for is already under way. A hop between
-neighbours whose depths differ by one has no slack: its latency is waited for. Where they differ by two, the gradient is
-under way while something else is computed. What a run of hops without slack costs grows with its length, so the extra
-micro-batches are spread evenly over the pipeline.
+which strictly decreases with the stage, so that every gradient a stage waits for is already under way, and is P - 1 +
+lookahead on the first one. A hop between neighbours whose depths differ by one has no slack: its latency is waited for.
+Each micro-batch that they differ by beyond that is computed while the gradient is under way. What a run of hops without
+slack costs grows with its length, so the extra micro-batches are spread evenly over the pipeline: every P - 1 of them
+give each hop one more.
 
 Without a flush, a stage runs the first ``h`` micro-batches of a mini-batch on the weights before the newest update, and
 the others on the newest ones (:func:`held_back`). All of them is PipeDream-2BW (Narayanan et al., ICML 2021); no fewer
@@ -24,7 +25,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-Staleness = Literal["uniform", "least", "fresh_last_stage"]
+Staleness = Literal["uniform", "least"]
 Slack = int | Literal["exact"]
 
 
@@ -48,22 +49,19 @@ class Action:
 
 
 def depth(stage: int, num_stages: int, lookahead: int) -> int:
-    """Number of micro-batches by which the forwards of ``stage`` run ahead of its backwards.
-
-    More lookahead than P - 1 has nothing left to hide.
-    """
+    """Number of micro-batches by which the forwards of ``stage`` run ahead of its backwards."""
     behind = num_stages - 1 - stage
-    return behind + behind * (min(lookahead, num_stages - 1) + 1) // num_stages
+    everywhere, rest = divmod(lookahead, max(num_stages - 1, 1))
+    return behind * (1 + everywhere) + behind * (rest + 1) // num_stages
 
 
 def largest_lookahead(num_stages: int, micro_batches: int, num_replicas: int) -> int:
-    """Largest useful lookahead of an asynchronous pipeline; negative if not even 0 fits.
+    """Largest lookahead of an asynchronous pipeline; negative if not even 0 fits.
 
     The first stage may run ``micro_batches`` ahead, one less with replicas: their gradient reduction needs somewhere to
     hide.
     """
-    room = micro_batches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
-    return min(room, num_stages - 1)
+    return micro_batches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
 
 
 def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
@@ -71,15 +69,13 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
 
     ``"uniform"``: all. ``"least"``: ``depth(s) + slack``, or ``depth(0)`` on every stage for the slack ``"exact"``: by
     then the first stage has the gradient of the mini-batch before, so its norm over all stages is known.
-    ``"fresh_last_stage"``: all, but none on the last stage.
 
     Returns:
         the number h, which a mini-batch may fall short of; None for all of them, however many there are.
     """
-    if staleness == "least":
-        return depth(0, num_stages, lookahead) if slack == "exact" else depth(stage, num_stages, lookahead) + slack
-    is_fresh = staleness == "fresh_last_stage" and stage == num_stages - 1
-    return 0 if is_fresh else None
+    if staleness == "uniform":
+        return None
+    return depth(0, num_stages, lookahead) if slack == "exact" else depth(stage, num_stages, lookahead) + slack
 
 
 def agrees_first(staleness: Staleness, slack: Slack) -> bool:
@@ -88,7 +84,7 @@ def agrees_first(staleness: Staleness, slack: Slack) -> bool:
     With the slack ``"exact"`` the first stage has its gradient when it has run the ``depth(0)`` forwards of the next
     mini-batch that it holds back. No stage can run more of these before: none waits for another there.
     """
-    return slack == "exact" if staleness == "least" else staleness == "uniform"
+    return staleness == "uniform" or slack == "exact"
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,8 @@ class StalenessRule:
 
     Attributes:
         delay: updates between the weights of a gradient and the weights that it is applied to: 1, or 0 throughout.
-        synchronous_start: number N of mini-batches at the beginning that end with a flush and have no delay.
+        synchronous_start: number N of mini-batches at the beginning that end with a flush and have no delay: 1 where
+            stages clip by the norm of the mini-batch before, which the very first has not.
         held: how many micro-batches of a mini-batch the delay is for; None: all, as in PipeDream-2BW.
     """
 
@@ -201,10 +198,7 @@ class Schedule:
         return held is not None and not self.agrees_first and behind > 0
 
     def reaches_newest(self, mini_batch: int) -> bool:
-        """Whether micro-batches of mini-batch t may run at the weights that its own update will be applied to.
-
-        The same on all stages: a fresh last stage has nothing in flight between two batches.
-        """
+        """Whether micro-batches of mini-batch t may run at the weights that its own update will be applied to."""
         return self.pipeline_rule.at_newest(mini_batch) or self.staleness == "least"
 
     def applies_after_next_batch(self, mini_batch: int, micro_batches: int) -> bool:

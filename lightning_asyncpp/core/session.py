@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -25,21 +23,18 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.cut.tied_state import tied_group_problems
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failures.failure_watch import FailureWatch
-from lightning_asyncpp.core.manifest import Manifest, Section
-from lightning_asyncpp.core.optimizers.advice import advice_on_micro_batches
-from lightning_asyncpp.core.optimizers.fitness import sparse_problems, stage_problems, version_problems
+from lightning_asyncpp.core.ranks.agreed import compare_ranks
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
-from lightning_asyncpp.core.ranks.manifests import agree_on_run, agree_on_sections, differences_between_ranks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer, name_parameters
 from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
+from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
 class PipelineSession:
@@ -50,13 +45,13 @@ class PipelineSession:
         timeout: of blocking communication; default: torch's.
 
     Attributes:
-        manifest: what the run is.
+        started_with: what all ranks must share before they connect: settings and versions, in words.
         watch: what is known of failures, and done about them.
     """
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         self.settings, self.timeout = settings, timeout
-        self.manifest = Manifest()
+        self.started_with = {name: repr(value) for name, value in vars(settings).items()}
         self.watch = FailureWatch(settings.heartbeat, timeout)
         self.mesh: Mesh | None = None
         self.engine: Engine | None = None
@@ -65,7 +60,8 @@ class PipelineSession:
         self.stage: Stage | None = None
         self.averages: Averages | None = None
         self.seed = 0
-        self._attached: AttachedOptimizer | None = None
+        self._stage_optimizer: StageOptimizer | None = None
+        self._attached: list[AttachedOptimizer] = []
 
     def connect(self, rank: int, world_size: int) -> Mesh:
         """Fit the settings to the world and make the process groups; a collective call.
@@ -78,33 +74,14 @@ class PipelineSession:
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
             self.mesh.connect(
-                self.timeout, self.settings.neighbour_ctas, agree=partial(self._agree_at_first, self.mesh)
+                self.timeout, self.settings.neighbour_ctas, agree=partial(compare_ranks, self.mesh, self.started_with)
             )
         self.watch.begin(self.mesh)
         return self.mesh
 
-    def agree(self, name: str, section: Section, known: Mapping[str, Section] | None = None) -> None:
-        """Keep a section of the manifest, and compare it with those of all ranks; a collective call.
-
-        Args:
-            name: of the section.
-            section: its values.
-            known: other sections, in which differences are named, too, if there are any in this one.
-
-        Raises:
-            ConfigurationError: ranks differ; every rank finds the same.
-        """
-        others = {other: Manifest().keep(other, values) for other, values in (known or {}).items()}
-        agree_on_sections(self._connected(), {name: self.manifest.keep(name, section)}, known=others)
-
-    def compare(self, name: str, section: Section) -> list[str]:
-        """As :meth:`agree`, for what may be right in either way: in what ranks differ, in words."""
-        return differences_between_ranks(self._connected(), name, self.manifest.keep(name, section))
-
-    def _agree_at_first(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
-        """Compare what was kept before there was a connection."""
-        self.manifest.run = agree_on_run(mesh, self.manifest.run, group)
-        agree_on_sections(mesh, self.manifest.sections, group)
+    def compare(self, entries: Mapping[str, str]) -> None:
+        """Raise ConfigurationError on every rank if one has other entries than rank 0; a collective call."""
+        compare_ranks(self._connected(), entries)
 
     def cut(
         self,
@@ -126,9 +103,6 @@ class PipelineSession:
             partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
-            problems = [p for tie in self.stage.whole.ties if tie.is_trained for p in tie.problems(self._fresh_stage)]
-            if problems:
-                raise ConfigurationError.from_problems(problems)
         self.averages.cut()
         self.seed = seed
         return self.stage
@@ -150,7 +124,7 @@ class PipelineSession:
             self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
         self._release_optimizer()
-        self.watch.failure, self._attached = None, None
+        self.watch.failure, self._stage_optimizer = None, None
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
@@ -179,46 +153,41 @@ class PipelineSession:
         layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
         return f"{mesh.describe()}, {engine.settings.describe(engine.schedules())}{layers}{route}"
 
-    def attach(self, optimizer: Optimizer, step: OptimizerStep, with_closure: bool = False) -> None:
-        """Take the optimizer of this stage's parameters, and tell it the delay if it wants to know; collective.
+    def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
+        """Take this stage's part of an optimizer of the whole model.
 
         Args:
-            optimizer: of this stage.
+            optimizer: made from the whole model: see :meth:`Stage.whole_model`.
             step: clips the gradient of an update, and steps the optimizer.
-            with_closure: whether its steps are given a closure that does more than to return something.
 
         Raises:
-            ConfigurationError: it cannot step a stage by itself, one gradient per step is not enough for it, or it
-                treats the copies of a shared parameter differently.
+            ConfigurationError: a layer cannot be trained on this rank; all of them raise it.
         """
-        engine, mesh = self.running(), self._connected()
-        stage = engine.stage
-        problems = [*stage_problems(optimizer, with_closure), *sparse_problems(stage.model)]
-        if engine.schedule.stage_rule.held:
-            problems += version_problems(optimizer)
-        if not engine.mesh.is_last:  # the last stage runs each backward at once
-            problems += cuda_graph_problems(stage.model, engine.runner.device)
-        agree_on_problems(mesh, problems)
-        ties, fresh = self.whole_model.ties, self._fresh_stage
-        problems = tied_group_problems(mesh, ties, stage.parameters, optimizer, fresh)
-        if problems:
-            raise ConfigurationError.from_problems(problems)
-        self._advise(optimizer, engine.settings)
-        stage.layers_elsewhere = {}  # whoever groups parameters has done so
+        engine, mesh, stage = self.running(), self._connected(), self.stage
+        assert stage is not None
+        # The last stage runs each backward at once.
+        agree_on_problems(mesh, [] if mesh.is_last else cuda_graph_problems(stage.model, engine.runner.device))
         self._release_optimizer()
-        self._attached = AttachedOptimizer(optimizer, engine, step, self.watch.check)
+        with stage.whole_model():
+            name_parameters(optimizer, {p: name for name, p in stage.root.named_parameters()})
+        self._stage_optimizer = StageOptimizer(optimizer, stage.parameters.values(), stage.copies())
+        self._attach_parts(engine, step)
 
-    def _advise(self, optimizer: Optimizer, settings: ResolvedSettings) -> None:
-        """Say what an optimizer does better with, where the number of micro-batches decides how many are delayed."""
-        if settings.delay and settings.staleness == "least":
-            advice = advice_on_micro_batches(optimizer, settings.num_stages, settings.micro_batches)
-            if advice is not None:
-                rank_zero_info(advice)
+    def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
+        """Have the updates of the engine step the optimizer."""
+        self.stage_optimizer.keep_own()
+        self._attached = [AttachedOptimizer(self.stage_optimizer, engine, step, self.watch.check)]
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The attached one."""
-        return None if self._attached is None else self._attached.optimizer
+        return None if self._stage_optimizer is None else self._stage_optimizer.optimizer
+
+    @property
+    def stage_optimizer(self) -> StageOptimizer:
+        """This stage's part of it."""
+        assert self._stage_optimizer is not None, "attach() an optimizer first"
+        return self._stage_optimizer
 
     @property
     def whole_model(self) -> WholeModel:
@@ -226,10 +195,10 @@ class PipelineSession:
         assert self.stage is not None, "cut() comes first"
         return self.stage.whole
 
-    def tell_delay(self) -> None:
+    def set_delay(self) -> None:
         """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
-        if self._attached is not None:
-            self._attached.tell_delay()
+        for attached in self._attached[:1]:  # of the oldest gradients
+            attached.set_delay()
 
     def check_failure(self) -> None:
         """Raise what ended the run, if anything did: no collective can succeed any more."""
@@ -247,14 +216,13 @@ class PipelineSession:
         return self.running().run(batch, step, afterwards)
 
     def close(self, payload: Payload | None = None, note: Any = None) -> None:
-        """End the mini-batch and file its ticket.
+        """End the mini-batch, with the hyper-parameters that are set now.
 
         Args:
             payload: what its control message carries.
-            note: what the strategy wants to find in its update's ticket.
+            note: what the strategy wants to know at its update.
         """
-        assert self._attached is not None, "attach() an optimizer before training"
-        self.running().close(self._attached.file_ticket(note), payload)
+        self.running().close(self.stage_optimizer.hyper_parameters(), payload, note)
 
     def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Apply the updates whose time has come.
@@ -268,8 +236,11 @@ class PipelineSession:
 
     def check_drain(self) -> None:
         """Raise RuntimeError if an update is being applied: what drains would find a part of it."""
-        if self._attached is not None:
-            self._attached.check_drain()
+        if self._update is not None:
+            raise RuntimeError(
+                "weights cannot be gathered, saved, loaded or evaluated while an update is applied, in a hook of its"
+                " step: do it in on_train_batch_end, or in a Fabric loop after optimizer.step()"
+            )
 
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
         """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
@@ -294,10 +265,9 @@ class PipelineSession:
             RuntimeError: no update is being applied; gradients exist only meanwhile.
         """
         check_norm_type(norm_type)
-        update = None if self._attached is None else self._attached.update
-        if update is None:
+        if self._update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        norm = update.message.norm
+        norm = self._update.message.norm
         clip_by_norm(self.running().weights.parameters.values(), norm, max_norm)
         return torch.tensor(norm)
 
@@ -322,8 +292,9 @@ class PipelineSession:
             self.engine.release()
 
     def _release_optimizer(self) -> None:
-        if self._attached is not None:
-            self._attached.release()
+        for attached in self._attached:
+            attached.release()
+        self._attached = []
 
     def leave(self) -> None:
         """Finish, and let nobody watch over this rank any longer; a collective unless the session failed."""
@@ -333,9 +304,9 @@ class PipelineSession:
             self.watch.guard.end()
 
     @property
-    def _fresh_stage(self) -> int | None:
-        """A last stage without delay, if there is one."""
-        return self._connected().num_stages - 1 if self.settings.staleness == "fresh_last_stage" else None
+    def _update(self) -> Update | None:
+        """The update that is being applied."""
+        return next((attached.update for attached in self._attached if attached.update is not None), None)
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"

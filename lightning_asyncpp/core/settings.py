@@ -16,7 +16,6 @@ from lightning_asyncpp.core.schedule import (
     Staleness,
     StalenessRule,
     agrees_first,
-    depth,
     largest_lookahead,
 )
 from lightning_asyncpp.errors import ConfigurationError
@@ -48,23 +47,6 @@ def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[s
         return [
             f"weight_dtype='bf16' needs precision='bf16-mixed', under which layers take weights and inputs of both"
             f" dtypes; got precision={precision!r}: set it, or leave weight_dtype out"
-        ]
-    return []
-
-
-def problems_of_start(synchronous_start: int, delay: int | str) -> list[str]:
-    """What is wrong with a synchronous start.
-
-    Args:
-        synchronous_start: its length, a whole number.
-        delay: of the gradients after it, or the name of one that differs from stage to stage.
-    """
-    if synchronous_start < 0:
-        return [f"synchronous_start={synchronous_start} must be 0 or more, in mini-batches"]
-    if synchronous_start > 0 and delay == 0:
-        return [
-            f"synchronous_start={synchronous_start} has no meaning without a delay: all mini-batches are synchronous;"
-            " leave it out"
         ]
     return []
 
@@ -124,7 +106,6 @@ class PipelineSettings:
     data_parallel_size: int = 1
     staleness: Staleness = "uniform"
     slack: Slack = 0
-    synchronous_start: int = 0
     weight_dtype: Literal["bf16"] | None = None
     partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
     placement: Placement = "pipeline_within_node"
@@ -164,15 +145,13 @@ class PipelineSettings:
         num_stages = world_size // self.data_parallel_size
         if self.delay and self._is_synchronous(num_stages):
             return self.with_delay(0).resolve(world_size)
-        micro_batches = num_stages if self.micro_batches is None else self.micro_batches
+        micro_batches = self._resolved_micro_batches(num_stages)
         lookahead = self._resolved_lookahead(num_stages, micro_batches)
         problems = problems_of_partition(self.partition, num_stages)
         problems += self._problems_of_schedule(num_stages, micro_batches, lookahead)
         if problems:
             return None, problems
         found = {"num_stages": num_stages, "micro_batches": micro_batches, "lookahead": lookahead}
-        if not agrees_first(self.staleness, self.slack):
-            found["synchronous_start"] = max(self.synchronous_start, 1)
         return ResolvedSettings(**vars(self) | found), []
 
     def resolved(self, world_size: int) -> ResolvedSettings:
@@ -186,21 +165,21 @@ class PipelineSettings:
         """The same pipeline with another delay: how a synchronous twin is made."""
         if delay:
             return replace(self, delay=delay)
-        return replace(self, delay=0, staleness="uniform", slack=0, synchronous_start=0)
+        return replace(self, delay=0, staleness="uniform", slack=0)
 
     def _problems_of_stages(self) -> list[str]:
         """What is wrong with the schedule, where the partition says how many stages there are."""
         if isinstance(self.partition, str):
             return []
         num_stages = len(self.partition)
-        micro_batches = num_stages if self.micro_batches is None else self.micro_batches
+        micro_batches = self._resolved_micro_batches(num_stages)
         return self._problems_of_schedule(
             num_stages, micro_batches, self._resolved_lookahead(num_stages, micro_batches)
         )
 
     def _type_problems(self) -> dict[str, str]:
         optional = ("micro_batches", "lookahead", "neighbour_ctas")
-        whole = (*optional, "data_parallel_size", "delay", "metric_slots", "max_message_bytes", "synchronous_start")
+        whole = (*optional, "data_parallel_size", "delay", "metric_slots", "max_message_bytes")
         values = {name: getattr(self, name) for name in whole}
         return {
             name: f"{name}={value!r} must be a whole number"
@@ -224,7 +203,6 @@ class PipelineSettings:
         if self.delay not in (0, 1):
             problems.append(f"delay={self.delay} must be 0 or 1")
         problems += self._problems_of_staleness()
-        problems += problems_of_start(self.synchronous_start, self.delay)
         if self.weight_dtype not in (None, "bf16"):
             problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for that of the parameters")
         if self.max_message_bytes < 1:
@@ -252,12 +230,17 @@ class PipelineSettings:
             return [f"slack={self.slack!r} has a meaning only with staleness='least': set that, or leave it out"]
         return []
 
+    def _resolved_micro_batches(self, num_stages: int) -> int:
+        if self.micro_batches is not None:
+            return self.micro_batches
+        return 2 * num_stages if num_stages > 1 else 1
+
     def _resolved_lookahead(self, num_stages: int, micro_batches: int) -> int:
         if self.lookahead is not None:
             return self.lookahead
         if self.delay == 0 or self.staleness == "least":
             return 0
-        return max(0, min(1, largest_lookahead(num_stages, micro_batches, self.data_parallel_size)))
+        return max(0, min(1, num_stages - 1, largest_lookahead(num_stages, micro_batches, self.data_parallel_size)))
 
     def _is_synchronous(self, num_stages: int) -> bool:
         """Whether no gradient is old; with the least staleness one stage has nothing under way at its update."""
@@ -266,29 +249,23 @@ class PipelineSettings:
     def _problems_of_schedule(self, num_stages: int, micro_batches: int, lookahead: int) -> list[str]:
         if self._is_synchronous(num_stages):
             return []
-        if self.staleness == "fresh_last_stage" and num_stages == 1:
-            return [
-                f"staleness={self.staleness!r} with one stage would be synchronous training; use more stages, or"
-                " strategy 'sync_pipeline'"
-            ]
         if micro_batches < num_stages:
             return [
                 f"micro_batches={micro_batches} is smaller than the number of stages ({num_stages}): without a flush"
                 f" every stage needs work; use micro_batches >= {num_stages}, or strategy 'sync_pipeline'"
             ]
         most = largest_lookahead(num_stages, micro_batches, self.data_parallel_size)
-        if depth(0, num_stages, lookahead) > depth(0, num_stages, most):
+        if lookahead > most:
             return [
                 f"lookahead={lookahead} does not fit {micro_batches} micro-batches over {num_stages} stages and"
                 f" {self.data_parallel_size} replica(s): the largest is {most};"
-                f" lower it, or use micro_batches >= {micro_batches + min(lookahead, num_stages - 1) - most}"
+                f" lower it, or use micro_batches >= {micro_batches + lookahead - most}"
             ]
         if self.nonfinite_gradients == "skip" and not agrees_first(self.staleness, self.slack):
-            usual, mend = (" (the default)", ", slack='exact'") if self.staleness == "least" else ("", "")
             return [
-                f"staleness={self.staleness!r}{usual} steps stages before it is known whether the gradients of the"
-                " others are finite, so nonfinite_gradients='skip' could not leave their updates out;"
-                f" use 'stop'{mend} or staleness='uniform'"
+                "staleness='least' (the default) steps stages before it is known whether the gradients of the others"
+                " are finite, so nonfinite_gradients='skip' could not leave their updates out;"
+                " use 'stop', slack='exact' or staleness='uniform'"
             ]
         return []
 
@@ -310,15 +287,19 @@ class ResolvedSettings(PipelineSettings):
         """Of the weight versions beside masters; None without masters."""
         return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
+    @property
+    def synchronous_start(self) -> int:
+        """Mini-batches at the beginning without delay: the first, where stages clip by the norm of the one before."""
+        return 0 if agrees_first(self.staleness, self.slack) else 1
+
     def describe(self, schedules: Sequence[Schedule] | None = None) -> str:
         """For the log: what runs in a batch, and how old its gradients are.
 
         Args:
             schedules: of all stages; default: where none shares a parameter with another.
         """
-        ahead = f", lookahead {min(self.lookahead, self.num_stages - 1)}" if self.delay else ""
-        start = self.synchronous_start
-        after = f", after {start} synchronous mini-batch{'es' if start > 1 else ''}" if start else ""
+        ahead = f", lookahead {self.lookahead}" if self.delay else ""
+        after = ", after 1 synchronous mini-batch" if self.synchronous_start else ""
         waits = "; every update waits for the replicas (slack=1 hides that)" if self.waits_for_replicas else ""
         return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay(schedules)}{after}{waits}"
 

@@ -23,8 +23,7 @@ from lightning_asyncpp.core.cut.partition_choice import example_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.host_copies import Reading
-from lightning_asyncpp.core.optimizers import described
-from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers, trains_nothing
+from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems
 from lightning_asyncpp.core.updates.clipping import check_norm_type
 from lightning_asyncpp.core.updates.mini_batch import Update
@@ -36,7 +35,6 @@ from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
-from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
@@ -68,7 +66,6 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         self._nan_losses = NanLosses()
         self._note = MiniBatchNote()
         self._recorder: Recorder | None = None
-        self._empty_optimizers = EmptyOptimizers()
         # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
         drop_backward_sync_control(self)
 
@@ -105,7 +102,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             problems = problems_of_layers(module, self._arguments.example_for(module), "the model")
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
-            self.session.agree("model", described_model(module))
+            self.session.compare(parameter_entries(module))
             self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
             parts, given = self.session.resolved.micro_batches, self._arguments.example_for(module)
@@ -113,8 +110,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             self._cut(module, None if is_cut else module, example=example)
             module.to(self.root_device)
             self.session.start(self._hooks, self.root_device, training=False)
-        if trains_nothing(module):  # what the user's next lines make from this stage's trained parameters is empty
-            self._empty_optimizers.begin()
+            self.session.whole_model.hidden.show(True)  # until there is an optimizer, which is made from all parameters
         return module
 
     def _is_cut(self, module: Module) -> bool:
@@ -123,16 +119,16 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Take the optimizer of this stage's parameters and make room for the second weights; a collective call.
+        """Take this stage's part of the whole model's optimizer and make room for the second weights; collective.
 
         Raises:
             ConfigurationError: on every rank, with the problems of all ranks.
         """
-        self._empty_optimizers.end()
+        if self.session.stage is None or self.session.optimizer is not None:
+            raise ConfigurationError(refusals.ONE_MODEL_ONE_OPTIMIZER)
+        self.session.whole_model.hidden.show(False)
         with self.session.watch.collective():
-            agree_on_problems(self._mesh, refusals.optimizer_problems(self.session, optimizer))
-            self.session.agree("optimizer", described.rule(optimizer))
-            self.session.agree("optimizer's", described.options(optimizer, None, self._mesh.stage))
+            self.session.compare(optimizer_entries(optimizer))
             self.session.finish()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
@@ -142,8 +138,9 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Refuse: the optimizer is made after the model was cut."""
-        raise ConfigurationError(refusals.JOINT_SETUP)
+        """Set up the model, and then its optimizer, which may have been made before."""
+        module = self.setup_module(module)
+        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def _hooks_of(self, module: Module) -> UserHooks:
         # What the user computes around the model is not Fabric's business; the wrapped model converts its output.
@@ -210,7 +207,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
-        """File the hyper-parameters of this mini-batch for its update, and apply the update whose time has come.
+        """Close this mini-batch with the hyper-parameters of now, and apply the update whose time has come.
 
         Raises:
             ConfigurationError: no batch was trained since the last step, or a closure is given.
@@ -266,7 +263,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             self._recorder.write()
 
     def _step_optimizer(self, update: Update) -> None:
-        optimizer, note = self.session.optimizer, update.ticket.note
+        optimizer, note = self.session.optimizer, update.note
         assert optimizer is not None
         if note.clipping is not None:
             note.clipping.apply(self.session)
@@ -274,7 +271,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     def _applied(self, updates: list[Update]) -> None:
         for update in updates:
-            self._nan_losses.updated(update.mini_batch, update.ticket.note.nan_places, update.message.finite)
+            self._nan_losses.updated(update.mini_batch, update.note.nan_places, update.message.finite)
             self.gradient_norm = update.message.norm
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
@@ -393,7 +390,6 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        self._empty_optimizers.end()
         self._end_recording()
         try:
             self.checkpoints.close()

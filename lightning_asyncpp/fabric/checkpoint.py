@@ -22,9 +22,9 @@ from lightning_asyncpp.core.checkpoint.apart import (
     own_entries,
     unite_entries,
 )
-from lightning_asyncpp.core.checkpoint.origin import PIPELINE
 from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.core.checkpoint.state import (
+    PIPELINE,
     facts,
     gather_model_state,
     gather_optimizer_state,
@@ -41,9 +41,7 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
-from lightning_asyncpp.fabric.crossed import told_who_wrote_it
 from lightning_asyncpp.fabric.private import converted_state
-from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 
 
 class CheckpointMixin(Strategy):
@@ -132,15 +130,9 @@ class CheckpointMixin(Strategy):
         if self.session.stage is not None:
             self._settle("fabric.load")
         self.checkpoints.settle()
-        with (
-            held_whole(path, self.checkpoint_io, ranks_of(self.session.mesh)),
-            told_who_wrote_it(self.checkpoint_io, path, weights_only, PIPELINE),
-        ):
-            return self._load(path, state, strict, weights_only)
-
-    def _load(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         if isinstance(state, Optimizer):
-            load_optimizer(self.session, state, super().load_checkpoint(path, None, strict, weights_only))
+            check_set_up(self.session, state)
+            load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only), None)
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -163,7 +155,7 @@ class CheckpointMixin(Strategy):
         for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
             check_set_up(self.session, state[name])
             load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
-            load_optimizer(self.session, state[name], remainder.pop(name))
+            load_optimizer_state(self.session, remainder.pop(name), progress)
             self._note = MiniBatchNote()
             self._resumed_at = self.session.running().next_forward
         return remainder
@@ -249,7 +241,7 @@ def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool)
             own = session.stage.state_dict()
             parts[name] = gather_model(session) if gathered else stage_model_state(session, own)
         elif session.optimizer is not None and value is session.optimizer:
-            parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session, value)
+            parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session)
             parts[PIPELINE] = (gather_pipeline_state if gathered else stage_pipeline_state)(session)
     return parts
 
@@ -272,18 +264,9 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
         raise ConfigurationError.from_problems(problems)
     check_copies(state, session.whole_model.same)
     own = stage.state_dict().keys()
-    stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
+    with stage.whole.hidden.hidden():
+        stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
     engine.weights.restore(engine.weights.newest, None)
-
-
-def load_optimizer(session: PipelineSession, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load this stage's part of a gathered optimizer state.
-
-    Raises:
-        ConfigurationError: the optimizer was not set up, or the state belongs to another number of stages.
-    """
-    check_set_up(session, optimizer)
-    load_optimizer_state(session, optimizer, state)
 
 
 def check_set_up(session: PipelineSession, optimizer: Optimizer) -> None:

@@ -7,16 +7,14 @@ from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_asyncpp.core.failures.progress_watch import ProgressWatch
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, differences, problems_with_place
 from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,
+    inexact_because,
     is_stateful,
-    problems_in_mid_epoch,
-    problems_with_workers,
     set_epoch,
 )
 from lightning_asyncpp.strategy_parts.shuffling import shuffle_by_epoch
@@ -56,9 +54,9 @@ class FabricLoader(ResumableLoader):
     def state_dict(self) -> dict[str, Any]:
         """Where training is: after the last batch that the loop has got, or between two epochs."""
         if self._rest is not None:  # loaded, and not gone on from yet
-            return {**self._rest, IDENTITY: self.identity}
+            return dict(self._rest)
         if self._resumed is not None:
-            return {**self._resumed[0], "is_over": True, IDENTITY: self.identity}
+            return {**self._resumed[0], "is_over": True}
         here = {"epoch": self._epoch, "is_over": self._is_over, "length": self.length}
         return {_PLACE: 1, **here, **super().state_dict()}
 
@@ -66,22 +64,14 @@ class FabricLoader(ResumableLoader):
         """Go on from a state of :meth:`state_dict`.
 
         Raises:
-            ConfigurationError: it is another's, or the loader cannot go on in the middle of an epoch, or would go on in
-                something else.
+            ConfigurationError: it is another's.
         """
         if _PLACE not in state:
             raise ConfigurationError(_RAW)
-        problems = problems_with_workers(self._given, state)
-        changes = differences(self.identity, state.get(IDENTITY))
-        if self._has_rest(state):
-            places = problems_with_place(self._given, state)
-            problems = [*problems, *problems_in_mid_epoch(self._given, state), *places, *changes]
-        elif changes:
-            rank_zero_info(f"The next epoch is not read as the last one was: {'; '.join(changes)}")
-        if problems:
-            raise ConfigurationError(
-                f"{'; '.join(problems)}. The checkpoint was written after batch {state['batches']} of an epoch: write"
-                " them at an epoch's end, or leave the loader out of the state"
+        if self._has_rest(state) and (reason := inexact_because(self._given, state)):
+            rank_zero_warn(
+                f"the checkpoint was written after batch {state['batches']} of an epoch, and its rest is not read as"
+                f" without the interruption: {reason}. Batches may be seen twice and others not at all"
             )
         self._rest = state
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.core.cut.units import model_problems
-from lightning_asyncpp.core.optimizers.configured import is_placeholder
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 
-JOINT_SETUP = (
-    "fabric.setup(model, optimizer): the optimizer was made for the whole model, but every rank keeps only its own"
-    " stage; call model = fabric.setup_module(model) first, make the optimizer from model.parameters(), and pass it to"
-    " fabric.setup_optimizers(optimizer)"
+ONE_MODEL_ONE_OPTIMIZER = (
+    "fabric.setup_optimizers: a pipeline has one model, which is set up first, and one optimizer. Call"
+    " model = fabric.setup_module(model), then fabric.setup_optimizers with an optimizer that has parameter groups"
 )
 BACKWARD = (
     "fabric.backward(): strategy.training_step(step_fn, batch) runs the backward passes itself, micro-batch by"
@@ -74,36 +71,3 @@ def module_problems(session: PipelineSession, module: nn.Module, precision: str,
     problems += problems_of_precision(precision) + problems_of_weight_dtype(session.settings.weight_dtype, precision)
     problems += model_problems(module, "the model")
     return problems + problems_of_reduction(loss_reduction)
-
-
-def optimizer_problems(session: PipelineSession, optimizer: Optimizer) -> list[str]:
-    """What is wrong with the optimizer that is set up."""
-    if session.stage is None:
-        return [
-            "the optimizer was set up before the model: call model = fabric.setup_module(model) first, and make the"
-            " optimizer from model.parameters(), which are then those of this rank's stage"
-        ]
-    if session.optimizer is not None:
-        return [
-            "a second optimizer was set up: a pipeline has exactly one update per mini-batch; use one optimizer with"
-            " parameter groups (MuonAdamW splits its parameters by itself)"
-        ]
-    return _parameter_problems(session.stage.parameters, optimizer)
-
-
-def _parameter_problems(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> list[str]:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_placeholder(p)}
-    problems = []
-    if held - {id(p) for p in parameters.values()}:
-        problems.append(
-            "the optimizer holds parameters that are not this stage's: it was made before"
-            " model = fabric.setup_module(model), or from another model; make it from model.parameters() afterwards"
-        )
-    left = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
-    if left and not problems:
-        problems.append(
-            f"parameters that require a gradient but are not in the optimizer: {', '.join(left[:8])}"
-            f"{' and more' if len(left) > 8 else ''}; their gradients would count in the norm: add them, or set"
-            " requires_grad=False before fabric.setup_module"
-        )
-    return problems

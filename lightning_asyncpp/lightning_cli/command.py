@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import jsonargparse
-import yaml  # type: ignore[import-untyped, unused-ignore]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -32,14 +31,6 @@ from lightning_asyncpp.lightning_cli.before_start import (
 from lightning_asyncpp.lightning_cli.ending import is_refusal
 from lightning_asyncpp.lightning_cli.mistakes import Mistake, Mistaken, arguments_without, collecting, further
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
-from lightning_asyncpp.lightning_cli.resumed_model import (
-    another_model,
-    check_arguments,
-    check_class,
-    differences,
-    model_arguments,
-    saved_hyper_parameters,
-)
 from lightning_asyncpp.lightning_cli.startup import say, say_what_is_logged
 from lightning_asyncpp.lightning_cli.yaml_limits import limit_yaml
 from lightning_asyncpp.private_names import required
@@ -71,8 +62,7 @@ class AsyncppCLI(LightningCLI):
         Mistakes in them are told all at once. A file that is no text, or has something where jsonargparse expects
         nothing of the kind, ends as any other mistake does: with a message.
         """
-        required(LightningCLI, "_parse_ckpt_path", "compare the model of a checkpoint with the recipe's")
-        self._args = args
+        required(LightningCLI, "_parse_ckpt_path", "take the model from the recipe, and not from a checkpoint")
         try:
             with collecting():
                 super().parse_arguments(parser, args)
@@ -89,55 +79,7 @@ class AsyncppCLI(LightningCLI):
             parser.error(f"the arguments or a recipe cannot be read: {type(error).__name__}: {error}")
 
     def _parse_ckpt_path(self) -> None:
-        """Take the model's arguments from the checkpoint.
-
-        Lightning puts them over those of the user without a word, reads all of the file for that, and ends with
-        whatever a damaged one is taken for.
-
-        Raises:
-            ConfigurationError: it cannot be read, is of another class, or has arguments that could make something run;
-                or a training would go on with another model than was asked for.
-        """
-        if not (subcommand := self.config.get("subcommand")):
-            return
-        section = self.config[subcommand]
-        ckpt_path = section.get("ckpt_path")
-        weights_only = section.get("weights_only")
-        if not (saved := saved_hyper_parameters(ckpt_path, weights_only)):
-            return
-        given, asked = _model_of(self._given_arguments(), subcommand), _model_of(self.config, subcommand)
-        check_class(ckpt_path, saved, asked)
-        arguments = model_arguments(saved, given, asked)
-        if weights_only is not False:  # with it the file has run what it wanted to
-            check_arguments(ckpt_path, arguments, self._as_saved(subcommand))
-        merged = self._with_model(arguments, ckpt_path)
-        if problems := list(differences(given, asked, _model_of(merged, subcommand))):
-            if subcommand == "fit":
-                raise another_model(ckpt_path, problems, "initial_weights" in asked.get("init_args", {}))
-            _note(f"the checkpoint's own model is used by {subcommand}:", *problems)
-        self.config = merged
-
-    def _as_saved(self, subcommand: str) -> dict[str, Any]:
-        """The ``model`` section in the plain values that a checkpoint would have of it."""
-        text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
-        return (yaml.safe_load(text)[subcommand] or {}).get("model") or {}
-
-    def _given_arguments(self) -> jsonargparse.Namespace:
-        """What recipes and command line have, without defaults."""
-        is_read = isinstance(self._args, dict | jsonargparse.Namespace)
-        parse = self.parser.parse_object if is_read else self.parser.parse_args
-        given: jsonargparse.Namespace = parse(self._args, defaults=False)
-        return given
-
-    def _with_model(self, arguments: dict[str, Any], ckpt_path: str) -> jsonargparse.Namespace:
-        """The configuration with other arguments of the model."""
-        section = {self.config["subcommand"]: {"model": arguments}}
-        try:
-            merged: jsonargparse.Namespace = self.parser.parse_object(section, self.config)
-        except SystemExit:
-            sys.stderr.write(f"asyncpp: error: the model's arguments above are those of the checkpoint {ckpt_path}\n")
-            raise
-        return merged
+        """Leave the model to recipe and command line: Lightning would import and call what a checkpoint names."""
 
     def before_instantiate_classes(self) -> None:
         """Keep what classes raise: where a key takes several types, jsonargparse tells of another one that it tried."""
@@ -203,11 +145,6 @@ def _read_without(parser: RecipeParser, args: Any, mistakes: Sequence[Mistake]) 
         check_values(parser.parse_args(arguments_without(given, mistakes)))
     except ConfigurationError as error:
         raise Mistaken([Mistake(problem, "(values)") for problem in error.problems], "") from None
-
-
-def _model_of(configuration: jsonargparse.Namespace, subcommand: str) -> dict[str, Any]:
-    model = configuration[subcommand].get("model")
-    return model.as_dict() if isinstance(model, jsonargparse.Namespace) else {}
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -334,8 +271,3 @@ def _is_no_tip(record: logging.LogRecord) -> bool:
 def _print(text: Any) -> None:
     encoding = sys.stdout.encoding or "utf-8"  # which may not have the bytes of a path
     print(str(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
-
-
-@rank_zero_only
-def _note(text: str, *items: str) -> None:
-    sys.stderr.write(f"asyncpp: {text}\n" + "".join(f"  - {item}\n" for item in items))

@@ -21,7 +21,6 @@ GROUPS: dict[str, dict[str, str]] = {
     "look": {
         "trace": "show where the time of a run went that `asyncpp fit --trace` recorded",
         "bench": "measure pipelines: schedule, compute, network, time-to-loss, optimizer; draw timelines",
-        "ablate": "train a grid of optimizers, learning rates, delays and corrections, and compare them",
     },
     "models in and out": {
         "export": "write a model as a folder of Hugging Face transformers",

@@ -16,7 +16,7 @@ _LIKE_A_NAME = re.compile(r"[\w./-]+")  # --config takes YAML and "-", too
 
 
 def package_recipes() -> dict[str, Path]:
-    """Name -> file: ``quickstart``, ``ablation/least`` and so on."""
+    """Name -> file: ``quickstart`` and so on."""
     package = Path(__file__).parents[1]
     installed, of_checkout = package / "recipes", package.parent / "recipes"
     folder = installed if installed.is_dir() else of_checkout

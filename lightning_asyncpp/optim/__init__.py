@@ -6,27 +6,7 @@ Nothing here imports Lightning, or knows of strategies and pipelines.
 from lightning_asyncpp.optim.error_feedback import ErrorFeedback
 from lightning_asyncpp.optim.muon import MuonAdamW
 from lightning_asyncpp.optim.normuon import NorMuonAdamW
-from lightning_asyncpp.optim.rivals.corrections import (
-    DelayCompensation,
-    GradientExtrapolation,
-    LearningRateDiscount,
-    NesterovLookAhead,
-)
-from lightning_asyncpp.optim.rivals.optimizers import MARS, Adan, Lion
 from lightning_asyncpp.optim.soap import SOAP
 from lightning_asyncpp.optim.weight_prediction import WeightPrediction
 
-__all__ = [
-    "MARS",
-    "SOAP",
-    "Adan",
-    "DelayCompensation",
-    "ErrorFeedback",
-    "GradientExtrapolation",
-    "LearningRateDiscount",
-    "Lion",
-    "MuonAdamW",
-    "NesterovLookAhead",
-    "NorMuonAdamW",
-    "WeightPrediction",
-]
+__all__ = ["SOAP", "ErrorFeedback", "MuonAdamW", "NorMuonAdamW", "WeightPrediction"]

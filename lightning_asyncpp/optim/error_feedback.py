@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.checks import BUFFER_DTYPES, buffer_dtype_problems, check_base, raise_problems
-from lightning_asyncpp.optim.correction import DelayCorrection, Weights
+from lightning_asyncpp.optim.correction import DelayCorrection, Entries, Weights
+from lightning_asyncpp.optim.options import BUFFER_DTYPES, check_options
 
 CPU_CHUNK_ELEMENTS = 2**17
 """Elements handled at a time on a CPU: what the operations share stays in its cache, and memory is read once. The
@@ -25,7 +26,7 @@ class ErrorFeedback(DelayCorrection):
     Source: "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous Pipeline Parallel LLM Pretraining",
     arXiv 2606.30634. With u_t the whole step of the base optimizer at update t (weights before minus after)::
 
-        W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at the first update
+        W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at a parameter's first update
 
     Where only the share phi of a gradient is an update old, as with the least staleness, a strategy scales strength by
     phi, stage by stage (:meth:`set_delay`; docs/research/theory.md, section 7).
@@ -64,14 +65,10 @@ class ErrorFeedback(DelayCorrection):
             is subtracted that was stored, so rounding errors do not add up: over a run they telescope.
 
     Raises:
-        ValueError: all problems of the configuration at once.
-        TypeError: ``base`` is not a callable that returns an optimizer.
+        ValueError: an option cannot be used.
     """
 
-    state_name = "error_feedback"
-    buffer_names = ("previous",)
-    option_names = ("strength", "buffer_dtype")
-    removed = {"anneal": False, "match_lr": False}
+    keys = ("previous_step",)
 
     def __init__(
         self,
@@ -80,9 +77,7 @@ class ErrorFeedback(DelayCorrection):
         strength: float = 1.0,
         buffer_dtype: str | None = None,
     ) -> None:
-        check_base(base)
-        problems = [] if strength >= 0 else [f"strength must be at least 0, got {strength!r}"]
-        raise_problems("ErrorFeedback", problems + buffer_dtype_problems(buffer_dtype))
+        check_options(self, {"strength": strength, "buffer_dtype": buffer_dtype})
         super().__init__(params, base)
         self.strength = strength
         self.buffer_dtype = buffer_dtype
@@ -90,56 +85,59 @@ class ErrorFeedback(DelayCorrection):
     @property
     def _moves_the_base_trajectory(self) -> bool:
         """Whether the parameters hold Y, and W is written beside them."""
-        return self._memory.compute is not None and not self.buffer_dtype
+        return self._compute is not None and not self.buffer_dtype
 
-    @property
-    def _compares_weights(self) -> bool:
-        return not self._moves_the_base_trajectory
+    def _weights_before(self, moving: list[Tensor], remembered: Entries) -> Weights:
+        if not self._moves_the_base_trajectory:
+            return super()._weights_before(moving, remembered)
+        buffers = {p: remembered[p]["previous_step"] if p in remembered else torch.empty_like(p) for p in moving}
+        return {p: buffer.copy_(p) for p, buffer in buffers.items()}
 
-    def _before_step(self, moving: list[Tensor], before: Weights) -> None:
-        if self._moves_the_base_trajectory:
-            for p in moving:
-                self._buffer("previous", p).copy_(p)
-
-    def _take_steps(self, moving: list[Tensor]) -> None:
-        """Let the buffers, which hold Y_t, hold u_t; what did not move has taken no step."""
-        moved = set(moving)
-        for p, buffer in self._memory.buffers["previous"].items():
-            if p not in moved:
-                buffer.zero_()
+    def _correct(self, params: list[Tensor], before: Weights, remembered: Entries) -> None:
+        for p in params:
+            if p not in before and p not in remembered:
                 continue
-            torch.sub(buffer, p.detach(), out=buffer)
-            if self._memory.steps == 0:
-                p.detach().add_(buffer, alpha=self._strength_of(p))
+            known = remembered.get(p, {}).get("previous_step")
+            correct = self._take_step if self._moves_the_base_trajectory else self._feed_back
+            self.state[p]["previous_step"] = correct(p.detach(), before.get(p), known, self._strength(p))
+
+    def _feed_back(self, weight: Tensor, before: Tensor | None, known: Tensor | None, strength: float) -> Tensor:
+        """Correct a weight, and return its step: 0 where it has no gradient."""
+        dtype = BUFFER_DTYPES[self.buffer_dtype] if self.buffer_dtype else weight.dtype
+        previous = torch.zeros_like(weight, dtype=dtype) if known is None else known
+        feed_back(weight, before, previous, 0.0 if known is None else strength)
+        return previous
+
+    def _take_step(self, weight: Tensor, before: Tensor | None, known: Tensor | None, strength: float) -> Tensor:
+        """Return the step of Y; after the first one strength * u_0 is added to Y."""
+        if before is None:
+            return torch.zeros_like(weight) if known is None else known.zero_()
+        step = torch.sub(before, weight, out=before)
+        if known is None:
+            weight.add_(step, alpha=strength)
+        return step
 
     def _write(self, weights: Weights) -> None:
         if not self._moves_the_base_trajectory:
             super()._write(weights)
             return
-        steps = self._memory.buffers["previous"]
         for p, tensor in weights.items():
-            if p in steps:
-                extrapolate(p.detach(), steps[p], self._strength_of(p), tensor)
-            else:
+            step = self.state.get(p, {}).get("previous_step")
+            if step is None:
                 tensor.copy_(p)
+            else:
+                extrapolate(p.detach(), step, self._strength(p), tensor)
 
-    def _after_step(self, moving: list[Tensor], before: Weights) -> None:
-        if self._moves_the_base_trajectory:
-            self._take_steps(moving)
-            return
-        known = self._memory.buffers["previous"]
-        is_first = self._memory.steps == 0
-        for p in self._parameters():
-            if p in before or p in known:  # no step so far is a step of 0
-                strength = 0.0 if is_first else self._strength_of(p)
-                feed_back(p.detach(), before.get(p), self._buffer("previous", p), strength)
-
-    def _strength_of(self, p: Tensor) -> float:
+    def _strength(self, p: Tensor) -> float:
         """Less where only a share of the gradient is delayed."""
         return self.strength * min(1.0, self.delay_of(p))
 
-    def _buffer_dtype(self, p: Tensor) -> torch.dtype:
-        return BUFFER_DTYPES[self.buffer_dtype] if self.buffer_dtype else p.dtype
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; torch gives what it loads the dtype of the parameter."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if self.buffer_dtype and "previous_step" in state:
+                state["previous_step"] = state["previous_step"].to(BUFFER_DTYPES[self.buffer_dtype])
 
 
 # -- the arithmetic on one tensor, in pieces, so that it needs no temporary of the tensor's size -----------------------

@@ -3,47 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.composite import MatrixAdamW
+from lightning_asyncpp.optim.adamw import step_adamw
 from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, orthogonalize
-from lightning_asyncpp.optim.split import DEFAULT_ADAMW_NAMES
+from lightning_asyncpp.optim.options import check_options
+from lightning_asyncpp.optim.split import DEFAULT_ADAMW_NAMES, is_matrix
 
 BATCH_ELEMENTS = 2**25
 """Elements joined into one product: enough to fill a GPU, small beside the model (64 MiB in bfloat16)."""
 
-ADDED_LATER = {"newton_schulz_form": "direct"}
-"""See :attr:`lightning_asyncpp.optim.composite.MatrixAdamW.added_later`."""
 
-REMOVED = {"newton_schulz": "quintic", "newton_schulz_scale": "frobenius"}
-"""See :attr:`lightning_asyncpp.optim.composite.MatrixAdamW.removed`."""
+class Stack(NamedTuple):
+    """Views of a weight, its gradient and its state, each of shape (matrices, rows, columns): a row is a neuron.
+
+    Attributes:
+        second_moment: (matrices, rows, 1), of rules that scale single neurons.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+    second_moment: Tensor | None = None
 
 
-class MuonAdamW(MatrixAdamW):
+class MuonAdamW(Optimizer):
     """Muon for hidden weight matrices and AdamW for embeddings, the output head, norms, biases and vectors.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; ``torch.optim.Muon``): the momentum of each
-    matrix is orthogonalised by a few Newton-Schulz iterations, so that a step moves all directions alike. Which
-    parameter goes where is the rule in :func:`lightning_asyncpp.optim.split.algorithm_for`.
+    matrix is orthogonalised by a few Newton-Schulz iterations, so that a step moves all directions alike. A matrix is
+    updated as ``torch.optim.Muon`` does it; a 3-D weight (experts, out, in) as its experts' ``nn.Linear`` weights
+    (out, in) one by one; the rest exactly as ``torch.optim.AdamW``. Parameters whose gradient is None are left alone.
 
-    ``param_groups`` are always two, ``muon`` and ``adamw`` in this order, also where one is empty, so every pipeline
-    stage shows schedulers and learning-rate monitors the same groups. All hyper-parameters are read from the groups at
-    each step. A matrix is updated as ``torch.optim.Muon`` does it; a 3-D weight (experts, out, in) as its experts'
-    ``nn.Linear`` weights (out, in) one by one; the rest exactly as ``torch.optim.AdamW``. Parameters whose gradient is
-    None are left alone.
+    The rule is chosen for each parameter, whatever group it is in; groups stay as they are given:
+
+    ======================================================  ========================
+    parameter                                               updated by
+    ======================================================  ========================
+    fewer than 2 or more than 3 dimensions                  AdamW
+    a single row or column (a vector kept as a matrix)      AdamW
+    in a group with ``use_muon``                            Muon if True, else AdamW
+    name matches ``adamw_names``                            AdamW
+    any other 2-D weight                                    Muon
+    any other 3-D weight (experts, out, in): per matrix     Muon
+    ======================================================  ========================
+
+    Names come with ``module.named_parameters()``, or later, before the first step, from :meth:`name_parameters`, which
+    strategies call.
+
+    All options are read from the groups at each step. AdamW's learning rate is ``lr`` times ``adamw_lr_ratio``, which
+    is ``adamw_lr / lr`` of the beginning, so schedulers move both. A group that sets ``lr`` or ``weight_decay`` sets it
+    for both algorithms, unless it sets ``adamw_lr`` or ``adamw_weight_decay`` as well.
 
     Memory: one buffer per Muon parameter and two per AdamW parameter, in the parameter's dtype, and temporaries for
     about 2**25 elements at a time. On CPUs without bfloat16 units choose ``newton_schulz_dtype="float32"``: bfloat16
     products are some 30 times slower there.
 
     Args:
-        params: ``module.named_parameters()``, or groups ``{"params": ..., "algorithm": "muon" | "adamw"}`` of tensors
-            with or without names. Unnamed tensors alone do only if none of them is a matrix.
+        params: ``module.named_parameters()``, ``module.parameters()`` or torch parameter groups.
         lr: step size of Muon; with ``match_rms_adamw`` it is on AdamW's scale.
         adamw_lr: step size of AdamW; None: ``lr``.
         momentum: decay of Muon's gradient average, in [0, 1).
@@ -60,16 +83,13 @@ class MuonAdamW(MatrixAdamW):
         adamw_names: regular expression searched in parameter names; matching parameters go to AdamW.
         batched: join equal shapes into one product. None: on GPUs, unless deterministic algorithms are asked for
             (``torch.use_deterministic_algorithms``), where a matrix's bits could depend on its neighbours.
-        newton_schulz_form: "direct", as torch; "gram" (arXiv 2505.16932, appendix F): fewer operations for matrices
-            that are not square, other rounding. See :func:`lightning_asyncpp.optim.newton_schulz.orthogonalize`.
 
     Raises:
-        ValueError: names all problems of the configuration at once.
+        ValueError: an option cannot be used.
     """
 
-    matrix_algorithm = "muon"
-    added_later = ADDED_LATER
-    removed = REMOVED
+    keeps_second_moment: ClassVar[bool] = False
+    """Whether each neuron has a running average of its squares."""
 
     def __init__(
         self,
@@ -88,74 +108,136 @@ class MuonAdamW(MatrixAdamW):
         newton_schulz_dtype: str | torch.dtype = "bfloat16",
         adamw_names: str = DEFAULT_ADAMW_NAMES,
         batched: bool | None = None,
-        newton_schulz_form: Literal["direct", "gram"] = "direct",
     ) -> None:
-        muon = {
+        defaults = {
             "lr": lr,
-            "weight_decay": weight_decay,
+            "adamw_lr": adamw_lr,
             "momentum": momentum,
             "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "adamw_weight_decay": adamw_weight_decay,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
             "newton_schulz_steps": newton_schulz_steps,
             "coefficients": coefficients,
             "adjust_lr": adjust_lr,
-            "newton_schulz_dtype": newton_schulz_dtype,
+            # Kept as a string: readable in checkpoints and logs.
+            "newton_schulz_dtype": str(newton_schulz_dtype).removeprefix("torch."),
+            "adamw_names": adamw_names,
             "batched": batched,
-            "newton_schulz_form": newton_schulz_form,
+            "use_muon": None,
         }
-        adamw = {"lr": adamw_lr, "weight_decay": adamw_weight_decay, "betas": adamw_betas, "eps": adamw_eps}
-        super().__init__(params, adamw_names, muon, adamw)
+        # By id: a reference would keep parameters alive that are taken out of the groups, as those of other stages.
+        self._uses_muon: dict[int, bool] = {}
+        super().__init__(params, defaults)
 
-    def step_matrices(self, group: dict[str, Any]) -> None:
-        """Take Muon's step."""
-        muon_step(group, self.state)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose matrices take the rule of their names if it has names."""
+        for key in ("lr", "weight_decay"):
+            if key in param_group:
+                param_group.setdefault(f"adamw_{key}", None)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        check_options(self, group)
+        adamw_lr = group.pop("adamw_lr")
+        if adamw_lr is not None and not group["lr"]:
+            raise ValueError(
+                f"{type(self).__name__} cannot use lr={group['lr']} with adamw_lr={adamw_lr}, which is kept as its "
+                "multiple. Set lr above 0."
+            )
+        group.setdefault("adamw_lr_ratio", 1.0 if adamw_lr is None else adamw_lr / group["lr"])
+        self._choose_all(group)
 
+    def name_parameters(self, names: Mapping[Tensor, str]) -> None:
+        """Choose the rule of parameters by their names, where it is not chosen yet; groups stay as they are.
 
-class Stack(NamedTuple):
-    """Views of a weight, its gradient and its momentum, each of shape (matrices, rows, columns): a row is a neuron.
+        Call it before the first step if the optimizer was made without names.
 
-    Attributes:
-        fan_out: number of neurons.
-        fan_in: number of weights of each neuron.
-        second_moment: what a rule that scales single neurons keeps of each, (matrices, rows, 1).
-    """
+        Args:
+            names: parameter -> its name in the module, as ``{p: name for name, p in module.named_parameters()}``.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in names and id(p) not in self._uses_muon:
+                    self._choose(p, names[p], group)
 
-    weight: Tensor
-    grad: Tensor
-    momentum: Tensor
-    fan_out: int
-    fan_in: int
-    second_moment: Tensor | None
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state; a copy, whose parameters are others, chooses by the names in its groups."""
+        super().__setstate__(state)
+        if "_uses_muon" not in self.__dict__:
+            self._uses_muon = {}
+            for group in self.param_groups:
+                self._choose_all(group)
 
+    def _choose_all(self, group: dict[str, Any]) -> None:
+        names = group.get("param_names", [None] * len(group["params"]))
+        for p, name in zip(group["params"], names, strict=True):
+            self._uses_muon.pop(id(p), None)
+            self._choose(p, name, group)
 
-Scale = Callable[[Tensor, Stack, dict[str, Any]], tuple[Tensor, float]]
-"""From orthogonalised directions (matrices, rows, columns), their stack and group: the directions, and the factor on
-the learning rate."""
+    def _choose(self, p: Tensor, name: str | None, group: dict[str, Any]) -> None:
+        if not is_matrix(p.shape):
+            self._uses_muon[id(p)] = False
+        elif group["use_muon"] is not None:
+            self._uses_muon[id(p)] = group["use_muon"]
+        elif name is not None:
+            self._uses_muon[id(p)] = re.search(group["adamw_names"], name) is None
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient; return what ``closure`` returned, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            moving = [p for p in group["params"] if p.grad is not None]
+            matrices = [p for p in moving if self._is_muons(p)]
+            self._step_matrices(matrices, group)
+            others = [p for p in moving if not self._is_muons(p)]
+            step_adamw(others, self.state, group["lr"] * group["adamw_lr_ratio"], group)
+        return loss
 
-def scale_by_shape(directions: Tensor, stack: Stack, group: dict[str, Any]) -> tuple[Tensor, float]:
-    """Muon's own scale: the directions as they are, times :func:`lr_scale`."""
-    return directions, lr_scale(group["adjust_lr"], stack.fan_out, stack.fan_in)
+    def _is_muons(self, p: Tensor) -> bool:
+        if id(p) not in self._uses_muon:
+            raise ValueError(
+                f"{type(self).__name__} cannot tell whether a parameter of shape {tuple(p.shape)} is a hidden matrix or"
+                " an embedding or head, because it has no name. Make the optimizer from module.named_parameters(), or "
+                "call name_parameters() before the first step."
+            )
+        return self._uses_muon[id(p)]
 
+    def _step_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for p in params:
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            if self.keeps_second_moment and "second_moment_buffer" not in state:
+                state["second_moment_buffer"] = torch.zeros_like(p.detach().narrow(-1, 0, 1))
+        stacks = [stack for p in params for stack in _stacks(p, self.state[p])]
+        for batch in _batches(stacks, group["batched"]):
+            self._step_batch(batch, group)
 
-@torch.no_grad()
-def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]], scale: Scale = scale_by_shape) -> None:
-    """Update every parameter of ``group`` that has a gradient.
+    def _step_batch(self, batch: list[Stack], group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        momenta = []
+        for stack in batch:
+            stack.momentum.lerp_(stack.grad, 1 - momentum)
+            momenta.append(stack.grad.lerp(stack.momentum, momentum) if group["nesterov"] else stack.momentum)
+        steps = orthogonalize(
+            momenta,
+            steps=group["newton_schulz_steps"],
+            coefficients=tuple(group["coefficients"]),
+            dtype=getattr(torch, group["newton_schulz_dtype"]),
+        ).split([stack.weight.size(0) for stack in batch])
+        for stack, step in zip(batch, steps):
+            directions, factor = self._scale(step, stack, group)
+            stack.weight.mul_(1 - lr * group["weight_decay"])
+            stack.weight.add_(directions, alpha=-lr * factor)
 
-    Args:
-        group: the parameters and Muon's hyper-parameters.
-        state: of each parameter; the momentum is ``state[p]["momentum_buffer"]``, made at the first gradient. A
-            ``"second_moment_buffer"``, where there is one, is handed to ``scale``.
-        scale: what becomes of the orthogonalised directions.
-    """
-    params = [p for p in group["params"] if p.grad is not None]
-    for p in params:
-        if p.grad.is_sparse:
-            raise RuntimeError("Muon does not support sparse gradients: make them dense (sparse=False)")
-        if "momentum_buffer" not in state[p]:
-            state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
-    stacks = [stack for p in params for stack in _stacks(p, state[p])]
-    for batch in _batches(stacks, group["batched"]):
-        _step_batch(batch, group, scale)
+    def _scale(self, directions: Tensor, stack: Stack, group: dict[str, Any]) -> tuple[Tensor, float]:
+        """Return the directions of a step (matrices, rows, columns), and the factor on its learning rate."""
+        return directions, lr_scale(group["adjust_lr"], *stack.weight.shape[-2:])
 
 
 def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
@@ -165,33 +247,12 @@ def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
     return 0.2 * math.sqrt(max(fan_out, fan_in))
 
 
-def _step_batch(batch: list[Stack], group: dict[str, Any], scale: Scale) -> None:
-    lr, momentum = group["lr"], group["momentum"]
-    momenta = []
-    for stack in batch:
-        stack.momentum.lerp_(stack.grad, 1 - momentum)
-        momenta.append(stack.grad.lerp(stack.momentum, momentum) if group["nesterov"] else stack.momentum)
-    steps = orthogonalize(
-        momenta,
-        steps=group["newton_schulz_steps"],
-        coefficients=tuple(group["coefficients"]),
-        dtype=getattr(torch, group["newton_schulz_dtype"]),
-        form=group["newton_schulz_form"],
-    ).split([stack.weight.size(0) for stack in batch])
-    for stack, step in zip(batch, steps):
-        directions, factor = scale(step, stack, group)
-        stack.weight.mul_(1 - lr * group["weight_decay"])
-        stack.weight.add_(directions, alpha=-lr * factor)
-
-
 def _stacks(p: Tensor, state: dict[str, Any]) -> Iterator[Stack]:
     """Cut a weight into stacks of bounded size, a rule that sees nothing but this weight's own shape."""
-    kept = [p.detach(), p.grad, state["momentum_buffer"], state.get("second_moment_buffer")]
-    views = [t if t.ndim == 3 else t.unsqueeze(0) for t in kept if t is not None]
+    tensors = [p.detach(), p.grad, state["momentum_buffer"], state.get("second_moment_buffer")]
+    views = [t if t.ndim == 3 else t.unsqueeze(0) for t in tensors if t is not None]
     matrices = max(1, BATCH_ELEMENTS // math.prod(p.shape[-2:]))
-    fan_out, fan_in = p.shape[-2:]  # as nn.Linear keeps them, alone and in a stack of experts
-    for weight, grad, momentum, *moment in zip(*(view.split(matrices) for view in views)):
-        yield Stack(weight, grad, momentum, fan_out, fan_in, moment[0] if moment else None)
+    yield from (Stack(*pieces) for pieces in zip(*(view.split(matrices) for view in views)))
 
 
 def _batches(stacks: list[Stack], batched: bool | None) -> Iterator[list[Stack]]:

@@ -21,15 +21,6 @@ COEFFICIENTS: Quintic = (3.4445, -4.7750, 2.0315)
 NORM_EPS = 1e-7
 """Smallest Frobenius norm that a matrix is divided by; a zero matrix stays zero."""
 
-FORMS = ("direct", "gram")
-
-GRAM_ASPECT = 1.5
-"""From this ratio of the sides on the Gram form takes fewer operations, with symmetric products."""
-
-GRAM_STEPS = 2
-"""Steps of the Gram form in 16 bits between returns to the matrix. There G keeps singular values only down to about
-0.06, and what is rounded away comes back amplified: with 3 steps in a row some matrices of real trainings blew up."""
-
 
 @torch.no_grad()
 def orthogonalize(
@@ -38,7 +29,6 @@ def orthogonalize(
     steps: int = 5,
     coefficients: Quintic = COEFFICIENTS,
     dtype: torch.dtype = torch.bfloat16,
-    form: str = "direct",
 ) -> Tensor:
     """Map each U S V^T to about U V^T.
 
@@ -47,77 +37,27 @@ def orthogonalize(
         steps: number of iterations.
         coefficients: a, b, c of X <- a X + (b G + c G G) X with G = X X^T.
         dtype: the iteration's; bfloat16 is what Muon was published with.
-        form: "direct": as written above; "gram": matrices with one side at least 1.5 times the other are multiplied
-            once per few steps, and the steps are taken on G (arXiv 2505.16932, appendix F).
 
     Returns:
         One stack of shape (sum of n_i, rows, columns) in ``dtype``.
     """
+    a, b, c = coefficients
     x = _normalized(matrices, dtype)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # G is then the smaller of the two Gram matrices
     gram, product = (x.new_empty(*x.shape[:-1], x.size(-2)) for _ in range(2))
-    symmetric_product(x, x.mT, gram)
-    wide = x.size(-1) >= GRAM_ASPECT * x.size(-2)
-    iterate = _gram_form if form == "gram" and wide else _direct_form
-    x = iterate(x, gram, product, steps, coefficients)
-    return x.mT if tall else x
-
-
-def _direct_form(x: Tensor, gram: Tensor, product: Tensor, steps: int, coefficients: Quintic) -> Tensor:
-    a, b, c = coefficients
     spare = _like(x)
-    for step in range(steps):
-        if step:
-            symmetric_product(x, x.mT, gram)
+    for _ in range(steps):
+        symmetric_product(x, x.mT, gram)
         symmetric_product(gram, gram, product, gram, beta=b, alpha=c)
         full_product(product, x, spare, x, beta=a)
-        x, spare = spare, _spare(x)
-    return x
-
-
-def _gram_form(x: Tensor, gram: Tensor, product: Tensor, steps: int, coefficients: Quintic) -> Tensor:
-    a, b, c = coefficients
-    segment = steps if x.element_size() > 2 else GRAM_STEPS
-    spare = _like(x)
-    for start in range(0, steps, segment):
-        if start:
-            symmetric_product(x, x.mT, gram)
-        todo = min(segment, steps - start)
-        if todo == 1:
-            symmetric_product(gram, gram, product, gram, beta=b, alpha=c)
-            full_product(product, x, spare, x, beta=a)
-        else:
-            torch.bmm(_product_of_steps(gram, product, todo, coefficients), x, out=spare)
-        x, spare = spare, _spare(x)
-    return x
-
-
-def _product_of_steps(gram: Tensor, p: Tensor, steps: int, coefficients: Quintic) -> Tensor:
-    """Return Q with X_n = Q X_0: Q <- P Q and G <- P G P, where P = a + b G + c G G; ``gram`` and ``p`` are used up."""
-    a, b, c = coefficients
-    q, free = torch.empty_like(p), torch.empty_like(p)
-    for step in range(steps):
-        symmetric_product(gram, gram, p, gram, beta=b, alpha=c)
-        p.diagonal(dim1=-2, dim2=-1).add_(a)
-        if step == 0:
-            q.copy_(p)
-        else:
-            symmetric_product(p, q, free)
-            q, free = free, q
-        if step + 1 < steps:
-            symmetric_product(p, gram, free)
-            symmetric_product(free, p, gram)
-    return q
+        # Memory for the next step. Not that of a transposed matrix: products into it are rounded otherwise.
+        x, spare = spare, x if x.is_contiguous() else _like(x)
+    return x.mT if tall else x
 
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _spare(x: Tensor) -> Tensor:
-    """Memory for the next step. Not that of a transposed matrix: products into it are rounded otherwise."""
-    return x if x.is_contiguous() else _like(x)
 
 
 def _normalized(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:

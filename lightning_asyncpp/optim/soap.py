@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.per_parameter import PerParameter, adam_direction, count, new_average
+from lightning_asyncpp.optim.options import check_options
 from lightning_asyncpp.optim.split import is_matrix
 
 
-class SOAP(PerParameter):
+class SOAP(Optimizer):
     """Adam for each matrix in a basis in which the entries of its gradient are about uncorrelated.
 
     Source: "SOAP: Improving and Stabilizing Shampoo using Adam", Vyas et al. 2024, arXiv 2409.11321, Algorithm 3. For a
@@ -32,8 +33,8 @@ class SOAP(PerParameter):
     bases of its own. A vocabulary of at most ``max_precondition_dim``, bytes for instance, is rotated as any other
     side.
 
-    One parameter group, so any pipeline stage shows the same; names are not needed, but kept. Bases are computed in
-    fp32 (fp64 for fp64 weights) and kept in the parameter's dtype.
+    Shapes alone decide, so names are not needed. The update of a parameter depends on no other one, and its first is
+    at its first gradient. Bases are computed in fp32 (fp64 for fp64 weights) and kept in the parameter's dtype.
 
     Memory: two buffers per parameter, and for each rotated side of n two of n x n. Compute: every update six products
     with such matrices and one of G with itself per side; at every ``precondition_frequency``-th one QR per side.
@@ -49,7 +50,7 @@ class SOAP(PerParameter):
         max_precondition_dim: longest side of a matrix that is rotated.
 
     Raises:
-        ValueError: names all problems of the configuration at once.
+        ValueError: an option cannot be used.
     """
 
     def __init__(
@@ -74,26 +75,46 @@ class SOAP(PerParameter):
         }
         super().__init__(params, defaults)
 
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Update one parameter in place."""
-        if not state:
-            state.update({key: new_average(p) for key in ("exp_avg", "exp_avg_sq")})
-            state["step"] = torch.zeros(())
-            if _make_bases(grad, state, group):
-                return
-        step = count(state)
-        beta1, beta2 = group["betas"]
-        rotated = _rotate(grad, state)
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
-        mean = _rotate(state["exp_avg"], state)
-        direction = adam_direction(mean, state["exp_avg_sq"], step, group["betas"], group["eps"])
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(_rotate_back(direction, state), alpha=-group["lr"])
-        # Only now: this gradient was not to be judged in a basis that knows it.
-        _average_products(grad, state, group)
-        if step % group["precondition_frequency"] == 0:
-            _refresh_bases(state)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group."""
+        super().add_param_group(param_group)
+        check_options(self, self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient; return what ``closure`` returned, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    _update(p, p.grad, self.state[p], group)
+        return loss
+
+
+def _update(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    if not state:
+        state["step"] = torch.zeros(())
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        if _make_bases(grad, state, group):
+            return
+    state["step"] += 1
+    step, (beta1, beta2) = int(state["step"]), group["betas"]
+    mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
+    rotated = _rotate(grad, state)
+    mean.lerp_(grad, 1 - beta1)
+    mean_square.mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+    denominator = mean_square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    direction = (_rotate(mean, state) / (1 - beta1**step)).div_(denominator)
+    p.mul_(1 - group["lr"] * group["weight_decay"])
+    p.add_(_rotate_back(direction, state), alpha=-group["lr"])
+    # Only now: this gradient was not to be judged in a basis that knows it.
+    _average_products(grad, state, group)
+    if step % group["precondition_frequency"] == 0:
+        _refresh_bases(state)
 
 
 def _make_bases(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.checks import check_base, raise_problems
-from lightning_asyncpp.optim.correction import DelayCorrection, Weights
+from lightning_asyncpp.optim.correction import DelayCorrection, Entries, Weights
+from lightning_asyncpp.optim.options import check_options
 
 
 class WeightPrediction(DelayCorrection):
@@ -39,14 +40,10 @@ class WeightPrediction(DelayCorrection):
             by 2 u_t - u_{t-1}, as optimistic methods do (Daskalakis et al., arXiv 1711.00141).
 
     Raises:
-        ValueError: all problems of the configuration at once.
-        TypeError: ``base`` is not a callable that returns an optimizer.
+        ValueError: an option cannot be used.
     """
 
-    state_name = "weight_prediction"
-    buffer_names = ("predicted_step",)
-    option_names = ("horizon", "ahead")
-    removed = {"smoothing": 0.0, "source": "last_step"}
+    keys = ("predicted_step", "predicted_horizon")
 
     def __init__(
         self,
@@ -55,34 +52,23 @@ class WeightPrediction(DelayCorrection):
         horizon: float | None = None,
         ahead: float = 0.0,
     ) -> None:
-        check_base(base)
-        problems = []
-        if horizon is not None and not horizon >= 0:
-            problems.append(f"horizon must be at least 0, or None for the delay, got {horizon!r}")
-        if not ahead >= 0:
-            problems.append(f"ahead must be at least 0, got {ahead!r}")
-        raise_problems("WeightPrediction", problems)
+        check_options(self, {"horizon": horizon, "ahead": ahead})
         super().__init__(params, base)
         self.horizon = horizon
         self.ahead = ahead
 
-    def _after_step(self, moving: list[Tensor], before: Weights) -> None:
-        known = self._memory.buffers["predicted_step"]
-        for p in self._parameters():
-            if p not in before and p not in known:
+    def _acts_on(self, p: Tensor) -> bool:
+        return self.ahead > 0 or self.delay_of(p) > 0
+
+    def _correct(self, params: list[Tensor], before: Weights, remembered: Entries) -> None:
+        for p in params:
+            known = remembered.get(p)
+            if p not in before and known is None:
                 continue
-            step = before[p] - p if p in before else p.new_zeros(p.shape)
-            predicted = self._buffer("predicted_step", p)
-            horizon = self._horizon(p)
-            p.add_(predicted, alpha=self._memory.horizons.get(p, horizon))
-            predicted.copy_(step)
-            p.sub_(predicted, alpha=horizon)
-            self._memory.horizons[p] = horizon
-
-    @property
-    def _acts_on_fresh(self) -> bool:
-        return self.ahead > 0
-
-    def _horizon(self, p: Tensor) -> float:
-        delay = self.delay_of(p)
-        return self.ahead + (delay if delay == 0 or self.horizon is None else self.horizon)
+            step = before[p] - p if p in before else torch.zeros_like(p)
+            delay = self.delay_of(p)
+            horizon = self.ahead + (delay if delay == 0 or self.horizon is None else self.horizon)
+            if known is not None:
+                p.add_(known["predicted_step"], alpha=known["predicted_horizon"])
+            p.sub_(step, alpha=horizon)
+            self.state[p].update(predicted_step=step, predicted_horizon=horizon)

@@ -131,26 +131,14 @@ def sync(path: Path) -> None:
 
 def checksum(path: Path) -> str:
     """Return the CRC-32 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return checksum_of(file)
-
-
-def checksum_of(file: BinaryIO) -> str:
-    """Return the CRC-32 of all that is in an open file, in hexadecimal."""
     # Against accidents and not against attackers: half the time of SHA-256, for which the processor has instructions.
     value = 0
-    file.seek(0)
-    while block := file.read(_READ_BYTES):
-        value = zlib.crc32(block, value)
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            value = zlib.crc32(block, value)
     return f"{value:08x}"
 
 
 def size_of(file: BinaryIO) -> int:
     """Size of an open file, in bytes."""
     return os.fstat(file.fileno()).st_size
-
-
-def name_of_opened(file: BinaryIO) -> str | None:
-    """A name under which this process opens the same file again, whatever has its name by now; only Linux has one."""
-    name = f"/proc/self/fd/{file.fileno()}"
-    return name if os.path.exists(name) else None

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.opened import opened
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lightning_asyncpp.storage.durable import checksum
+from lightning_asyncpp.storage.names import INDEX, StorageError
+from lightning_asyncpp.storage.nested import STORED, entry_dtype, entry_shape, put_together, shard_of
+from lightning_asyncpp.storage.sharded import Shard, files_of, read_index
+from lightning_asyncpp.storage.whole import damage_of, read_file, unreadable
+
+Done = Callable[[int], object]
 
 
 def load(path: Path, weights_only: bool | None = None) -> Any:
@@ -21,11 +30,10 @@ def load(path: Path, weights_only: bool | None = None) -> Any:
         StorageError: it is none, is damaged, or holds code; or a file of it is missing, has another size than the
             index says, or does not hold what it should.
     """
-    with opened(path) as checkpoint:
-        return checkpoint.load(weights_only)
+    return _load_folder(path) if os.path.isdir(path) else read_file(path, weights_only)
 
 
-def verify(path: Path, done: Callable[[int], object] = lambda num_bytes: None) -> list[str]:
+def verify(path: Path, done: Done = lambda num_bytes: None) -> list[str]:
     """Read all of a checkpoint and compare it with its checksums.
 
     Args:
@@ -36,20 +44,85 @@ def verify(path: Path, done: Callable[[int], object] = lambda num_bytes: None) -
         What is wrong with it; nothing if it is whole.
     """
     try:
-        with opened(path) as checkpoint:
-            problems = checkpoint.damages(done)
-            if not problems:
-                checkpoint.load()
+        problems = damages(path, done)
+        if not problems:
+            load(path)
     except StorageError as error:
         problems = [str(error)]
     return problems
 
 
-def damages(path: Path, done: Callable[[int], object] = lambda num_bytes: None) -> list[str]:
+def damages(path: Path, done: Done = lambda num_bytes: None) -> list[str]:
     """Compare the files of a checkpoint with their checksums, as :func:`verify` does; nothing else is read of them.
 
     Raises:
         StorageError: it is no checkpoint.
     """
-    with opened(path) as checkpoint:
-        return checkpoint.damages(done)
+    if os.path.isdir(path):
+        run, shards = files_of(read_index(path), path)
+        return [problem for shard in (run, *shards) for problem in _damages_of(path, shard, done)]
+    try:
+        with path.open("rb") as file:
+            damage = damage_of(file)
+    except Exception as error:  # whatever a damaged archive is taken for
+        raise unreadable(path, error) from error
+    done(path.stat().st_size)
+    return [f"{path} is damaged: {damage}"] if damage else []
+
+
+def _load_folder(folder: Path) -> Any:
+    run, shards = files_of(read_index(folder), folder)
+    skeleton = read_file(_file_of(folder, run))
+    return put_together(skeleton, _Tensors(folder, {shard.name: _tensors(_file_of(folder, shard)) for shard in shards}))
+
+
+def _damages_of(folder: Path, shard: Shard, done: Done) -> list[str]:
+    try:
+        path = _file_of(folder, shard)
+        found = checksum(path)
+    except OSError as error:
+        return [str(error)]
+    done(shard.num_bytes)
+    if found == shard.crc32:
+        return []
+    return [f"{path} is damaged: its CRC-32 is {found}, and was {shard.crc32} when it was written"]
+
+
+def _file_of(folder: Path, shard: Shard) -> Path:
+    path = folder / shard.file
+    if not path.is_file():
+        raise StorageError(f"{path} is missing, though {INDEX} names it")
+    if (size := path.stat().st_size) != shard.num_bytes:
+        raise StorageError(f"{path} has {size} bytes, and had {shard.num_bytes} when it was written")
+    return path
+
+
+def _tensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise unreadable(path, error) from error
+
+
+class _Tensors:
+    """Gives the tensor that an entry of a skeleton stands for; at several places the same one, as in a single file.
+
+    Args:
+        folder: of the checkpoint, for messages.
+        files: name of a shard -> the tensors in it.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
+        self._folder, self._files = folder, files
+        self._known: dict[tuple[str, str], Tensor] = {}
+
+    def __call__(self, entry: Mapping[str, Any]) -> Tensor:
+        try:
+            if (place := (shard_of(entry), entry[STORED])) not in self._known:
+                self._known[place] = self._files[place[0]].get_tensor(place[1])
+            tensor = self._known[place]
+            if tuple(tensor.shape) != entry_shape(entry) or tensor.dtype != entry_dtype(entry):
+                raise ValueError(f"{entry[STORED]} has another shape or dtype than was saved")
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise unreadable(self._folder, error) from error
+        return tensor

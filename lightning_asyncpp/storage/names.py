@@ -18,7 +18,6 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_asyncpp.storage.durable import ASIDE
-from lightning_asyncpp.storage.lock import is_locked_by_another
 
 PARTIAL = ".partial"
 """Ends the names of files and folders that are not complete."""
@@ -36,27 +35,6 @@ def local_path(path: Any) -> Path | None:
     """The path, if it is one of a file system of this machine."""
     files, name = url_to_fs(str(path))
     return Path(name) if isinstance(files, LocalFileSystem) else None
-
-
-def is_inside(path: Any, folder: Any) -> bool:
-    """Whether what removing ``path`` removes is in a folder: ``..`` and links on the way to it are followed.
-
-    Args:
-        path: of a file system of this machine, or a URL; what is no path is in no folder.
-        folder: likewise.
-    """
-    try:
-        local, around = local_path(path), local_path(folder)
-        if local is None and around is None:
-            files, name = url_to_fs(str(path))
-            others, start = url_to_fs(str(folder))
-            is_below = name.startswith(f"{start.rstrip('/')}/") and ".." not in name.split("/")
-            return is_below and type(files) is type(others)
-        if local is None or around is None or local.name in ("", ".."):
-            return False
-        return around.resolve() in (local.parent.resolve() / local.name).parents
-    except (OSError, ValueError, RuntimeError, ImportError):  # such as of links that lead to themselves
-        return False
 
 
 def beside(path: Path) -> Path:
@@ -95,11 +73,8 @@ def aside_of(path: Path) -> list[Path]:
 def remove_leftovers(path: Path) -> None:
     """Remove what earlier attempts to write ``path`` left, which ended with their process.
 
-    What had the name before, and was moved aside by one that could not give it to the new one, gets it back. Where
-    another process writes, all stays: it may be about to give what it wrote its name.
+    What had the name before, and was moved aside by one that could not give it to the new one, gets it back.
     """
-    if is_locked_by_another(path.parent):
-        return
     for aside in aside_of(path):
         if os.path.lexists(path):
             remove(aside)

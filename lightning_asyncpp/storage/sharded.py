@@ -104,25 +104,10 @@ def read_index(folder: Path) -> dict[str, Any]:
         StorageError: it is missing, damaged, or none.
     """
     if not is_sharded(folder):
-        raise StorageError(no_index(folder))
-    return parsed_index(folder, (folder / INDEX).read_bytes())
-
-
-def no_index(folder: Path) -> str:
-    """What is wrong with a folder that has none."""
-    return f"{folder} is a folder without {INDEX}: no checkpoint, or one whose writing was never completed"
-
-
-def parsed_index(folder: Path, text: bytes) -> dict[str, Any]:
-    """The content of an index.
-
-    Args:
-        folder: where it is, for messages.
-        text: what :func:`index_bytes` gave.
-
-    Raises:
-        StorageError: it is damaged, or none.
-    """
+        raise StorageError(
+            f"{folder} is a folder without {INDEX}: no checkpoint, or one whose writing was never completed"
+        )
+    text = (folder / INDEX).read_bytes()
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as error:

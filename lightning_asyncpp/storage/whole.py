@@ -14,14 +14,14 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
+from safetensors.torch import load_file as load_safetensors
 
-from lightning_asyncpp.storage.durable import make_folder, name_of_opened, replace_durably, size_of
-from lightning_asyncpp.storage.limits import LimitError, check_calls, check_content, check_entries
+from lightning_asyncpp.storage.durable import make_folder, replace_durably, size_of
 from lightning_asyncpp.storage.names import StorageError, aside_of, beside, check_replaceable, remove, remove_leftovers
 
 _MARK = b"CRC-32 of the rest: %08x"
@@ -31,9 +31,7 @@ _END_BYTES, _END = 22, b"PK\5\6"  # of a zip archive without a comment; its last
 _LENGTH = struct.pack("<H", _MARK_BYTES)
 _READ_BYTES = 2**20
 _ARCHIVE, _PICKLE = b"PK\3\4", b"\x80"
-_NO_MEMORY = "can't allocate memory"  # says torch
 _SAFETENSORS = ".safetensors"
-_PICKLES = 4  # of a file of before there were archives: what it is, and then what it holds
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 Done = Callable[[int], object]
 
@@ -53,45 +51,23 @@ def save_file(content: Any, path: Path, done: Done = lambda num_bytes: None) -> 
         write_sealed(content, partial, done)
 
 
-def read_opened(file: BinaryIO, path: Path, weights_only: bool | None = None) -> Any:
-    """Read a checkpoint from a file that is open; its tensors are mapped into memory, and copied when they are used.
+def read_file(path: Path, weights_only: bool | None = None) -> Any:
+    """Read a checkpoint in one file; its tensors are mapped into memory, and copied when they are used.
 
     Args:
-        file: all that is read is read from it: another may have its name by now.
-        path: its name, for messages.
+        path: of ``torch.save``, or safetensors.
         weights_only: False runs code that the file may hold; anything else refuses it.
 
     Raises:
-        StorageError: it is none, is damaged, holds code, or would take more memory than its size accounts for.
+        StorageError: there is none, it is damaged, or it holds code.
     """
-    safe = weights_only is not False
     try:
         if path.suffix == _SAFETENSORS:
-            return _read_safetensors(file, path)
-        file.seek(0)
-        is_archive = _is_archive(file)
-        pickle_bytes = size_of(file)
-        if is_archive and safe:
-            pickle_bytes = check_entries(file)
-        elif safe:
-            check_calls(file, _PICKLES)
-        again = name_of_opened(file)
-        file.seek(0)
-        content = torch.load(
-            again or file, map_location="cpu", weights_only=safe, mmap=(is_archive and again is not None) or None
-        )
-        if safe:
-            check_content(content, size_of(file), pickle_bytes)
-        return content
+            return load_safetensors(path)
+        is_archive = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=is_archive or None)
     except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
-        raise unreadable_file(file, path, error) from error
-
-
-def _read_safetensors(file: BinaryIO, path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = load_file(name_of_opened(file) or path)
-    return tensors
+        raise unreadable(path, error) from error
 
 
 @contextmanager
@@ -156,7 +132,6 @@ def damage_of(file: BinaryIO) -> str:
         return "" if (found, end[: len(_LENGTH)]) == (marked[1], _LENGTH) else _differs(found, marked[1])
     if not zipfile.is_zipfile(file):
         return ""
-    check_entries(file)
     with zipfile.ZipFile(file) as archive:
         if archive.comment:
             return "its checksum cannot be read"
@@ -188,12 +163,13 @@ def no_regular_file(path: Path) -> str:
 
 def unreadable(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be read."""
+    if isinstance(error, FileNotFoundError):
+        return missing(path)
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # such as of places that a file has not
         return StorageError(f"{path} cannot be read ({error.strerror})")
-    if isinstance(error, LimitError):
-        return StorageError(f"{path} is damaged or no checkpoint: {error}")
-    if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
-        return StorageError(f"{path} is damaged or no checkpoint: it asks for more memory than this machine gives")
+    # Of a text torch would advise to run its code, and of other things it says what its unpickler stumbled over.
+    if path.is_file() and (found := _looks_wrong(path)):
+        return StorageError(f"{path} is damaged or no checkpoint: {found}")
     reason = next(iter(_COLOURS.sub("", str(error)).strip().splitlines()), repr(error))
     if isinstance(error, pickle.UnpicklingError):
         return StorageError(
@@ -201,15 +177,6 @@ def unreadable(path: Path, error: BaseException) -> StorageError:
             " pass weights_only=False to what loads it in Python"
         )
     return StorageError(f"{path} is damaged or no checkpoint: {type(error).__name__}: {reason}")
-
-
-def unreadable_file(file: BinaryIO, path: Path, error: BaseException) -> StorageError:
-    """The error to raise where a file of torch could not be read, in words if it is none, or not all of one."""
-    # Of a text torch would advise to run its code, and of other things it says what its unpickler stumbled over.
-    with suppress(OSError):  # then nothing can be read of it
-        if not isinstance(error, (OSError, LimitError)) and (reason := _looks_wrong(file)):
-            return StorageError(f"{path} is damaged or no checkpoint: {reason}")
-    return unreadable(path, error)
 
 
 class _Summed:
@@ -248,19 +215,12 @@ def _sum_of(file: BinaryIO, size: int) -> int:
     return zlib.crc32(bytes(len(_LENGTH)), value)
 
 
-def _is_archive(file: BinaryIO) -> bool:
-    try:
-        return zipfile.is_zipfile(file)
-    except zipfile.BadZipFile:  # it is one, of which a byte changed
-        return True
-
-
-def _looks_wrong(file: BinaryIO) -> str:
+def _looks_wrong(path: Path) -> str:
     """Why a file is neither a zip archive nor a pickle, which are what torch writes; nothing if it looks like one."""
-    file.seek(0)
-    start = file.read(len(_ARCHIVE))
+    with path.open("rb") as file:
+        start = file.read(len(_ARCHIVE))
     if not start:
         return "it is empty"
-    if start[:1] == _PICKLE or _is_archive(file):
+    if path.suffix == _SAFETENSORS or start[:1] == _PICKLE or zipfile.is_zipfile(path):
         return ""
     return "its end is missing" if start == _ARCHIVE else "it does not begin as a file of torch does"

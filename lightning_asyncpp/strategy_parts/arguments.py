@@ -48,21 +48,19 @@ class PipelineArguments(DDPArguments, PipelineSettings):
     The list has what only the Trainer's or only Fabric's strategies take, too; all are shown in its order.
 
     Args:
-        micro_batches: micro-batches that every batch is cut into; at least the number of stages, which is the default.
-        lookahead: extra micro-batches in flight; hides latency and jitter, costs activation memory, never changes the
-            delay, but adds to what ``staleness="least"`` holds back. Default: 0; with another staleness 1 where it is
-            allowed.
+        micro_batches: micro-batches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
+            one stage). A batch with fewer samples leaves the last ones empty: nothing is computed for them.
+        lookahead: extra micro-batches in flight, up to ``micro_batches`` - P + 1, one less with replicas. It hides
+            latency and jitter, costs activation memory, and adds to what ``staleness="least"`` holds back. Default: 0;
+            with ``staleness="uniform"`` 1 where it fits.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
         staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"least"``, the
-            default: those that are under way before that update can be made, P - 1 - s on stage s. ``"uniform"``
-            (PipeDream-2BW): all, so that gradients are one update old. ``"fresh_last_stage"``: all, but none on the
-            last stage. Stages that step before all know the norm of a gradient clip it by the norm one mini-batch
-            earlier, and the first mini-batch has no delay.
+            default: those that are under way before that update can be made, P - 1 - s on stage s. Stages then step
+            before all know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first
+            mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all, so that gradients are one update old.
         slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
             behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
             left out.
-        synchronous_start: number of mini-batches at the beginning that end with a flush and have no delay: while
-            weights change fast an old gradient costs most. Corrections such as Error Feedback begin after them.
         weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
             beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
             ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
@@ -89,8 +87,6 @@ class PipelineArguments(DDPArguments, PipelineSettings):
         state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
             stage its part.
         async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
-        inexact_resume: go on also in the middle of an epoch whose loader cannot say where it was, or reads other data:
-            with the next batches that it gives. A warning says what was accepted.
         heartbeat: seconds after which a rank that gives no sign of life is taken for lost, and all ranks end. A thread
             gives them, so slow ranks do, too; for progress there is ``timeout``. ``None``: nobody watches.
         neighbour_ctas: over NCCL, how many thread blocks (CTAs) of a GPU a message between neighbouring stages may take
@@ -304,7 +300,6 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "parallel_devices": _devices,
     "find_unused_parameters": _switch,
     "async_checkpoints": _switch,
-    "inexact_resume": _switch,
     "split_batch": _function,
     "micro_batch_weight": _function,
     "loss_reduction": _one_of("mean", "sum", None),

@@ -16,9 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.checkpoint.resumed import SEED
 from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
-from lightning_asyncpp.core.cut.partition import Partition
+from lightning_asyncpp.core.cut.partition import WHOLE, Partition
 from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition
 from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.randomness import seed_of_run
@@ -29,13 +28,14 @@ from lightning_asyncpp.core.ranks.process_groups import unbind_default_group
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import lost_peers
-from lightning_asyncpp.private_names import required
+from lightning_asyncpp.private_names import installed_versions, required
 from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
-from lightning_asyncpp.strategy_parts.identity import SEED_OF_RANK_0, arguments_of, seed_section, versions
 from lightning_asyncpp.strategy_parts.process_group import QUEUES_VARIABLE, backend_of, join_again, queue_warning
 from lightning_asyncpp.strategy_parts.store import store_listening_on
+from lightning_asyncpp.version import __version__
 
 T = TypeVar("T")
+_SHARED = ("state_dict_type", "async_checkpoints", "timeout")  # arguments, beside the pipeline's settings
 
 
 class OneProcessMixin:
@@ -92,8 +92,8 @@ class PipelineStrategyMixin:
         """
         self.interface = arguments.interface
         self.session = self._new_session(arguments.settings(self.delay), arguments.timeout)
-        self.session.manifest.keep("versions", versions())
-        self.session.manifest.keep("strategy", arguments_of(self, arguments, self.session.settings))
+        versions = {**installed_versions(("lightning", "torch")), "lightning_asyncpp": __version__}
+        self.session.started_with |= {**versions, **{name: str(getattr(arguments, name)) for name in _SHARED}}
         sharded = arguments.state_dict_type == "sharded"
         self.checkpoints = CheckpointWriter(self.session, sharded, arguments.async_checkpoints)
 
@@ -197,12 +197,10 @@ class PipelineStrategyMixin:
             example: to measure its layers with, if the partition needs that.
             averages: of it, which are no part of ``root``.
         """
-        if differing := self.session.compare(SEED, seed_section()):
-            rank_zero_warn(SEED_OF_RANK_0.format("; ".join(differing)))
         seed, partition, error = seed_of_run(), None, None
         if self._mesh.rank == 0:
             try:
-                partition = self._choose_partition(model, example, seed)
+                partition = WHOLE if model is root else self._choose_partition(model, example, seed)
             except Exception as caught:
                 error = caught
         seed, partition = self.broadcast((seed, partition))

@@ -1,53 +1,39 @@
-"""Records a part of a training on every rank: from one mini-batch to another, waits for the loader included.
-
-An engine may have several readers: the first makes it record, the last lets it stop.
-"""
+"""Recording of a run: every rank writes what it does in some mini-batches, and in the pauses between them."""
 
 from __future__ import annotations
 
-import atexit
+import json
+import socket
 import time
-import weakref
-from collections import deque
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
-from lightning_asyncpp.core.recording.clock_offsets import clock_offset, host_name
-from lightning_asyncpp.core.recording.clocks import Moment
-from lightning_asyncpp.core.recording.trace import Beside, Follower, Recorded, Trace, Wait, take_ended
-from lightning_asyncpp.core.recording.trace_file import PATTERN, Meta, SpanFile, file_name
+from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import is_whole
+from lightning_asyncpp.core.trace import Beside, Moment, Reader, SpanKind, Trace, Wait
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.version import __version__
+from lightning_asyncpp.strategy_parts.trace_file import PATTERN, Meta, TraceFile
 
-WRITE_EVERY = 0.25
-"""Seconds between two writes: what a killed run may lose."""
-_END_SECONDS = 1.0
-"""How long a pause or an end of the recording waits for a device to come to what was launched."""
+_WRITE_EVERY = 0.25  # seconds: what a killed run may lose
+_END_SECONDS = 1.0  # how long the end of a recording waits for a device to come to what was launched
+_CLOCK_ROUNDS = 24
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which mini-batches of a run are recorded.
-
-    Attributes:
-        first: the first one, counted over the run from 0.
-        count: how many; None for all that follow.
-    """
+    """Which mini-batches of a run are recorded: ``count`` of them, or all that follow, from ``first`` on."""
 
     first: int = 0
     count: int | None = None
 
     def problems(self) -> list[str]:
-        """What is wrong with it, each with its mend, under the names that users give the values."""
+        """Return what is wrong with it, under the names that users give the values."""
         problems = []
         if not (is_whole(self.first) and self.first >= 0):
             problems.append(f"first_mini_batch={self.first!r} must be a whole number, 0 or more: they count from 0")
@@ -59,7 +45,7 @@ class Window:
 class Recorder:
     """Writes what this rank does into a file of a folder that all ranks share; made by a collective call on all ranks.
 
-    The loop says when a batch begins and when it is over; what lies between is time in which the next one is fetched.
+    The loop tells when a batch begins and when it is over; in between the next one is fetched.
 
     Args:
         session: the pipeline, started.
@@ -76,106 +62,76 @@ class Recorder:
     def __init__(self, session: PipelineSession, folder: Path, window: Window = Window()) -> None:
         if problems := window.problems():
             raise ConfigurationError.from_problems(problems)
-        self._window = window
-        self._engine = session.running()
-        self._clock = self._engine.runner.clock
+        self._window, self._engine = window, session.running()
         mesh = self._engine.mesh
         self.folder = Path(exchange(mesh, str(unused(folder)) if mesh.rank == 0 else "")[0])
         self._file = self._open()
-        self._follower: Follower | None = None
-        self._batch_since: Moment = 0.0
-        self._noted: tuple[int, int] | None = None  # the newest mini-batch whose start was noted
-        self._begun: deque[tuple[int, int, Moment]] = deque()  # whose moment is still to come
-        self._own: deque[Recorded] = deque()
-        self._waiting_since: Moment | None = None
-        self._waiting_for: Wait | Beside = Wait.DATA
+        self._reader: Reader | None = None
+        self._starts: list[tuple[int, int]] = []  # mini-batch and its first microbatch
+        self._pause: tuple[SpanKind, Moment] | None = None  # what passes between batches, and since when
         self._written = 0.0
-        self._evaluating_since: Moment = 0.0
         self._closed = False
-        # By a weak reference: a recording that nobody holds any more must not keep its engine alive.
-        self._at_exit = partial(_close, weakref.ref(self))
-        atexit.register(self._at_exit)
 
     def begin_batch(self) -> None:
-        """The next training batch is there and is run now."""
-        now = self._clock.now()
-        self._end_waiting(now)
-        self._waiting_for = Wait.DATA
-        self._note_begun()
-        self._batch_since = now
-        mini_batch = self._engine.mini_batch
-        if self._closed:
+        """Note that the next training batch is there and is run now."""
+        self._end_pause()
+        mini_batch, window = self._engine.mini_batch, self._window
+        if self._closed or mini_batch < window.first:
             return
-        if self._window.count is not None and mini_batch >= self._window.first + self._window.count:
+        if window.count is not None and mini_batch >= window.first + window.count:
             self.close()
-        elif self._follower is None and mini_batch >= self._window.first:
-            self._follower = follow(self._engine)
-            for begun in self._new_starts():  # whose backwards may still come
-                self._file.begin_batch(*begun, None)
+        elif self._reader is None:
+            self._reader = follow(self._engine)
+            self._note_starts()  # of those whose backwards may still come
 
     def end_batch(self) -> None:
-        """The training batch is over: what follows is the way to the next one."""
-        self._note_begun()
-        self._waiting_since = self._clock.now()
-        if self._follower is not None and time.perf_counter() - self._written >= WRITE_EVERY:
+        """Note that the training batch is over: what follows is the way to the next one."""
+        self._begin_pause(Wait.DATA)
+        self._note_starts()
+        if self._reader is not None and time.perf_counter() - self._written >= _WRITE_EVERY:
             self.write()
 
     def note_checkpoint(self) -> None:
-        """A checkpoint is saved: until the next batch begins time passes for it, not for the loader."""
-        self._waiting_for = Beside.CHECKPOINT
+        """Count the time until the next batch begins for the checkpoint that is saved."""
+        if self._pause is not None:
+            self._pause = Beside.CHECKPOINT, self._pause[1]
 
     def stop_waiting(self) -> None:
-        """What follows is no way to the next batch: an epoch ends."""
-        self._end_waiting(self._clock.now())
+        """End the pause: what follows, at an epoch's end, is no way to the next batch."""
+        self._end_pause()
+
+    def begin_evaluation(self) -> None:
+        """Note that an evaluation begins."""
+        self._begin_pause(Beside.EVALUATE)
+
+    def end_evaluation(self) -> None:
+        """Note that it is over."""
+        self._begin_pause(Wait.DATA)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model is evaluated meanwhile, which is no part of the trace."""
+        """Record what runs inside a ``with`` statement as an evaluation."""
         self.begin_evaluation()
         try:
             yield
         finally:
             self.end_evaluation()
 
-    def begin_evaluation(self) -> None:
-        """An evaluation begins, which is no part of the trace."""
-        self._end_waiting(self._clock.now())
-        if self._follower is not None:
-            self.write(_END_SECONDS)
-        self._evaluating_since = self._clock.now()
-
-    def end_evaluation(self) -> None:
-        """The evaluation is over."""
-        now = self._clock.now()
-        if self._follower is not None:
-            self._follower.skip()
-            self._own.append(Recorded(Beside.EVALUATE, self._engine.mini_batch, self._evaluating_since, now))
-        self._waiting_since = now
-
     def write(self, seconds: float = 0.0) -> None:
-        """Write what has ended so far.
-
-        Args:
-            seconds: that a device is given to come to what was launched.
-        """
-        if self._follower is not None:
-            self._note_begun()
-            spans = self._follower.take_all(seconds) if seconds else self._follower.take()
-            self._write_begun()
-            self._file.add([*take_ended(self._own, self._clock), *spans])
+        """Write what has ended, and what ends within some seconds."""
+        if self._reader is not None:
+            self._note_starts()
+            self._file.add(self._reader.take(seconds=seconds), self._mini_batch_of)
             self._written = time.perf_counter()
 
     def close(self) -> None:
         """Write the rest and end the file; may be called twice."""
-        if self._closed:
-            return
         self.write(_END_SECONDS)
+        self._file.close()
         self._closed = True
-        self._file.close(time.perf_counter())
-        if self._follower is not None:
-            self._follower.close()
-            self._follower = None
-        atexit.unregister(self._at_exit)
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def __enter__(self) -> Recorder:
         return self
@@ -183,42 +139,38 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end_waiting(self, now: Moment) -> None:
-        if self._waiting_since is not None and self._follower is not None:
-            self._own.append(Recorded(self._waiting_for, self._engine.mini_batch, self._waiting_since, now))
-        self._waiting_since = None
+    def _begin_pause(self, kind: SpanKind) -> None:
+        self._end_pause()
+        self._pause = kind, self._engine.runner.clock.now()
 
-    def _note_begun(self) -> None:
-        """Note the mini-batches that began in this batch; not before its step: one may begin anew in that."""
-        if self._follower is not None:
-            self._begun.extend((*start, self._batch_since) for start in self._new_starts())
-            self._write_begun()
+    def _end_pause(self) -> None:
+        trace = self._engine.runner.trace
+        if self._pause is not None and self._reader is not None and trace is not None:
+            kind, since = self._pause
+            trace.record(kind, self._engine.mini_batch, since, trace.clock.now())
+        self._pause = None
 
-    def _new_starts(self) -> list[tuple[int, int]]:
-        begun = self._engine.updates.begun(self._engine.next_forward)
-        known = begun.index(self._noted) + 1 if self._noted in begun else 0
-        self._noted = begun[-1] if begun else None
-        return begun[known:]
+    def _note_starts(self) -> None:
+        if self._reader is not None:
+            begun = self._engine.updates.begun(self._engine.next_forward)
+            self._starts += [start for start in begun if not self._starts or start[1] > self._starts[-1][1]]
 
-    def _write_begun(self) -> None:
-        while self._begun and (time := self._clock.when(self._begun[0][2])) is not None:
-            mini_batch, first, _ = self._begun.popleft()
-            self._file.begin_batch(mini_batch, first, time)
+    def _mini_batch_of(self, k: int) -> tuple[int, int]:
+        at = max(0, bisect_right(self._starts, k, key=lambda start: start[1]) - 1)
+        mini_batch, first = self._starts[at]
+        return mini_batch, k - first
 
-    def _open(self) -> SpanFile:
-        mesh, settings, schedule = self._engine.mesh, self._engine.settings, self._engine.schedule
-        rule = schedule.stage_rule
-        offset = clock_offset(mesh)
+    def _open(self) -> TraceFile:
+        mesh = self._engine.mesh
+        offset, clock_error = clock_offset(mesh)
         meta = Meta(
-            mesh.rank, mesh.stage, mesh.replica, mesh.num_stages, mesh.num_replicas, settings.micro_batches,
-            settings.lookahead, rule.delay, host_name().split()[0], time.perf_counter(), offset.seconds,
-            offset.error, time.time(), __version__, torch.__version__, rule.synchronous_start,
-            len(self._engine.runner.stage.units), rule.held, schedule.staleness, schedule.slack, schedule.shares_with,
+            mesh.rank, mesh.replica, mesh.num_replicas, len(self._engine.runner.stage.units), socket.gethostname(),
+            clock_error, self._engine.schedule,
         )  # fmt: skip
         file, error = None, None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = SpanFile(self.folder / file_name(mesh.rank), meta)
+            file = TraceFile(self.folder / f"rank-{mesh.rank:05d}.json", meta, offset)
         except OSError as caught:
             error = ConfigurationError(
                 f"the trace cannot be written to {str(self.folder)!r} ({caught.strerror}): name a folder that every"
@@ -229,33 +181,63 @@ class Recorder:
         return file
 
 
-def follow(engine: Engine) -> Follower:
-    """Let an engine record from here on, if it does not do so yet, and read along.
+def clock_offset(
+    mesh: Mesh, host: str | None = None, now: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """Compare this process's clock with rank 0's; a collective call.
+
+    Rank 0 reads its clock between two exchanges, and all ranks know the time before and after both: the shortest of
+    some rounds bounds the difference. Processes of one host read the same clock and take the result of the first.
+
+    Args:
+        mesh: this rank's place, connected.
+        host: name that only processes with the same clock share; default: of this start of this machine.
+        now: the clock, in seconds.
+
+    Returns:
+        Seconds to add for rank 0's clock, and by how much that may be wrong.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = host or socket.gethostname() + (boot.read_text() if boot.exists() else "")
+    hosts = exchange(mesh, host)
+    if len(set(hosts)) == 1:
+        return 0.0, 0.0
+    error, offset = float("inf"), 0.0
+    before = now()
+    exchange(mesh, "")
+    for _ in range(_CLOCK_ROUNDS):
+        entered = now()
+        at_rank_0 = float(exchange(mesh, repr(now()))[0])
+        after = now()
+        if (after - before) / 2 < error:
+            error, offset = (after - before) / 2, at_rank_0 - (before + after) / 2
+        before = entered
+    found = exchange(mesh, json.dumps([offset, error]))[hosts.index(host)]
+    return (0.0, 0.0) if host == hosts[0] else tuple(json.loads(found))
+
+
+def follow(engine: Engine) -> Reader:
+    """Let an engine record from here on, if it does not yet, and read along.
 
     The engine stops to record when the last such reader is closed; a trace that somebody else put there stays.
     """
     runner = engine.runner
     trace = runner.trace
     if trace is None:
-        trace = runner.trace = Trace(engine.mesh.stage, keep=False, clock=runner.clock)
-    follower = trace.follow()
+        trace = runner.trace = Trace(engine.mesh.stage, runner.clock, keep=False)
+    reader = trace.read()
 
     def stop() -> None:
-        if runner.trace is trace and not trace.keep and not trace.is_followed:
+        if runner.trace is trace and not trace.keep and not trace.readers:
             runner.trace = None
 
-    follower.on_close = stop
-    return follower
+    reader.on_close = stop
+    return reader
 
 
 def unused(folder: Path) -> Path:
-    """``folder`` itself, or with the first number behind its name under which nothing was recorded yet."""
+    """Return ``folder``, or with the first number behind its name under which nothing was recorded yet."""
     number, free = 2, folder
     while any(free.glob(PATTERN)):
         free, number = folder.with_name(f"{folder.name}-{number}"), number + 1
     return free
-
-
-def _close(reference: weakref.ref[Recorder]) -> None:
-    if (recorder := reference()) is not None:
-        recorder.close()

@@ -11,17 +11,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before, with_own_place
-from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, Plain, differing, keeps_place, loader_identity
 from lightning_asyncpp.strategy_parts.shuffling import sampler_inside, wrapper_of
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 
-COMBINED_GOES_ON = RequirementCache("litdata>=0.2.76")
-"""Older ones count twice what a resumed ``CombinedStreamingDataset`` has read."""
 _END = object()
 
 
@@ -36,16 +31,12 @@ class ResumableLoader(LoaderInFront):
         prefetched: how many batches were taken from here that training has not got yet.
 
     Attributes:
-        identity: what decides the batches, as it was before any was read.
         waits: there is nothing to read until this is false: the end of the last epoch is still to come.
     """
-
-    identity: dict[str, Plain]
 
     def __init__(self, loader: Any, prefetched: Callable[[], int]) -> None:
         super().__init__(loader)
         self._prefetched = prefetched
-        self.__dict__["identity"] = loader_identity(loader)  # its own, also if the loader has an attribute of that name
         self._say: Any = loader.state_dict if is_stateful(loader) else None
         self._take_up: Any = getattr(loader, "load_state_dict", None)
         self.waits = False
@@ -62,12 +53,9 @@ class ResumableLoader(LoaderInFront):
         return sized_len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is, and in what: after the last batch that it has got, also if that was before a resume."""
-        return {**self._where(), IDENTITY: self.identity}
-
-    def _where(self) -> Mapping[str, Any]:
+        """Where training is: after the last batch that it has got, also if that was before a resume."""
         if self._resumed is not None:
-            return self._resumed[0]
+            return dict(self._resumed[0])
         ahead = self._prefetched()
         if not ahead:
             return self._state()
@@ -75,19 +63,8 @@ class ResumableLoader(LoaderInFront):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state of the loader's own, from a checkpoint of Lightning's; :meth:`resume` is told more."""
-        if "batches" not in state:
-            self._go_on_in(state)
-
-    def _go_on_in(self, state: Any) -> None:
-        try:
+        if "batches" not in state and self._take_up is not None:
             self._take_up(state)
-        except ConfigurationError:
-            raise
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                "the training loader cannot go on from its state in the checkpoint, which is damaged or another"
-                f" loader's: {type(error).__name__}: {error}"
-            ) from error
 
     def resume(self, state: Mapping[str, Any], ended: bool) -> None:
         """Begin the next iteration where a checkpoint was.
@@ -122,16 +99,15 @@ class ResumableLoader(LoaderInFront):
 
     def _begin(self, state: Mapping[str, Any], ended: bool) -> Iterator[Any]:
         """An iterator that goes on from a checkpoint, or of the epoch after it."""
-        inner = None if problems_with_workers(self.loader, state) else state.get("loader")  # and that was accepted
-        has_place = keeps_place(self.loader, differing(self.identity, state.get(IDENTITY)))
+        inner = state["loader"] if takes_up(self.loader, state) else None
         if inner is None:
             pass
-        elif isinstance(self.loader, classes_of_litdata("StreamingDataLoader")) and (ended or not has_place):
-            set_epoch_before(self.loader, inner, again=not ended)
-        elif has_place and not ended:
-            self._go_on_in(with_own_place(self.loader, inner))
-        elif has_place:
-            self._go_on_in(inner)
+        elif not ended:
+            self._take_up(with_own_place(self.loader, inner))
+        elif isinstance(self.loader, classes_of_litdata("StreamingDataLoader")):
+            set_epoch_before(self.loader, inner)
+        else:
+            self._take_up(inner)
             # Some begin the next epoch by themselves once the last one was read, others must be asked twice.
             with isolate_rng():
                 began_anew = next(iter(self.loader), _END) is not _END
@@ -201,6 +177,7 @@ class ResumableLoader(LoaderInFront):
             "exhausted": self._exhausted,
             "generators": self._states_of_generators(),
             "workers": getattr(self.loader, "num_workers", 0),
+            "class": type(self.loader).__name__,
             "loader": state,
         }
 
@@ -210,59 +187,38 @@ def is_stateful(loader: object) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def problems_with_workers(loader: Any, state: Mapping[str, Any]) -> list[str]:
-    """Why a loader cannot take up what another number of worker processes left.
+def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:
+    """Whether a loader can go on from the state that one in a checkpoint had of its own.
 
     Args:
         loader: of this replica.
-        state: of a :class:`ResumableLoader` around such a loader.
+        state: of a :class:`ResumableLoader`.
     """
-    if state.get("loader") is None or not is_torchdatas(loader):
-        return []
-    if loader.num_workers == state.get("workers", loader.num_workers):
-        return []
-    return [
-        f"the training loader has num_workers={loader.num_workers}, and torchdata's loader goes on with as many as it"
-        f" had when the checkpoint was written: {state['workers']}"
-    ]
+    if not is_stateful(loader) or state.get("loader") is None or state["class"] != type(loader).__name__:
+        return False
+    return not is_torchdatas(loader) or state["workers"] == loader.num_workers
 
 
-def problems_in_mid_epoch(loader: Any, state: Mapping[str, Any]) -> list[str]:
-    """Why a loader cannot go on in the middle of an epoch.
+def inexact_because(loader: Any, state: Mapping[str, Any]) -> str:
+    """Why a loader does not go on exactly in the middle of an epoch; nothing if it does.
 
     Args:
         loader: of this replica.
-        state: of a :class:`ResumableLoader` around such a loader.
+        state: of a :class:`ResumableLoader`.
     """
     if not is_stateful(loader):
-        return [
-            f"a {type(loader).__name__} cannot go on in the middle of an epoch: batches would be seen twice; use a"
-            " loader with a state, such as torchdata's StatefulDataLoader, litdata's StreamingDataLoader or"
-            " TextDataModule"
-        ]
-    if wrapper_of(loader) is not None:
-        return [
-            "the sampler of the training loader, around which Lightning put its own, does not say where it was; give"
-            " the loader torchdata's StatefulDistributedSampler, or Lightning use_distributed_sampler=False"
-        ]
-    is_combined = isinstance(getattr(loader, "dataset", None), classes_of_litdata("CombinedStreamingDataset"))
-    if is_combined and not COMBINED_GOES_ON:
-        return [
-            f"litdata's CombinedStreamingDataset does not go on where it was: install {COMBINED_GOES_ON.requirement}"
-        ]
-    if is_combined and loader.num_workers > 1:
-        return [
-            "litdata's CombinedStreamingDataset does not go on where it was with several worker processes; give its"
-            " loader num_workers=1 or 0"
-        ]
-    if draws_unseen(loader):
-        return [
-            "the batch sampler of the training loader would order the rest of the epoch anew, with random numbers that"
-            " nothing repeats; give the sampler in it a generator, or give the loader the sampler and a batch_size"
-        ]
-    if state.get("loader") is None:
-        return ["the checkpoint does not say where the loader of the training data was"]
-    return []
+        return f"a {type(loader).__name__} cannot say where it was"
+    if not takes_up(loader, state):
+        return f"the checkpoint was written with another loader, or another num_workers, than this {_called(loader)}"
+    if wrapper_of(loader) is not None or draws_unseen(loader):
+        return f"the sampler of the {_called(loader)} cannot say where it was"
+    if isinstance(getattr(loader, "dataset", None), classes_of_litdata("CombinedStreamingDataset")):
+        return "" if loader.num_workers < 2 else "a CombinedStreamingDataset cannot say where its several workers were"
+    return ""
+
+
+def _called(loader: Any) -> str:
+    return f"{type(loader).__name__}(num_workers={getattr(loader, 'num_workers', 0)})"
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -26,37 +26,10 @@ _CHECKPOINT = {
     "convert": "write it as one file, sharded, or its weights alone",
     "verify": "compare all of it with its checksums",
 }
-_ABLATE = "``asyncpp ablate``: trains a grid of optimizers, learning rates, delays and corrections, and compares them."
 _CHECK = (
     "Print how the model is cut and how near the results are. What is to be mended ends with code 1; where nothing is,"
     " but something could not be compared, with code 3."
 )
-
-
-def ablate_parser() -> ToolParser:
-    """Of ``asyncpp ablate``."""
-    parser = ToolParser(allow_abbrev=False, prog="asyncpp ablate", description=_ABLATE)
-    parser.add_argument("recipe", type=str, help="YAML file with the grid, or its name among `asyncpp recipes`")
-    parser.add_argument("--output", type=str | None, default=None, help="folder for the results of all recipes")
-    parser.add_argument(
-        "--workers", type=PositiveInt | None, default=None, help="trainings at once (default: cores / threads)"
-    )
-    parser.add_argument("--threads", type=PositiveInt, default=1, help="threads of every training")
-    parser.add_argument(
-        "--gpus",
-        type=str | None,
-        default=None,
-        help="such as 0,1: one training at once on each; 0,0 for two on one; counted as PyTorch counts them here",
-    )
-    parser.add_argument("--only", type=str | None, default=None, help="rows to run, such as 'AdamW*' (see --dry-run)")
-    parser.add_argument(
-        "--published",
-        type=str | None,
-        default=None,
-        help="folder with tables, such as docs/evidence: what their results.csv hold is not run again",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="show what would be run, and what is done already")
-    return parser
 
 
 def check_parser() -> KnownPartParser:
@@ -135,17 +108,16 @@ def plan_parser() -> KnownPartParser:
     """Of ``asyncpp plan``."""
     parser = KnownPartParser(
         "asyncpp plan",
-        description="Say what a recipe needs on a kind of device, stage by stage, how fast it would be, what would fit"
-        " as well, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
+        description="Say whether a recipe fits on a kind of device, stage by stage, how fast it would be under several"
+        " schedules, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
         epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer..., --optimizer...), as"
         " for `asyncpp fit`.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", help="recipe of `asyncpp fit`: a file or a name")
     parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
-    parser.add_argument("--device", default="h100", help=f"kind: {', '.join(DEVICES)} (default: h100)")
+    parser.add_argument("--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
-    parser.add_argument("--no-search", action="store_true", help="leave out what would fit, and what to change")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached (default: 0.4)")
     parser.add_argument(
         "--bandwidth-share", type=float, default=0.7, help="share of the memory's speed that updates reach (0.7)"
@@ -196,7 +168,6 @@ def recipes_parser() -> ToolParser:
         description="List the recipes that come with the package, or copy one for editing. Commands take their names"
         " as they take files: asyncpp fit quickstart",
     )  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="list the experiments of `asyncpp ablate`, too")
     parser.add_argument("--copy", metavar="NAME", help="write this recipe to a file")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where --copy writes (default: here)")
     return parser
@@ -210,8 +181,7 @@ def trace_parser() -> ToolParser:
         " or Fabric's strategy.record_trace() recorded.",
     )  # fmt: skip
     parser.add_argument("run", type=str, help="folder of the recording, or one above it (the newest below is taken)")
-    parser.add_argument("--html", type=str | None, default=None, help="write a timeline to zoom into, for any browser")
-    parser.add_argument("--png", type=str | None, default=None, help="draw the timeline and the shares as a picture")
+    parser.add_argument("--html", type=str | None, default=None, help="write a page with a timeline, for any browser")
     parser.add_argument("--perfetto", type=str | None, default=None, help="write it for https://ui.perfetto.dev")
     parser.add_argument("--json", type=str | None, default=None, help="write the table's figures for other programs")
     parser.add_argument("--from-mini-batch", type=NonNegativeInt | None, default=None, help="the first to look at")
@@ -220,7 +190,6 @@ def trace_parser() -> ToolParser:
 
 
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
-    "ablate": ablate_parser,
     "bench compute": bench.compute_parser,
     "bench draw": bench.draw_parser,
     "bench network": bench.network_parser,

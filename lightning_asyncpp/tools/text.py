@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -38,6 +38,18 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return rows as lines with columns of one width each, numbers to the right and some columns to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def escaped(text: str) -> str:

@@ -29,5 +29,3 @@ class TrainerArguments(TrainersDDPArguments, PipelineArguments):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
             Trainer sets them.
     """
-
-    inexact_resume: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,42 +24,27 @@ from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
-from lightning_asyncpp.core.optimizers import described
-from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers
-from lightning_asyncpp.core.optimizers.steps import OneGradient
+from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
-from lightning_asyncpp.strategy_parts.identity import described_model
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
 from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
-from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
-from lightning_asyncpp.trainer.checkpoint.superseded import Superseded
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
-from lightning_asyncpp.trainer.identity import (
-    OWN_HYPER_PARAMETERS,
-    checkpoint_folders,
-    comparable,
-    data_section,
-    hyper_parameters,
-    schedulers_section,
-)
 from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
     HiddenExample,
     allow_state_dict,
-    grouping_of,
-    groups_of_whole,
     last_saved,
     modules_example,
     refuse_state_dict,
@@ -66,9 +52,10 @@ from lightning_asyncpp.trainer.module_facts import (
 )
 from lightning_asyncpp.trainer.refusals import (
     NOTHING_TO_STEP,
-    OPTIMIZER_ERRORS,
+    ONE_OPTIMIZER,
+    OTHER_OPTIMIZER,
     module_problems,
-    optimizer_problems,
+    optimizer_problem,
     trainer_problems,
     without_gradients,
 )
@@ -94,8 +81,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
     def __init__(self, arguments: TrainerArguments) -> None:
         super().__init__(**for_ddp(TrainersDDPArguments, arguments))
         self._make_session(arguments)
-        self.progress = Progress(arguments.inexact_resume)
-        self.superseded = Superseded()
+        self.progress = Progress()
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._batch_ends: BatchEnds | None = None
@@ -117,9 +103,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         problems = [*trainer_problems(trainer, weight_dtype), *self._structure_problems(trainer)]
         agree_on_problems(self._mesh, problems)
         if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
-            self.session.agree("model", described_model(self._network()))
-        if own := self.session.compare("hyper-parameters", hyper_parameters(module)):
-            rank_zero_warn(OWN_HYPER_PARAMETERS.format("; ".join(own)))
+            self.session.compare(parameter_entries(self._network()))
         self._cut(
             self._network(), root=module, example=self._example(),
             averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
@@ -129,7 +113,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
-        self.superseded.begin({})
         hooks = UserHooks.of(
             module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
         )
@@ -146,7 +129,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
             private.shuffle_only(trainer, shuffles)
         if training:
             private.run_validations_in(trainer, self.progress.validations.apart)
-            self._warn_without_delay(trainer.max_steps)
             if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
                 rank_zero_warn(
                     f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
@@ -154,12 +136,8 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
                 )
             if self._mesh.num_stages > 1:
                 show_stages(trainer)
-            self.checkpoints.lease(checkpoint_folders(trainer))
-            link_when_written(trainer, self.checkpoints.then)
-            self.superseded.overwrite_later_ones(trainer)
             self.setup_optimizers(trainer)
-            self._check_optimizer(trainer)
-            self._attach_optimizer(trainer)
+            self._attach_optimizer()
         self.setup_precision_plugin()
 
     def _structure_problems(self, trainer: L.Trainer) -> list[str]:
@@ -171,49 +149,27 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Make the optimizer; what one rank cannot make, all of them report.
-
-        Lightning's advice on several optimizers, manual optimization, would be refused next.
-        """
+        """Make the optimizer of the whole model; what one rank cannot make, all of them report."""
         error: Exception | None = None
+        assert self.session.stage is not None
         try:
-            with EmptyOptimizers():  # one without a parameter may be the second of two, which is what is wrong then
+            with self.session.stage.whole_model():
                 super().setup_optimizers(trainer)
+            if problem := optimizer_problem(self.optimizers):
+                error = ConfigurationError(problem)
         except Exception as caught:
-            known = (text for sign, text in OPTIMIZER_ERRORS if sign in str(caught))
-            error = next((ConfigurationError(text) for text in known), caught)
+            # Lightning's advice on several, manual optimization, would be refused next.
+            error = ConfigurationError(ONE_OPTIMIZER) if "multiple optimizers" in str(caught) else caught
         agree_on_error(self._mesh, error)
 
-    def _check_optimizer(self, trainer: L.Trainer) -> None:
-        """Refuse an optimizer that a pipeline cannot use, and options in which ranks differ; a collective call."""
-        stage = self.session.stage
-        assert stage is not None
-        unfit = optimizer_problems(self.optimizers, self._module)
-        grouping = grouping_of(self.optimizers, self._module, stage)
-        agree_on_problems(self._mesh, unfit + grouping.problems)
+    def _attach_optimizer(self) -> None:
         optimizer = self.optimizers[0]
-        self.session.agree("optimizer", described.rule(optimizer))
-        if self.session.compare("optimizer's", described.options(optimizer, grouping.of_whole, stage.index)):
-            # On all ranks. Stages may have one group each, and be right.
-            whole = groups_of_whole(self._module, stage)
-            told = described.options(optimizer, whole, stage.index)
-            named = told if whole is not None else {f"stage {stage.index}: {key}": told[key] for key in told}
-            self.session.agree("optimizer's", named)
-        self.session.agree("scheduler", schedulers_section(trainer))
-
-    def _attach_optimizer(self, trainer: L.Trainer) -> None:
-        optimizer = self.optimizers[0]
-        self.session.attach(optimizer, self._step_optimizer, with_closure=True)
+        self.session.compare(optimizer_entries(optimizer))
+        self.session.attach(optimizer, self._step_optimizer)
+        _optimizer_to_device(optimizer, self.root_device)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-
-    def _warn_without_delay(self, max_steps: int) -> None:
-        start = self.session.settings.synchronous_start
-        if 0 <= max_steps <= start:
-            rank_zero_warn(
-                f"synchronous_start={start} is no less than max_steps={max_steps}: all of this training is synchronous"
-            )
 
     def _progress_state(self) -> dict[str, Any]:
         return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))
@@ -254,11 +210,6 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         super().on_train_start()
         self.progress.draw_as_before()
         accumulate_as_scheduled(self._module.trainer)
-        data = data_section(self.progress.loaders)
-        self.session.agree("data", comparable(data, self._mesh.replica))
-        self.session.manifest.keep("data", data)
-        if self.is_global_zero:
-            self.superseded.go_on(self._module.trainer, self.session.manifest.run, self.remove_checkpoint)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,8 +240,10 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the batch, file its ticket, and apply the update of the batch before."""
+        """Run the batch, and apply the update of the batch before."""
         assert self._batch_ends is not None
+        if optimizer is not self.session.optimizer:
+            raise ConfigurationError(OTHER_OPTIMIZER)
         result = closure()
         if not self.session.running().accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)
@@ -327,10 +280,8 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
 
         It is the note that the mini-batch was closed with.
         """
-        with private.at_global_step(self._module.trainer, update.ticket.note):
-            once = OneGradient(self.optimizers[0])
-            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=once)
-            once.check_called()
+        with private.at_global_step(self._module.trainer, update.note):
+            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -15,11 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.cut.whole_model import update_from_counts
-from lightning_asyncpp.core.optimizers.steps import watch_steps
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
 from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
 from lightning_asyncpp.models.opening import start_problems
-from lightning_asyncpp.trainer.checkpoint.plain_loading import LoadsPlainValues
 from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
@@ -33,7 +31,7 @@ def default_optimizer(parameters: Any) -> Optimizer:
     return MuonAdamW(parameters)
 
 
-class GPTModule(LoadsPlainValues, PipelineModule):
+class GPTModule(PipelineModule):
     """Pretrains a :class:`~lightning_asyncpp.models.GPT` on batches of tokens, (batch, time + 1) int64.
 
     Tokens of -100 are padding: they are read as token 0 and do not count as targets.
@@ -59,14 +57,6 @@ class GPTModule(LoadsPlainValues, PipelineModule):
             (config.json and safetensors) or a checkpoint of this package. Every stage reads its own tensors alone, in
             fp32. The sizes of ``config`` must be theirs; ``context_length`` and ``dropout`` may differ.
     """
-
-    may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"warmup_steps", "decay", "min_lr_ratio", "total_steps"})
-    """Arguments that may be others as ``asyncpp fit --ckpt_path`` goes on with a run: it can be made longer."""
-
-    never_from_a_checkpoint: ClassVar[frozenset[str]] = frozenset(
-        {"optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"}
-    )
-    """Arguments that are in no checkpoint, and that are taken from none: they name what is called, compiled or read."""
 
     def __init__(
         self,
@@ -95,7 +85,7 @@ class GPTModule(LoadsPlainValues, PipelineModule):
             raise ValueError("GPTModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
         # A checkpoint holds plain values only: it can then be read without unpickling code. How the blocks are computed
         # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
-        self.save_hyperparameters(ignore=sorted(GPTModule.never_from_a_checkpoint))
+        self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])
         self.hparams["config"] = asdict(self.config)
 
     def build_model(self) -> nn.Module:
@@ -132,13 +122,9 @@ class GPTModule(LoadsPlainValues, PipelineModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Take the step, and let routers learn from the batches of an update that is applied."""
-        stepped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        with watch_steps(stepped) as steps:
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if not self._counts_itself:
-            return
-        counted, self._counted = self._counted, Collected()
-        if steps.taken:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self._counts_itself:
+            counted, self._counted = self._counted, Collected()
             assert self.model is not None
             self.log_dict(update_from_counts(self.model, counted))
 

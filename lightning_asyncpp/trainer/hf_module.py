@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import fetch
 from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.trainer.checkpoint.plain_loading import LoadsPlainValues
 from lightning_asyncpp.trainer.gpt_module import default_optimizer
 from lightning_asyncpp.trainer.hf.loading import (
     DTYPES,
@@ -38,7 +38,7 @@ SAVED = "hf"
 """Entry of a checkpoint: what ``asyncpp export`` needs beside the weights."""
 
 
-class HFModule(LoadsPlainValues):
+class HFModule(LightningModule):
     """Trains a model of `transformers` on tokens, on pairs of prompt and response, or on labelled texts.
 
     Batches are mappings with ``input_ids``, ``attention_mask`` and ``labels``, (batch, time) int64 each and padded on
@@ -83,17 +83,6 @@ class HFModule(LoadsPlainValues):
         ImportError: `transformers`, or `peft` for ``lora``, is not installed.
     """
 
-    may_change_on_resume: ClassVar[frozenset[str]] = frozenset(
-        {"model_id", "warmup_steps", "decay", "min_lr_ratio", "total_steps"}
-    )
-    """Arguments that may be others as ``asyncpp fit --ckpt_path`` goes on with a run: it can be made longer, and the
-    folder may lie elsewhere; the weights are the checkpoint's."""
-
-    never_from_a_checkpoint: ClassVar[frozenset[str]] = frozenset(
-        {"optimizer", "gradient_checkpointing", "attn_implementation"}
-    )
-    """Arguments that are in no checkpoint, and that are taken from none."""
-
     def __init__(
         self,
         model_id: str,
@@ -130,7 +119,7 @@ class HFModule(LoadsPlainValues):
                 " it at float32, with precision='bf16-mixed' and weight_dtype='bf16' of the strategy",
             )
         self.config = read_config(model_id, self.config_overrides)
-        self.save_hyperparameters(ignore=sorted(HFModule.never_from_a_checkpoint))
+        self.save_hyperparameters(ignore=["optimizer", "gradient_checkpointing", "attn_implementation"])
         self.hparams["freeze"] = list(freeze)
 
     def configure_model(self) -> None:

@@ -12,7 +12,6 @@ from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
-from lightning_asyncpp.trainer.identity import known_beside, trainer_section
 
 NOT_IN_NOTEBOOKS = (
     "start_method={!r} runs a script again, and this session is interactive, a notebook or a prompt: give the Trainer"
@@ -45,9 +44,6 @@ class Launching(PipelineCheckpoints, DDPStrategy):
     def setup_environment(self) -> None:
         private.check_launcher()
         super().setup_environment()
-        # Now: what comes next, hooks of callbacks among it, has collective calls that go by these.
-        trainer = self._module.trainer
-        self.session.agree("trainer", trainer_section(trainer), known_beside(trainer, self._module))
 
     def gather_whole_model(self) -> None:
         """Bring the trained model to rank 0; a collective call."""

@@ -1,35 +1,25 @@
 """What is asked of a LightningModule before and after it is cut.
 
 * Its ``example_input_array``: what layers are measured with, and kept from others.
-* Whether its ``configure_optimizers`` gives a stage's parameters what it would give them in the whole model.
 * What is left of it behind a pipeline: its ``state_dict()`` holds one stage, which may be taken for the whole.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from torch import Tensor, device, nn
+from torch import device, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import network_in, network_name
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
-from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.cut.ties import names_on
 from lightning_asyncpp.core.model_call import ModelCall
-from lightning_asyncpp.core.optimizers.by_position import (
-    asked_again,
-    may_go_by_position,
-    options_of,
-    position_problems,
-)
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -79,63 +69,17 @@ class HiddenExample:
         self._module.example_input_array = example
 
 
-class Grouping(NamedTuple):
-    """What is known of an optimizer's groups.
-
-    Attributes:
-        problems: what is wrong with those of a stage: they go by the position of parameters.
-        of_whole: the groups that the whole model's would have; None if nobody knows.
-    """
-
-    problems: list[str]
-    of_whole: Sequence[Mapping[str, Any]] | None
-
-
-def grouping_of(optimizers: Sequence[Optimizer], module: LightningModule, stage: Stage) -> Grouping:
-    """Compare the groups of a stage that trains for the first time with those of the whole model.
-
-    Args:
-        optimizers: as configure_optimizers made them.
-        module: with the stage in it.
-        stage: as it was cut.
-    """
-    layers = stage.layers_elsewhere
-    trained = [parameter for parameter in stage.parameters.values() if parameter.requires_grad]
-    if not optimizers or not may_go_by_position(optimizers, trained):
-        return Grouping([], optimizers[0].param_groups if optimizers else None)
-    if not layers:
-        return Grouping([], optimizers[0].param_groups if stage.num_stages == 1 else None)
-    # What stages share has another name in the whole; their copies are compared with each other.
-    shared = {stage.parameters[name] for name in names_on(stage.index, stage.whole.ties)}
-    names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p not in shared}
-    try:
-        again = asked_again(module, stage.model, layers, module.configure_optimizers)
-    except Exception as error:
-        warnings.warn(
-            "configure_optimizers makes several groups of parameters, or leaves some out. Whether it gives this stage's"
-            f" what it would give them in the whole model was not looked at, for it raised {type(error).__name__}:"
-            f" {error}",
-            stacklevel=2,
-        )
-        return Grouping([], None)
-    problems = position_problems(options_of(optimizers, names), options_of(again, names))
-    return Grouping(problems, again[0].param_groups if again else None)
-
-
-def groups_of_whole(module: LightningModule, stage: Stage) -> Sequence[Mapping[str, Any]] | None:
-    """The groups that the whole model's optimizer would have, of a stage that has one; None if nobody knows.
-
-    Args:
-        module: with the stage in it; its configure_optimizers is called.
-        stage: as it was cut.
-    """
-    if not stage.layers_elsewhere:
-        return None
-    try:
-        again = asked_again(module, stage.model, stage.layers_elsewhere, module.configure_optimizers)
-    except Exception:  # it may be called once alone
-        return None
-    return again[0].param_groups if again else None
+def optimizers_in(configured: Any) -> list[Optimizer]:
+    """The optimizers among what a ``configure_optimizers`` returned, in any of Lightning's forms."""
+    if isinstance(configured, Optimizer):
+        return [configured]
+    if isinstance(configured, Mapping):
+        return optimizers_in(configured.get("optimizer"))
+    if isinstance(configured, (list, tuple)):
+        if configured and isinstance(configured[0], (list, tuple)):
+            configured = configured[0]  # optimizers and schedulers
+        return [optimizer for entry in configured for optimizer in optimizers_in(entry)]
+    return []
 
 
 @contextmanager

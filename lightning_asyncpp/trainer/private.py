@@ -197,6 +197,18 @@ def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
     return every > 0 and global_step % every == 0
 
 
+def count_step_as_saved(trainer: Trainer) -> None:
+    """Let no checkpoint callback of a resumed run save the step again that it resumes from.
+
+    Lightning would do so after a batch without an update, and replace the checkpoint of an update's end by one in the
+    middle of an accumulation.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if checkpoint_is_due(callback, trainer.global_step):
+            required(callback, "_last_global_step_saved", "keep the checkpoint that a run resumes from")
+            callback._last_global_step_saved = trainer.global_step  # type: ignore[attr-defined]
+
+
 def replace_step_logging(trainer: Trainer, at_end_of_batch: Callable[[], None]) -> None:
     """Log no step metrics at the end of a batch, but call ``at_end_of_batch``; see :func:`log_step_metrics`."""
     purpose = "log metrics with the step that they belong to"

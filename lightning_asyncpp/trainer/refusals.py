@@ -25,7 +25,6 @@ from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in, no_network
 from lightning_asyncpp.core.cut.units import model_problems
-from lightning_asyncpp.core.optimizers.configured import is_placeholder, trains_nothing
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 from lightning_asyncpp.trainer import private
 
@@ -33,16 +32,14 @@ ONE_OPTIMIZER = (
     "configure_optimizers returned more than one optimizer (multiple optimizers): a pipeline has exactly one update per"
     " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
 )
-NOTHING_OF_THIS_STAGE = (
-    "configure_optimizers gave the optimizer no parameter of this stage: give it all of self.parameters(), and freeze"
-    " those that are not to be trained (requires_grad_(False))"
+OTHER_OPTIMIZER = (
+    "trainer.optimizers holds another optimizer than at the start, while an update of that one is outstanding: change"
+    " its param_groups in place, or train in two parts, the second from a checkpoint"
 )
 NOTHING_TO_STEP = (
     "optimizer.step() came without a gradient: no closure has run since the step before; a pipeline applies every"
     " gradient once, so call optimizer.step(closure=optimizer_closure), or the closure first"
 )
-# What errors of torch and Lightning say, and what is meant.
-OPTIMIZER_ERRORS = (("multiple optimizers", ONE_OPTIMIZER), ("empty parameter list", NOTHING_OF_THIS_STAGE))
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
     (ModelPruning, "it rewrites parameters while two versions of them are alive"),
@@ -110,7 +107,7 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
 def frozen_problems(network: nn.Module, name: str = "self.model") -> list[str]:
     """Whether nothing of a whole model is to be trained; a stage of one that was cut before may train nothing."""
     is_cut = any(isinstance(part, OtherStage) for part in network.modules())
-    if is_cut or not any(True for _ in network.parameters()) or not trains_nothing(network):
+    if is_cut or not any(True for _ in network.parameters()) or any(p.requires_grad for p in network.parameters()):
         return []
     return [
         f"no parameter of {name} requires a gradient: all of it is frozen and there is nothing to train; call"
@@ -139,21 +136,16 @@ def without_gradients(module: LightningModule, callbacks: Sequence[L.Callback]) 
     ]
 
 
-def optimizer_problems(optimizers: Sequence[Optimizer], module: LightningModule) -> list[str]:
-    """What configure_optimizers returned that one update per mini-batch cannot use."""
+def optimizer_problem(optimizers: Sequence[Optimizer]) -> str:
+    """Why one update per mini-batch cannot use what configure_optimizers returned; empty if it can."""
     if len(optimizers) > 1:
-        return [ONE_OPTIMIZER]
-    own = {id(parameter) for parameter in module.parameters()}
-    groups = optimizers[0].param_groups if optimizers else []
-    held = [parameter for group in groups for parameter in group["params"] if not is_placeholder(parameter)]
-    if groups and not held and not trains_nothing(module):
-        return [NOTHING_OF_THIS_STAGE]
-    if not groups or any(id(parameter) not in own for parameter in held):
-        return [
-            "configure_optimizers returned no optimizer, or one over parameters that are not this stage's: build it in"
-            " configure_optimizers from self.parameters() or self.named_parameters()"
-        ]
-    return []
+        return ONE_OPTIMIZER
+    if not optimizers or not any(group["params"] for group in optimizers[0].param_groups):
+        return (
+            "configure_optimizers returned no optimizer: a pipeline trains with exactly one. Return one over"
+            " self.parameters() or self.named_parameters()"
+        )
+    return ""
 
 
 def _callback_problems(trainer: L.Trainer) -> list[str]:

@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_asyncpp.core.progress import PROGRESS
-from lightning_asyncpp.core.ranks.agreement import agree_on_error
-from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.watched_loops import EVALUATION
@@ -100,21 +96,9 @@ class ReplicaBatches(ParallelStrategy):
         needs_data = mesh.is_first or mesh.is_last
         follow = None if transport is None else lambda: Next(transport.follow_loaded())
         loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, needs_data, follow)
-        loader = self._training_loader(loader, trainer, mesh) if trainer.training else loader
+        loader = self.progress.training_loader(loader, trainer) if trainer.training else loader
         if transport is not None and mesh.is_first and mesh.num_stages > 2:
             return AnnouncingLoader(loader, transport.announce_loaded)
-        return loader
-
-    def _training_loader(self, loader: object, trainer: Trainer, mesh: Mesh) -> object:
-        """The loader that goes on where a checkpoint was; what one rank finds about it, all ranks raise."""
-        if not self.progress.goes_on:
-            return self.progress.training_loader(loader, trainer)
-        error: Exception | None = None
-        try:
-            loader = self.progress.training_loader(loader, trainer)
-        except ConfigurationError as caught:  # a stage in the middle may not have the data that is another
-            error = caught
-        agree_on_error(mesh, error)
         return loader
 
     @override

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, check_model, pipelined
 from lightning_asyncpp.core.cut.module_as_network import class_name
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
-from lightning_asyncpp.pytorch import AsyncPipelineStrategy
+from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.reference import assert_equal_weights, joined_parts
 from tests.trainer.runs import arrays
 
 DIM, CLASSES, STEPS = 6, 3, 6
-STALENESS = {"micro_batches": 4, "synchronous_start": 1}
+MICRO_BATCHES = {"micro_batches": 4}
 
 
 class Classifier(L.LightningModule):
@@ -81,9 +81,9 @@ def fit(
     """Weights, of this stage in a pipeline, and the last validation loss."""
     L.seed_everything(1, verbose=False)
     module = kind()
-    strategy: Any = AsyncPipelineStrategy(**STALENESS)
+    strategy: Any = AsyncPipelineStrategy(**MICRO_BATCHES)
     if not stages:
-        strategy = DelayedGradientStrategy(delay="least", stages=2, **STALENESS)
+        strategy = DelayedGradientStrategy(delay="least", stages=2, **MICRO_BATCHES)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=stages or 1, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,

@@ -51,7 +51,7 @@ class Adapted(L.LightningModule):
 def train(name: str, told: bool, strategy: str, folder: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     module = Adapted(name, told)
-    options = {"micro_batches": 4, "synchronous_start": 0}
+    options = {"micro_batches": 4}
     run = Run(lambda _: module, strategy=strategy, options=options, trainer={"max_epochs": 1, "val_check_interval": 2})
     trainer = make_trainer(run)
     trainer.fit(module)

@@ -154,7 +154,7 @@ class Case:
     routed: bool = False
     staleness: Staleness = "uniform"
     slack: Slack = 0
-    start: int = 0  # mini-batches at the beginning without delay
+    start: int = 0  # mini-batches that a synchronous pipeline has run before: for the oracle
     bf16: bool = False  # weight versions in bf16 beside masters
     resumes: tuple[int, ...] = ()  # after these batches a new engine goes on from the state of the old one
     evaluates: tuple[int, ...] = ()  # after these batches the pipeline is drained and evaluated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 
-from lightning_asyncpp.core.recording.clocks import DeviceClock
+from lightning_asyncpp.core.trace import DeviceClock
 
 LAG_SECONDS = 0.05
 

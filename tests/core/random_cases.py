@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_asyncpp.core.cut.ties import find_ties
 from lightning_asyncpp.core.cut.units import Unit, has_parameters, pipeline_units
 from lightning_asyncpp.core.schedule import largest_lookahead
 from tests.core.cases import OPTIMIZERS, Case
@@ -29,8 +28,7 @@ def draw_from(rng: random.Random) -> tuple[int, Case]:
         units = pipeline_units(model(0.0))
         counts = _counts(rng, units, stages)
         if counts is not None:
-            tied = any(tie.stages[-1] == stages - 1 for tie in find_ties(units, counts))
-            case = _case(rng, stages, replicas, tied, is_exact(units, counts, replicas))
+            case = _case(rng, stages, replicas, is_exact(units, counts, replicas))
             return stages, Case(**case, model=model, cut=tuple(counts), data_parallel_size=replicas)
 
 
@@ -75,18 +73,16 @@ def _counts(rng: random.Random, units: Sequence[Unit], stages: int) -> list[int]
     return counts if all(any(heavy[end - count : end]) for end, count in zip(ends, counts)) else None
 
 
-def _staleness(rng: random.Random, stages: int, tied: bool, skips: bool) -> dict[str, Any]:
+def _staleness(rng: random.Random, stages: int, skips: bool) -> dict[str, Any]:
     """``skips``: updates are left out, which all stages must agree on before."""
     if stages == 1 or rng.random() < 0.4:
         return {}
-    if not tied and not skips and rng.random() < 0.2:
-        return {"staleness": "fresh_last_stage"}
     return {"staleness": "least", "slack": "exact" if skips else rng.choice(["exact", 0, 0, 1, 2, stages, 20])}
 
 
-def _case(rng: random.Random, stages: int, replicas: int, tied: bool, exact: bool) -> dict[str, Any]:
+def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[str, Any]:
     delay = rng.choice([1, 1, 1, 0])
-    micro_batches = rng.randint(stages + (replicas > 1) if delay else 1, 2 * stages + 2)
+    micro_batches = rng.randint(stages + (replicas > 1) if delay else 1, rng.choice([2, 2, 4]) * stages + 2)
     batches = rng.randint(3, 7)
     accumulate = rng.choice([1, 1, 2])
     nan_at = rng.choice([None, None, rng.randrange(batches)])
@@ -115,8 +111,7 @@ def _case(rng: random.Random, stages: int, replicas: int, tied: bool, exact: boo
         "evaluates": some(ends),
         "checkpointing": rng.random() < 0.4,
         "same_data": True,
-        **_staleness(rng, stages if delay else 1, tied, nan_at is not None),
-        "start": rng.choice([0, 0, 1, 2]) if delay else 0,
+        **_staleness(rng, stages if delay else 1, nan_at is not None),
         "bf16": exact and rng.random() < 0.4,
         "placement": rng.choice(["pipeline_within_node", "pipeline_across_nodes"]),
         "seed": rng.randrange(100),

@@ -19,6 +19,7 @@ from lightning_asyncpp.core.checkpoint import state
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.units import pipeline_units, stages_of_parameters
 from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
@@ -29,9 +30,20 @@ from tests.core.cases import Case
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
 
-def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
-    """Run a case on this rank; returns this stage's final weights, its losses and its norms."""
-    training = Training(case, mesh)
+def run_local(case: Case, num_stages: int) -> dict[str, Any]:
+    """Run a case with all stages in this process; returns what one stage that has the whole model would return."""
+    return run_case(case, Mesh(1, 1, 0), num_stages)
+
+
+def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[str, Any]:
+    """Run a case on this rank; returns this stage's final weights, its losses and its norms.
+
+    Args:
+        case: what to run.
+        mesh: this rank's place.
+        local_stages: number of stages that this process runs, if not that of ``mesh``.
+    """
+    training = Training(case, mesh, local_stages)
     for mini_batch in case.mini_batches:
         last = mini_batch[-1]
         outputs = []
@@ -56,29 +68,33 @@ class Training:
     Args:
         case: what to run.
         mesh: this rank's place.
+        local_stages: number of stages that this process runs, if not that of ``mesh``.
     """
 
-    def __init__(self, case: Case, mesh: Mesh) -> None:
-        self.case, self.mesh = case, mesh
+    def __init__(self, case: Case, mesh: Mesh, local_stages: int | None = None) -> None:
+        self.case, self.mesh, self.local_stages = case, mesh, local_stages
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.statistics: list[dict[str, float]] = []
         settings = PipelineSettings(
             micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
             delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-            staleness=case.staleness, slack=case.slack, synchronous_start=case.start,
+            staleness=case.staleness, slack=case.slack,
             weight_dtype="bf16" if case.bf16 else None,
         )  # fmt: skip
-        self.session = session = PipelineSession(settings)
+        self.session = session = (
+            PipelineSession(settings) if local_stages is None else LocalSession(settings, local_stages)
+        )
         session.mesh = mesh
         self.model = case.make_model()
-        counts, device = tuple(case.counts(mesh.num_stages)), torch.device(case.device)
+        counts, device = tuple(case.counts(local_stages or mesh.num_stages)), torch.device(case.device)
         self.stage = session.cut(self.model, case.seed, device, partition=Partition(counts, counts, "as given"))
         if case.checkpointing:
             _checkpoint_units(self.stage)
         hooks = UserHooks(micro_batch_weight=case.weight, forward_context=case.context)
         self.engine: Engine = session.start(hooks, device, training=True)
-        self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
+        with self.stage.whole_model():
+            self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
         self.scheduler = case.make_scheduler(self.optimizer)
         session.attach(self.optimizer, self._step)
 
@@ -109,14 +125,14 @@ class Training:
         saved = {
             "weights": state.gather_model_state(self.session, self.stage.state_dict()),
             "pipeline": state.gather_pipeline_state(self.session),
-            "optimizer": state.gather_optimizer_state(self.session, self.optimizer),
+            "optimizer": state.gather_optimizer_state(self.session),
         }  # fmt: skip
         saved = self._from_first_rank(saved)
         self.session.finish()
-        other = Training(self.case, self.mesh)
+        other = Training(self.case, self.mesh, self.local_stages)
         other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
         state.load_pipeline_state(other.session, saved["pipeline"])
-        state.load_optimizer_state(other.session, other.optimizer, saved["optimizer"])
+        state.load_optimizer_state(other.session, saved["optimizer"], saved["pipeline"])
         if other.scheduler is not None and self.scheduler is not None:
             other.scheduler.load_state_dict(self.scheduler.state_dict())
         other.losses, other.norms, other.statistics = self.losses, self.norms, self.statistics
@@ -136,7 +152,7 @@ class Training:
         }  # fmt: skip
 
     def _step(self, update: Update) -> None:
-        assert update.ticket.note == update.mini_batch
+        assert update.note == update.mini_batch
         if self.case.max_norm is not None:
             self.session.clip(self.case.max_norm)
         self.optimizer.step()
@@ -162,8 +178,8 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
     """Nothing that is done with may hold on to memory until the next drain, or the end of the batch."""
     results = [tensor for output in outputs for tensor in tensors_of(output.results)]
     assert not any(tensor.requires_grad for tensor in results)
-    assert len(engine.updates._leaving) <= 3  # shared gradients on their way
-    stepped = [mini_batch for mini_batch in engine.updates.closed if mini_batch.stepped]
+    assert all(len(part.updates._leaving) <= 3 for part in engine.parts)  # shared gradients on their way
+    stepped = [mini_batch for part in engine.parts for mini_batch in part.updates.closed if mini_batch.stepped]
     assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
     assert not any(mini_batch.reduction._sent for mini_batch in stepped if mini_batch.reduction is not None)
 
@@ -181,7 +197,7 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
         [case.batch(i, r) for i in indices for r in range(case.data_parallel_size)] for indices in case.mini_batches
     ]
 
-    steps_ahead = case.staleness != "uniform" and case.slack != "exact"
+    steps_ahead = case.staleness == "least" and case.slack != "exact"
     start = max(case.start, 1) if steps_ahead else case.start  # for a norm to clip by
 
     def step(micro_batch: dict[str, Tensor]) -> Tensor:
@@ -203,8 +219,10 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
 
 def ahead(stage: int, case: Case, num_stages: int) -> int:
     """By how many micro-batches forwards run ahead, written down apart from the schedule's own rule."""
-    behind, lookahead = num_stages - 1 - stage, min(case.lookahead or 0, num_stages - 1)
-    return behind + behind * (lookahead + 1) // num_stages
+    behind, more, left = num_stages - 1 - stage, 1, case.lookahead or 0
+    while num_stages > 1 and left >= num_stages - 1:  # a micro-batch more on every hop
+        more, left = more + 1, left - (num_stages - 1)
+    return behind * more + behind * (left + 1) // num_stages
 
 
 def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
@@ -218,8 +236,7 @@ def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
         least = (
             ahead(0, case, num_stages) if case.slack == "exact" else ahead(first[stage], case, num_stages) + case.slack
         )
-        if case.staleness == "least" or stage == num_stages - 1:
-            found.append((own, least if case.staleness == "least" else 0))
+        found.append((own, least))
     return found
 
 

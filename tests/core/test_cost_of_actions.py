@@ -25,7 +25,6 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from tests.workers import end_with_parent, free_port, worker_context
 
 DIM, SAMPLES, EARLY, LENGTH = 4, 8, 5, 150
@@ -98,7 +97,6 @@ def _train(mesh: Mesh, micro_batches: int, at: tuple[int, ...]) -> list[tuple[fl
     device = torch.device("cpu")
     engine = Engine(cut(model, mesh.stage, mesh.num_stages, 0, device), mesh, settings, 0, device, UserHooks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    office = TicketOffice(optimizer)
     engine.updates.apply = lambda _: optimizer.step() and None
     batch = torch.ones(micro_batches, DIM)
 
@@ -107,7 +105,7 @@ def _train(mesh: Mesh, micro_batches: int, at: tuple[int, ...]) -> list[tuple[fl
 
     def train_batch() -> None:
         engine.run(batch, step)
-        engine.close(office.file())
+        engine.close()
         engine.apply_due()
 
     costs = []

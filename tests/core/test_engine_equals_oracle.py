@@ -68,9 +68,10 @@ def make_case(micro_batches: int, lookahead: int | None, options: dict[str, Any]
 
 
 def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
+    p = num_stages
     factors = {
-        "micro_batches": range(num_stages, 2 * num_stages + 2),
-        "lookahead": range(num_stages),
+        "micro_batches": sorted({p, p + 1, 2 * p, 2 * p + 1, 4 * p}),
+        "lookahead": sorted({0, 1, p - 1, p, 2 * p - 1, 3 * p}),
         **OPTIONS,
     }
     cases = []
@@ -109,7 +110,7 @@ def parametrized(cases: list[tuple[int, Case]], marks: Sequence[Any] = ()) -> An
 # What the schedule and the updates have to do with each other; the rest is the layers' own, whatever the schedule.
 ABOUT_UPDATES = (
     *("batch_sizes", "max_norm", "error_feedback", "accumulate", "nan_at", "tied", "routed", "lookahead"),
-    *("staleness", "slack", "start", "drains"),
+    *("staleness", "slack", "drains"),
 )
 
 
@@ -119,7 +120,7 @@ def few_of(cases: list[tuple[int, Case]], of: Sequence[str] = (), among: Sequenc
     ``of``: the pairs that count have one of these options; other tests have the rest. ``among``: and both are of these.
     """
     beyond = [case.micro_batches - num_stages for num_stages, case in cases]
-    names = among or (*OPTIONS, "lookahead", "staleness", "slack", "start", "drains")
+    names = among or (*OPTIONS, "lookahead", "staleness", "slack", "drains")
     rows = [
         {name: getattr(case, name) for name in names} | {"num_stages": num_stages, "beyond": more}
         for (num_stages, case), more in zip(cases, beyond, strict=True)
@@ -152,17 +153,14 @@ def test_the_cut_is_the_one_that_was_asked_for(pools: Pools, cut: str, counts: l
 
 
 def with_held_micro_batches(num_stages: int) -> list[tuple[int, Case]]:
-    """Every slack about its limits and a fresh last stage, drains at any moment, and starts among them."""
+    """Every slack about its limits, and drains at any moment."""
     rules: list[tuple[Staleness, Slack]] = [("least", slack) for slack in (0, 1, 2, num_stages - 1, num_stages)]
-    rules += [("least", "exact"), ("fresh_last_stage", 0), ("least", 2 * num_stages + 2)]
+    rules += [("least", "exact"), ("least", 2 * num_stages + 2)]
     cases = []
     for i, (_, case) in enumerate(asynchronous(num_stages)):
         staleness, slack = rules[i % len(rules)]
-        fresh = staleness == "fresh_last_stage"
         changes: dict[str, Any] = {
             "nan_at": case.nan_at if slack == "exact" else None,
-            "tied": case.tied and not fresh,
-            "start": i % 3 if i % 5 == 0 else 0,
             "drains": (i % 4,) if i % 2 else (),
         }
         cases.append((num_stages, replace(case, staleness=staleness, slack=slack, **changes)))
@@ -180,45 +178,13 @@ def test_held_micro_batches_of_four(pools: Pools, num_stages: int, case: Case) -
     check(pools, num_stages, case)
 
 
-def with_synchronous_start(num_stages: int) -> list[tuple[int, Case]]:
-    """Starts of one to three mini-batches, drains on both sides of the switch, fresh last stages among them."""
-    cases = []
-    for i, (_, case) in enumerate(asynchronous(num_stages)):
-        fresh = i % 3 == 0 and num_stages > 1 and case.nan_at is None
-        tied = case.tied and not fresh
-        drains = (i % 4,) if i % 2 else ()
-        staleness: Staleness = "fresh_last_stage" if fresh else "uniform"
-        cases.append((num_stages, replace(case, start=1 + i % 3, staleness=staleness, tied=tied, drains=drains)))
-    return cases
-
-
-@few_of(over((1, 2, 3), with_synchronous_start), of=["staleness"])
-def test_synchronous_start(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
-
-
-def test_a_synchronous_start_as_long_as_the_run_is_a_synchronous_run(pools: Pools) -> None:
-    case = Case(3, max_norm=0.3, error_feedback=1.0, dropout=0.3, scheduler=True, start=5)
-    results = pools.run(case, 3)
-    assert_same_weights(results, run_oracle(replace(case, start=0, delay=0))[0])
-    shorter = run_oracle(replace(case, start=3))[0]
-    with pytest.raises(AssertionError, match="not bitwise equal"):
-        assert_same_weights(results, shorter)
-
-
 @pytest.mark.parametrize("empty", [(0,), (2,)])
-def test_a_fresh_last_stage_is_clipped_after_a_batch_without_samples(pools: Pools, empty: tuple[int, ...]) -> None:
+def test_stages_that_step_ahead_are_clipped_after_a_batch_without_samples(pools: Pools, empty: tuple[int, ...]) -> None:
     sizes = tuple(0 if i in empty else 6 for i in range(5))
-    case = Case(3, staleness="fresh_last_stage", batch_sizes=sizes, max_norm=0.01, optimizer="counting", drains=(1,))
+    case = Case(3, staleness="least", batch_sizes=sizes, max_norm=0.01, optimizer="counting", drains=(1,))
     check(pools, 2, case)
     unclipped = run_oracle(replace(case, max_norm=None), 2)[0]
     assert any((a != b).any() for a, b in zip(unclipped.values(), run_oracle(case, 2)[0].values()))
-
-
-@pytest.mark.slow
-@parametrized(with_synchronous_start(4))
-def test_synchronous_start_of_four(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
 
 
 @pytest.mark.slow

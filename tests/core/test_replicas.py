@@ -27,9 +27,7 @@ CASES = {
     "spare": Case(3, spare=True, optimizer="counting"),
     "tied": Case(3, tied=True, unequal_weights=True, max_norm=0.5, drains=(1,)),
     "routed": Case(3, routed=True, unequal_weights=True, max_norm=0.5),
-    "routed-fresh-last-stage": Case(3, routed=True, staleness="fresh_last_stage", max_norm=0.5),
     "drains": Case(3, drains=(0, 2, 3), lookahead=1),
-    "fresh-last-stage": Case(3, staleness="fresh_last_stage", unequal_weights=True, max_norm=0.5, drains=(1,)),
     "least": Case(3, staleness="least", lookahead=0, unequal_weights=True, max_norm=0.5, drains=(1,), accumulate=2),
     "least-slack-tied": Case(4, staleness="least", slack=1, lookahead=1, tied=True, routed=True, max_norm=0.5),
     "least-exact": Case(3, staleness="least", slack="exact", nan_at=2, error_feedback=1.0, optimizer="counting"),
@@ -39,7 +37,7 @@ CASES = {
 
 
 # Whose parts other cases have, and have together.
-PLAINER = ("plain", "unequal-weights", "routed", "fresh-last-stage", "drains", "spare")
+PLAINER = ("plain", "unequal-weights", "routed", "drains", "spare")
 
 
 @pytest.mark.parametrize(

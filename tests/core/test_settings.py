@@ -41,16 +41,16 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         " lower it, or use micro_batches >= 5",
     ),
     (
+        {"micro_batches": 16, "lookahead": 14},
+        4,
+        "lookahead=14 does not fit 16 micro-batches over 4 stages and 1 replica(s): the largest is 13;"
+        " lower it, or use micro_batches >= 17",
+    ),
+    (
         {"micro_batches": 4, "lookahead": 1, "data_parallel_size": 2},
         8,
         "lookahead=1 does not fit 4 micro-batches over 4 stages and 2 replica(s): the largest is 0;"
         " lower it, or use micro_batches >= 5",
-    ),
-    (
-        {"staleness": "fresh_last_stage", "nonfinite_gradients": "skip"},
-        2,
-        "staleness='fresh_last_stage' steps stages before it is known whether the gradients of the others are finite,"
-        " so nonfinite_gradients='skip' could not leave their updates out; use 'stop' or staleness='uniform'",
     ),
     (
         {"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"},
@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         " finite, so nonfinite_gradients='skip' could not leave their updates out; use 'stop', slack='exact' or"
         " staleness='uniform'",
     ),
-    ({"staleness": "none"}, 2, "staleness='none' must be 'uniform' or 'least' or 'fresh_last_stage'"),
+    ({"staleness": "none"}, 2, "staleness='none' must be 'uniform' or 'least'"),
     (
         {"staleness": "least", "delay": 0},
         2,
@@ -73,34 +73,12 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         )
         for slack in (-1, 1.5, True, "most")
     ),
-    (
-        {"staleness": "fresh_last_stage", "slack": 1},
-        2,
-        "slack=1 has a meaning only with staleness='least': set that, or leave it out",
-    ),
     ({"slack": "exact"}, 2, "slack='exact' has a meaning only with staleness='least': set that, or leave it out"),
     (
-        {"staleness": "fresh_last_stage", "delay": 0},
+        {"micro_batches": "4", "data_parallel_size": None, "lookahead": True},
         2,
-        "staleness='fresh_last_stage' has no meaning without a delay: no gradient is old; leave it out",
-    ),
-    (
-        {"synchronous_start": 3, "delay": 0},
-        2,
-        "synchronous_start=3 has no meaning without a delay: all mini-batches are synchronous; leave it out",
-    ),
-    (
-        {"synchronous_start": 2.5, "micro_batches": "4", "data_parallel_size": None, "lookahead": True},
-        2,
-        "4 problems:\n  1. micro_batches='4' must be a whole number\n  2. lookahead=True must be a whole number\n  3."
-        " data_parallel_size=None must be a whole number\n  4. synchronous_start=2.5 must be a whole number",
-    ),
-    ({"synchronous_start": -1}, 2, "synchronous_start=-1 must be 0 or more, in mini-batches"),
-    (
-        {"staleness": "fresh_last_stage"},
-        1,
-        "staleness='fresh_last_stage' with one stage would be synchronous training; use more stages, or strategy"
-        " 'sync_pipeline'",
+        "3 problems:\n  1. micro_batches='4' must be a whole number\n  2. lookahead=True must be a whole number\n  3."
+        " data_parallel_size=None must be a whole number",
     ),
     (
         {"micro_batches": -1, "lookahead": -2, "data_parallel_size": 3, "nonfinite_gradients": "", "metric_slots": -3},
@@ -129,19 +107,12 @@ def test_refused_settings_that_no_strategy_sets(arguments: dict[str, Any]) -> No
         PipelineSettings(**arguments).resolved(2)
 
 
-def test_the_mend_of_a_large_lookahead_names_the_fewest_micro_batches() -> None:
-    with pytest.raises(ConfigurationError, match=r"use micro_batches >= 6$"):
-        PipelineSettings(micro_batches=4, lookahead=9).resolved(4)
-    assert PipelineSettings(micro_batches=6, lookahead=9).resolved(4).lookahead == 9
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None:
     world_size = num_stages * num_replicas
-    assert PipelineSettings(data_parallel_size=num_replicas).resolved(world_size).micro_batches == num_stages
     for micro_batches in range(num_stages, 2 * num_stages + 2):
-        for lookahead in range(num_stages):
+        for lookahead in range(3 * num_stages + 1):
             settings = PipelineSettings(micro_batches, lookahead, num_replicas)
             resolved, problems = settings.resolve(world_size)
             fits = lookahead <= largest_lookahead(num_stages, micro_batches, num_replicas)
@@ -156,16 +127,15 @@ def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None
     ("arguments", "world_size", "micro_batches", "lookahead"),
     [
         ({}, 1, 1, 0),
-        ({}, 4, 4, 1),
-        ({"data_parallel_size": 2}, 8, 4, 0),  # one micro-batch is left for the reduction to hide in
+        ({}, 4, 8, 1),
+        ({"micro_batches": 4, "data_parallel_size": 2}, 8, 4, 0),  # one is left for the reduction to hide in
         ({"data_parallel_size": 2, "micro_batches": 5}, 8, 5, 1),
-        ({"delay": 0}, 4, 4, 0),
+        ({"delay": 0}, 4, 8, 0),
         ({"delay": 0, "micro_batches": 1}, 4, 1, 0),
         ({"micro_batches": 8, "lookahead": 3}, 4, 8, 3),
         ({"micro_batches": 8, "lookahead": 0}, 4, 8, 0),
         ({"micro_batches": 8, "staleness": "least"}, 4, 8, 0),  # more would cost freshness
         ({"micro_batches": 8, "staleness": "least", "lookahead": 1}, 4, 8, 1),
-        ({"micro_batches": 8, "staleness": "fresh_last_stage"}, 4, 8, 1),
     ],
 )
 def test_defaults(arguments: dict[str, Any], world_size: int, micro_batches: int, lookahead: int) -> None:
@@ -187,7 +157,6 @@ def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
     ("arguments", "ahead"),
     [
         ({}, [False, False, False]),
-        ({"staleness": "fresh_last_stage"}, [False, False, True]),
         ({"staleness": "least"}, [True, True, True]),
         ({"staleness": "least", "slack": 2}, [True, True, True]),
         ({"staleness": "least", "slack": "exact"}, [False, False, False]),
@@ -203,7 +172,6 @@ def test_stages_that_step_ahead_of_the_others_begin_with_a_mini_batch_without_de
     assert [resolved.schedule(stage).steps_ahead(start) for stage in range(3)] == ahead
     assert not any(resolved.schedule(stage).steps_ahead(0) for stage in range(3))
     assert resolved.synchronous_start == start
-    assert replace(settings, synchronous_start=3).resolved(3).synchronous_start == 3
     twin = settings.with_delay(0).resolved(3)
     assert (twin.staleness, twin.slack, twin.synchronous_start) == ("uniform", 0, 0)
     assert not any(twin.schedule(stage).steps_ahead(start) for stage in range(3))
@@ -215,9 +183,9 @@ def test_stages_that_step_ahead_of_the_others_begin_with_a_mini_batch_without_de
         ({}, "8 micro-batches, lookahead 1, delay 1"),
         ({"delay": 0}, "8 micro-batches, delay 0"),
         (
-            {"staleness": "fresh_last_stage"},
-            "8 micro-batches, lookahead 1, staleness='fresh_last_stage' (gradients 1, 1, 0 updates old, by stage)"
-            ", after 1 synchronous mini-batch",
+            {"staleness": "least", "lookahead": 4},
+            "8 micro-batches, lookahead 4, staleness='least' (gradients 0.75, 0.375, 0 updates old, by stage), after 1"
+            " synchronous mini-batch",
         ),
         (
             {"staleness": "least", "slack": 1},
@@ -254,17 +222,5 @@ def test_the_log_says_where_updates_wait_for_replicas(arguments: dict[str, Any],
 
 @pytest.mark.parametrize("slack", [0, 2, "exact"])
 def test_with_one_stage_the_least_staleness_is_none(slack: Slack) -> None:
-    settings = PipelineSettings(4, staleness="least", slack=slack, synchronous_start=3, nonfinite_gradients="skip")
+    settings = PipelineSettings(4, staleness="least", slack=slack, nonfinite_gradients="skip")
     assert settings.resolved(1).describe() == "4 micro-batches, delay 0"
-
-
-def test_a_synchronous_start_leaves_no_update_outstanding() -> None:
-    settings = PipelineSettings(synchronous_start=2, staleness="fresh_last_stage")
-    middle, last = (settings.resolved(3).schedule(stage) for stage in (1, 2))
-    assert [middle.stage_rule.updates_behind(t) for t in range(4)] == [0, 0, 1, 1]
-    assert [last.stage_rule.updates_behind(t) for t in range(4)] == [0, 0, 0, 0]
-    assert [last.pipeline_rule.flushes(t) for t in range(4)] == [True, True, False, False]
-    assert [last.steps_ahead(t) for t in range(4)] == [False, False, True, True]
-    plain = PipelineSettings().resolved(3).schedule(2)
-    assert [plain.stage_rule.updates_behind(t) for t in range(2)] == [1, 1]
-    assert settings.with_delay(0).resolved(3).synchronous_start == 0

@@ -40,7 +40,6 @@ def chains(draw: st.DrawFn) -> tuple[Leg, ...]:
     first = _case(rng)
     count = len(first.mini_batches)
     ats = sorted(rng.sample(range(1, count), rng.randint(1, min(3, count - 1))))
-    # From no delay to one: the same as a synchronous start of as many mini-batches.
     turning = rng.choice([None, *range(1, len(ats) + 1)]) if not (first.delay or first.bf16) else None
     legs, case = [_leg(rng, first, ats[0])], first
     for number, at in enumerate([*ats[1:], None], 1):
@@ -54,9 +53,9 @@ def expected_case(legs: tuple[Leg, ...]) -> Case:
     """What all of the chain is, by the oracle."""
     last = legs[-1].case
     first_with_delay = next((number for number, leg in enumerate(legs) if leg.case.delay), 0)
-    start = legs[first_with_delay - 1].saves_at if first_with_delay else None
+    start = legs[first_with_delay - 1].saves_at if first_with_delay else 0
     # Replicas read the same data: g + g over w + w is g over w exactly.
-    return replace(last, start=last.start if start is None else start, data_parallel_size=1)
+    return replace(last, start=start or 0, data_parallel_size=1)
 
 
 def _case(rng: random.Random) -> Case:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
+from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from tests.core.cases import make_model
 from tests.trainer.checkpoint.resumable import training_loader
 from tests.trainer.logging.evaluations import may_have_children
@@ -24,14 +24,14 @@ def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "", ra
     """Train from the beginning, with a checkpoint after every batch and epoch, or from one of them.
 
     Args:
-        kind: of the loader; ``own``: with its own sampler, ``emulated``: under ``delayed_gradient``.
+        kind: of the loader; ``own``: with its own sampler.
         data: folder of litdata's.
         folder: of the checkpoints, ``{batches}.ckpt`` and ``epoch-{epoch}.ckpt``.
         resumed_from: name of the checkpoint.
         raw: whether the state holds what Fabric was given instead of what it returned.
     """
     L.seed_everything(5, verbose=False)
-    strategy: Any = (DelayedGradientStrategy if "emulated" in kind else AsyncPipelineStrategy)(micro_batches=3)
+    strategy = AsyncPipelineStrategy(micro_batches=3)
     fabric = L.Fabric(strategy=strategy, devices=dist.get_world_size(), accelerator="cpu")
     fabric.launch()
     model = fabric.setup_module(make_model())
@@ -60,11 +60,7 @@ def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "", ra
             state["epoch"] = epoch + 1
             save(f"epoch-{epoch + 1}")
     strategy.flush()
-    return {"numbers": numbers, "losses": losses, "weights": weights_of(strategy, model)}
-
-
-def weights_of(strategy: Any, model: Any) -> dict[str, Any]:
-    """This rank's final weights."""
-    is_emulated = isinstance(strategy, DelayedGradientStrategy)
-    named = dict(model.named_parameters()) if is_emulated else strategy.session.stage.parameters
-    return {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
+    assert strategy.session.stage is not None
+    named = strategy.session.stage.parameters
+    weights = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
+    return {"numbers": numbers, "losses": losses, "weights": weights}

@@ -44,7 +44,6 @@ class Run:
             lookahead=case.lookahead,
             staleness=case.staleness,
             slack=case.slack,
-            synchronous_start=case.start,
             data_parallel_size=case.data_parallel_size,
             partition=case.counts(world_size() // case.data_parallel_size),
             placement=case.placement,

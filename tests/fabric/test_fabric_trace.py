@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_asyncpp.core.recording.trace import Beside, Wait
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.tools.trace.recorded_run import read_run
-from lightning_asyncpp.tools.trace.run_summary import summarise
+from lightning_asyncpp.tools.trace.summary import summarise
 from tests.core.cases import Case
 from tests.fabric.runs import Run, make_fabric, train
 from tests.trainer.pool import Pools
@@ -42,15 +42,14 @@ def test_a_loop_is_recorded(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, recorded, CASE, str(tmp_path / "trace"), {}, (2,))
     run = read_run(tmp_path / "trace")
     summary = summarise(run)
-    assert summary.violated == 0
-    assert summary.total.staleness == "0, 1"
+    assert not summary.violations
+    assert summary.total.staleness == 1
     for rank in run.ranks:
         kinds = {kind: [s.index for s in rank.spans if s.kind is kind] for kind in (*Kind, *Wait, *Beside)}
         assert kinds[Kind.UPDATE] == list(range(6))
         assert sorted(kinds[Kind.FORWARD]) == sorted(kinds[Kind.BACKWARD])
         assert kinds[Wait.DATA] == [1, 2, 3, 3, 4, 5]
         assert kinds[Beside.EVALUATE] == [3]
-        assert rank.complete
 
 
 def test_recording_changes_nothing(pools: Pools, tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ JOBS = {
         _trainer("newest", 2, "stateful", every=1, on_exception=True, saving={"save_top_k": 1}),
         _trainer("sync", 3, "stateful noisy", replace(_RUN, strategy="sync", options={"lookahead": 1})),
         _trainer("replicas", 4, "litdata", replace(_RUN, options={"data_parallel_size": 2} | _SHARDED)),
-        _trainer("workers", 2, "stateful workers", replace(_RUN, options={"synchronous_start": 4}), every=3),
+        _trainer("workers", 2, "stateful workers", replace(_RUN, options={"staleness": "least"}), every=3),
         _trainer("emulated", 1, "stateful noisy", replace(_RUN, strategy="delayed", options={"micro_batches": 2})),
         Job("fabric", 2, ByFabric(_CASE)),
         Job("fabric-sharded", 3, ByFabric(replace(_CASE, tied=True, routed=True), _SHARDED | _BEHIND)),

@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-from lightning_asyncpp.core.recording.clocks import clock_of
-from lightning_asyncpp.core.recording.trace import Trace, Wait
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Trace, Wait, clock_of
 
 DEVICE = torch.device("cuda", 0)
 
@@ -23,8 +22,8 @@ def test_work_and_waits_are_those_of_the_gpu() -> None:
 
     work()
     torch.cuda.synchronize()
-    trace = Trace(0, clock=clock_of(DEVICE))
-    follower = trace.follow()
+    trace = Trace(0, clock_of(DEVICE))
+    reader = trace.read()
     began = time.perf_counter()
     with trace.span(Kind.FORWARD, 0):
         work()
@@ -35,7 +34,7 @@ def test_work_and_waits_are_those_of_the_gpu() -> None:
     ended = time.perf_counter()
     with trace.span(Wait.GRADIENT, 1):
         time.sleep(0.05)
-    forward, hidden, waited = follower.take_all(1.0)
+    forward, hidden, waited = reader.take(seconds=1.0)
     assert launched - began < forward.end - forward.start == pytest.approx(ended - began, rel=0.2)
     assert began - 1e-3 < forward.start < forward.end < ended + 1e-3
     assert hidden.end - hidden.start < 1e-3

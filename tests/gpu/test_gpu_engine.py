@@ -20,7 +20,6 @@ CASES = {
     "drains": Case(4, drains=(0, 2)),
     "dropout": Case(4, dropout=0.3),
     "checkpointing": Case(4, checkpointing=True),
-    "fresh-last-stage": Case(4, staleness="fresh_last_stage", max_norm=0.5),
     "least": Case(6, staleness="least", max_norm=0.5, scheduler=True, drains=(1,)),
     "least-feedback": Case(4, optimizer="muon", error_feedback=1.0, staleness="least", slack=1, dropout=0.3),
     "least-exact-norm": Case(6, staleness="least", slack="exact", max_norm=0.5),

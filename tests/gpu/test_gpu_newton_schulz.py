@@ -48,12 +48,11 @@ def test_a_matrix_does_not_depend_on_its_batch():
         assert torch.equal(symmetric_product(one[None], one[None].mT, x.new_empty(1, 300, 300))[0], expected)
 
 
-@pytest.mark.parametrize("form", ["direct", "gram"])
 @pytest.mark.parametrize("shape", [(960, 2560), (2560, 960), (333, 1001)])
-def test_orthogonalize_is_that_of_a_cpu(form, shape):
+def test_orthogonalize_is_that_of_a_cpu(shape):
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     expected = orthogonalize([x], dtype=torch.float32)
-    result = orthogonalize([x.to(CUDA)], form=form).cpu().float()
+    result = orthogonalize([x.to(CUDA)]).cpu().float()
     assert (result - expected).norm() < 0.03 * expected.norm()
 
 

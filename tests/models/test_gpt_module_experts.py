@@ -12,13 +12,10 @@ import torch
 import torch.nn.functional as F
 import yaml
 from jsonargparse import ArgumentParser
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.core.optimizers.steps import watch_steps
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.models.router import SigmoidRouter
 from lightning_asyncpp.trainer.gpt_module import GPTModule
@@ -111,49 +108,6 @@ def test_one_process(tmp_path: Path, accumulate: int) -> None:
         assert update.pop("tokens") == 64 * accumulate
         assert {name: metrics[name] for name in update} == pytest.approx(update, rel=1e-6)
     assert 0 < seen.biases[-1].abs().max() <= 0.01 * 4 / accumulate + 1e-6
-
-
-def test_steps_that_are_left_out_teach_nothing() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.ones(3)
-    for optimizer in (torch.optim.SGD([weight], fused=True), torch.optim.Adam([weight], fused=True)):
-        with watch_steps(optimizer) as steps:
-            pass
-        assert not steps.taken
-        with watch_steps(optimizer) as steps:
-            optimizer.step()
-        assert steps.taken
-        for found in (0.0, 1.0):
-            optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]
-            with watch_steps(optimizer) as steps:
-                optimizer.step()
-            assert steps.taken == (found == 0)
-        del optimizer.found_inf  # type: ignore[attr-defined]
-        assert not optimizer._optimizer_step_post_hooks
-
-
-class Overflows(MixedPrecision):
-    """Leaves the second of three steps out, as a scaler does that found infinite gradients."""
-
-    steps = 0
-
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        closure_result = closure()
-        self.steps += 1
-        if self.steps != 2:
-            optimizer.step()
-        return closure_result
-
-
-def test_an_update_that_overflowed_is_not_counted(tmp_path: Path) -> None:
-    module, loader = made(), batches(3)
-    strategy = SingleDeviceStrategy(torch.device("cpu"), precision_plugin=Overflows("bf16-mixed", "cpu"))
-    _, seen = fit(tmp_path, module, loader, strategy=strategy)
-    assert torch.equal(seen.biases[1], seen.biases[0])
-    assert not torch.equal(seen.biases[2], seen.biases[1])
-    assert seen.biases[2].abs().max() <= 0.02 + 1e-6
-    assert "moe_load_max" in seen.metrics[0]
-    assert module._counted.statistics == {}
 
 
 def test_without_a_trainer_the_caller_collects_the_counts() -> None:

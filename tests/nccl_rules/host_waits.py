@@ -43,8 +43,8 @@ _SHAPED_BY_VALUES = frozenset(
 )
 _READ_AT_ONCE = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__")}
 _FROM_HOST = frozenset([torch.tensor, torch.as_tensor, torch.asarray])
-_BY_SOCKET = "pipeline/wire/transport.py"
-_ON_BEHALF_OF_OTHERS = ("pipeline/host_copies.py", "pipeline/host_copies.py", "pipeline/foreach.py")
+_BY_SOCKET = "core/wire/transport.py"
+_ON_BEHALF_OF_OTHERS = ("core/host_copies.py", "core/foreach.py")
 _MAY_MIX = frozenset(["copy_", "_to_copy", "index", "index_put_", "set_", "lift_fresh", "_foreach_copy_"])
 
 
@@ -315,7 +315,7 @@ def _where(what: str) -> Wait:
             )  # a comprehension has a frame in some versions of Python
             if place == "elsewhere" and is_named and inside not in _ON_BEHALF_OF_OTHERS:
                 place = f"{inside}:{frame.f_code.co_name}"
-            is_run = inside.startswith("pipeline/runner/") and frame.f_code.co_name in ("forward", "backward")
+            is_run = inside.startswith("core/runner/") and frame.f_code.co_name in ("forward", "backward")
             per = "micro-batch" if is_run else per
         frame = frame.f_back
     return Wait(per, what, place)

@@ -63,6 +63,7 @@ class Host(Process):
         self._stepped: set[int] = set()  # of those, whose update came before all had agreed
         self._sums: set[tuple[str, int]] = set()  # control messages that were read
         self._reductions: dict[int, Operation] = {}  # mini-batch -> its all-reduce
+        self._counts: dict[int, Operation] = {}  # and that of its samples, where a stage steps ahead
         self._launched: set[int] = set()  # mini-batches whose control message was sent
         self._agreed: dict[int, Signal] = {}  # mini-batch -> that those of all ranks are there
 
@@ -165,8 +166,15 @@ class Host(Process):
             if self._backwards >= (t + 1) * self.case.micro_batches and t not in self._launched:
                 if self.case.replicas == 1:
                     yield from self._launch_message(t)
-                elif t not in self._reductions:
-                    yield from self._reduce(t)
+                else:
+                    if t not in self._reductions:
+                        yield from self._reduce(t)
+                    if self.schedule.steps_ahead(t) and t not in self._counts:
+                        self.device.launch(REPLICAS, self.device.newest["compute"])
+                        yield self.step
+                        meeting = self.simulation.counts[self.stage, t]
+                        self._counts[t] = self.device.launch(REPLICAS, meeting=meeting)
+                        yield self.step
         yield from self._poll()
 
     def _poll(self) -> Thread:
@@ -221,12 +229,7 @@ class Host(Process):
         if t not in self._launched:
             yield from self._launch_message(t)
         if self.case.replicas > 1:  # their samples are counted together
-            self.device.launch(REPLICAS, self.device.newest["compute"])
-            yield self.step
-            meeting = self.simulation.counts[self.stage, t]
-            counted = self.device.launch(REPLICAS, meeting=meeting)
-            yield self.step
-            self.device.launch("compute", counted)
+            self.device.launch("compute", self._counts[t])
             yield self.device.newest["compute"]
         self.device.launch("compute", duration=UPDATE_TIME)
         yield from self.moment(self._forwards)

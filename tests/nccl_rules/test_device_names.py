@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
@@ -28,7 +29,6 @@ from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.control_message import StopFlags
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch
 from lightning_asyncpp.core.updates.reduction import Reduction, plan_buckets, squares
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.weights import WeightVersions, lent, writing
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Way
@@ -36,7 +36,6 @@ from lightning_asyncpp.core.wire.header import DTYPES, Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
-from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode
 
 CUDA = torch.device("cuda", 0)
 CONFIG = GPTConfig(vocab_size=16, context_length=8, num_layers=4, dim=8, num_heads=2, mlp_dim=16)
@@ -230,7 +229,7 @@ def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.Monke
     assert {g.device for g in reducing.gradients.values() if g is not None} == {CUDA}
     assert len(squares(gradients)) == len(parameters) - 1
     launched = MiniBatch(Mesh(1, 1, 0), 0, 0, weight=2.0)
-    launched.close(1, Ticket(), None, num_statistics=0)
+    launched.close(1, num_statistics=0)
     launched.launch(gradients, torch.zeros(0, dtype=torch.float64), StopFlags(), {})
     assert launched.poll()
     assert launched._message is not None

@@ -27,8 +27,8 @@ CASES = {
     "partial": Case(6, batch_sizes=(8, 5, 2, 1), unequal_weights=True, accumulate=2),
     "tied": Case(5, tied=True, error_feedback=1.0),
     "routed": Case(5, routed=True, dropout=0.3),
-    "checkpointing": Case(5, checkpointing=True, start=1),
-    "fresh": Case(5, staleness="fresh_last_stage", max_norm=0.5),
+    "checkpointing": Case(5, checkpointing=True),
+    "far-ahead": Case(8, staleness="least", lookahead=6, max_norm=0.5),
     "least": Case(6, staleness="least", lookahead=0, max_norm=0.3, drains=(1,), tied=True),
     "least-exact": Case(5, staleness="least", slack="exact", lookahead=1, routed=True, max_norm=0.3, nan_at=2),
     "synchronous": Case(3, delay=0, max_norm=0.3),
@@ -44,7 +44,7 @@ def emulated() -> Iterator[Pools]:
 
 # Over five stages, between whose middle ones a rule may be broken that two or three cannot break; the rest over three.
 OF_FIVE = ("drains", "routed", "least")
-ALIKE = ("clip", "no-lookahead", "fresh", "synchronous")  # whose options other cases have, too
+ALIKE = ("clip", "no-lookahead", "far-ahead", "synchronous")  # whose options other cases have, too
 
 
 def over_few_stages() -> list[Any]:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
 
 # What their numbers are, and when they are read, is as in the other cases: "least" has a norm and a shared weight.
-REPEATS = ("no-lookahead", "partial", "checkpointing", "synchronous", "tied", "fresh", "clip", "drains")
+REPEATS = ("no-lookahead", "partial", "checkpointing", "synchronous", "tied", "far-ahead", "clip", "drains")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 
 import lightning as L
@@ -62,44 +61,9 @@ def test_nested_class_paths(config):
     optimizer = parse([config])
     assert isinstance(optimizer, ErrorFeedback)
     assert isinstance(optimizer.base, MuonAdamW)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.003, 0.003]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.003]
     assert optimizer.param_groups[0]["newton_schulz_dtype"] == "float32"
-    assert [g["param_names"] for g in optimizer.param_groups] == [["up.weight"], ["up.bias"]]
-
-
-def test_command_line_overrides_reach_the_inner_optimizer(config):
-    optimizer = parse(
-        [config, "--model.optimizer.init_args.base.init_args.lr=0.5", "--model.optimizer.init_args.strength=0.25"]
-    )
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert optimizer.strength == 0.25
-
-
-def test_class_names_on_the_command_line():
-    assert isinstance(parse(["--model.optimizer=lightning_asyncpp.optim.MuonAdamW"]), MuonAdamW)
-    optimizer = parse(
-        [
-            "--model.optimizer=lightning_asyncpp.optim.ErrorFeedback",
-            "--model.optimizer.base=torch.optim.SGD",
-            "--model.optimizer.base.lr=0.25",
-        ]
-    )
-    assert isinstance(optimizer.base, torch.optim.SGD)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_print_config(config, capsys):
-    with contextlib.suppress(SystemExit):
-        parse([config, "--print_config"])
-    printed = capsys.readouterr().out
-    for line in ("lightning_asyncpp.optim.ErrorFeedback", "lr: 0.003", "newton_schulz_dtype: float32", "strength: 1.0"):
-        assert line in printed
-
-
-def test_lightnings_own_optimizer_option_is_refused_with_the_mend():
-    """LightningCLI's top-level ``--optimizer`` passes parameters without names."""
-    with pytest.raises(ValueError, match="OptimizerCallable"):
-        parse(["--optimizer=lightning_asyncpp.optim.MuonAdamW"])
+    assert [g["param_names"] for g in optimizer.param_groups] == [["up.weight", "up.bias"]]
 
 
 @pytest.mark.parametrize("base", [MuonAdamW, torch.optim.AdamW])
@@ -127,20 +91,36 @@ def test_trainer_run_equals_a_plain_loop(base, tmp_path):
         scheduler.step()
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters()))
     if base is MuonAdamW:
-        assert {"lr-ErrorFeedback/muon", "lr-ErrorFeedback/adamw"} <= monitor.lrs.keys()
+        assert "lr-ErrorFeedback" in monitor.lrs
 
 
-def test_fabric_wrapper_shares_the_feedback():
+def test_a_fabric_wrapper_steps_and_loads():
     fabric = L.Fabric(accelerator="cpu", devices=1)
     module = nn.Linear(3, 2)
-    optimizer = ErrorFeedback(module.parameters(), partial(torch.optim.SGD, lr=0.1))
+    optimizer = ErrorFeedback(module.named_parameters(), partial(MuonAdamW, newton_schulz_dtype="float32"))
     module, wrapped = fabric.setup(module, optimizer)
-    lent = {p: p.detach().clone() for p in optimizer.param_groups[0]["params"]}
     module(torch.ones(1, 3)).sum().backward()
-    with wrapped.weights_before(lent):
-        assert optimizer._memory.lent is lent
-        wrapped.step()
-    assert optimizer.state_dict()["error_feedback"]["steps"] > 0
-    wrapped.set_delay(0)
-    assert optimizer.delay == 0
+    wrapped.step()
+    assert all("previous_step" in state for state in wrapped.state_dict()["state"].values())
     wrapped.load_state_dict(wrapped.state_dict())
+
+
+def test_lightnings_own_optimizer_option_passes_parameters_without_names():
+    class Plain(Module):
+        configure_optimizers = L.LightningModule.configure_optimizers
+
+    cli = LightningCLI(
+        Plain,
+        run=False,
+        args=["--optimizer=lightning_asyncpp.optim.MuonAdamW", "--optimizer.lr=0.02"],
+        save_config_callback=None,
+        trainer_defaults={"logger": False, "enable_checkpointing": False, "accelerator": "cpu"},
+    )
+    optimizer = cli.model.configure_optimizers()
+    optimizer.name_parameters({p: name for name, p in cli.model.named_parameters()})
+    cli.model.training_step(torch.ones(2, 4), 0).backward()
+    optimizer.step()
+    assert [sorted(state) for state in optimizer.state.values()] == [
+        ["momentum_buffer"],
+        ["exp_avg", "exp_avg_sq", "step"],
+    ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.optim import ErrorFeedback, WeightPrediction
+from lightning_asyncpp.optim import ErrorFeedback
 from tests.optim.test_optim_memory import ELEMENTS, MODEL_BYTES, allocated
 
 BASE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -51,22 +51,6 @@ def test_error_feedback_moves_the_base_trajectory_and_writes_the_extrapolated_on
     assert not any(torch.allclose(p, q) for p, q in zip(parameters, plain))  # masters are elsewhere
 
 
-def test_masters_are_the_base_trajectory_moved_by_the_first_step() -> None:
-    parameters, compute = make(1)
-    optimizer = ErrorFeedback(parameters, BASE)
-    base = make(1)[0]
-    alone = BASE(base)
-    start = base[0].detach().clone()
-    first = torch.zeros(())
-    for t in range(4):
-        run(optimizer, parameters, compute, range(t, t + 1))
-        base[0].grad = gradient(10 * t, base[0].shape)
-        alone.step()
-        if t == 0:
-            first = start - base[0].detach()
-        torch.testing.assert_close(parameters[0].detach(), base[0].detach() + first)
-
-
 def test_an_interrupted_run_goes_on() -> None:
     parameters, compute = make()
     optimizer = ErrorFeedback(parameters, BASE)
@@ -79,27 +63,6 @@ def test_an_interrupted_run_goes_on() -> None:
     run(resumed, again, written, range(2, 4))
     run(optimizer, parameters, compute, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip([*written, *again], [*compute, *parameters]))
-
-
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        partial(ErrorFeedback, base=BASE, buffer_dtype="bfloat16"),
-        partial(WeightPrediction, base=BASE),
-    ],
-    ids=["bf16 buffer", "prediction"],
-)
-def test_other_forms_correct_the_masters_and_round_them(make_optimizer: Any) -> None:
-    parameters, compute = make()
-    plain, _ = make()
-    run(make_optimizer(parameters), parameters, compute, range(4))
-    reference = make_optimizer(plain)
-    for t in range(4):
-        for i, p in enumerate(plain):
-            p.grad = gradient(10 * t + i, p.shape)
-        reference.step()
-    assert all(torch.equal(p, q) for p, q in zip(parameters, plain))
-    assert all(torch.equal(written, p.detach().to(torch.bfloat16)) for written, p in zip(compute, plain))
 
 
 def test_without_a_delay_the_masters_are_rounded() -> None:

@@ -1,17 +1,12 @@
-"""MuonAdamW against torch.optim.Muon and torch.optim.AdamW, and what pipeline stages rely on."""
+"""MuonAdamW against torch.optim.Muon and torch.optim.AdamW."""
 
 from __future__ import annotations
-
-import copy
-import io
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
 from lightning_asyncpp.optim import MuonAdamW
-from lightning_asyncpp.optim.muon import lr_scale
 from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, orthogonalize
 
 SHAPES = [(16, 24), (16, 24), (24, 16), (8, 8), (3, 40), (16, 24)]
@@ -80,39 +75,33 @@ def test_newton_schulz_formula(shape, dtype, tolerance):
     assert singular.min() > 0.3
 
 
-def test_zero_gradient_gives_no_nan():
-    assert orthogonalize([torch.zeros(2, 4, 5)]).eq(0).all()
+def test_zero_stays_zero_beside_others():
+    x = torch.stack([torch.zeros(6, 20), torch.randn(6, 20, generator=torch.Generator().manual_seed(0))])
+    result = orthogonalize([x])
+    assert result[0].eq(0).all()
+    assert result[1].isfinite().all()
 
 
-@pytest.mark.parametrize("batched", [None, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_update_does_not_depend_on_the_batch(threads, dtype, batched):
-    """Pipeline stages hold different subsets of the same matrices: every subset must give the same bits.
-
-    Where equal shapes share a product it depends on the library whether a matrix is rounded as it would be alone: some
-    processors' divide a batch among threads otherwise than a matrix.
-    """
+def test_update_does_not_depend_on_the_other_matrices(threads, dtype):
+    """Pipeline stages hold different subsets of the same matrices: every subset must give the same bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        shapes = [(96, 160), (96, 160), (40, 24), (96, 160), (40, 24), (3, 33, 17), (3, 33, 17), (33, 17)]
+        shapes = [(96, 160), (96, 160), (40, 24), (40, 24), (3, 33, 17), (33, 17)]
         together = matrices(shapes)
-        optimizer = MuonAdamW(named(together), newton_schulz_dtype=dtype, batched=batched)
+        optimizer = MuonAdamW(named(together), newton_schulz_dtype=dtype)
         for step in range(2):
             set_gradients(together, step)
             optimizer.step()
         for i, expected in enumerate(together):
             alone = matrices(shapes)[i]
-            single = MuonAdamW([(f"w{i}", alone)], newton_schulz_dtype=dtype, batched=batched and i % 2 == 0)
+            single = MuonAdamW([(f"w{i}", alone)], newton_schulz_dtype=dtype)
             for step in range(2):
                 alone.grad = torch.randn(shapes[i], generator=torch.Generator().manual_seed(1000 * step + i))
                 single.step()
-            if batched is None:
-                assert torch.equal(alone, expected), f"matrix {i}"
-            else:  # to the rounding of weights of about 1; of steps of about lr in bfloat16
-                tolerance = {"float32": 1e-6, "bfloat16": 0.05 * optimizer.defaults["lr"]}[dtype]
-                torch.testing.assert_close(alone, expected, rtol=0, atol=tolerance, msg=f"matrix {i}")
+            assert torch.equal(alone, expected), f"matrix {i}"
     finally:
         torch.set_num_threads(before)
 
@@ -154,41 +143,6 @@ def test_experts_are_linear_weights_one_by_one(adjust_lr, monkeypatch):
         torch.testing.assert_close(expert, linear, rtol=0, atol=1e-6)
 
 
-def test_a_gpt_with_experts_goes_where_it_should():
-    """Every matrix of an expert alone, the router among the matrices, its bias nowhere."""
-    moe = MoEConfig(num_experts=3, top_k=1, expert_dim=12, num_shared_experts=1, router="sigmoid", num_dense_layers=1)
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=16, context_length=8, num_layers=2, dim=8, num_heads=2, qk_norm=True, moe=moe))
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    options = {"lr": 0.1, "adjust_lr": "original", "newton_schulz_dtype": "float32"}
-    optimizer = MuonAdamW(model.named_parameters(), **options)
-    split = {group["algorithm"]: group["param_names"] for group in optimizer.param_groups}
-    assert [name for name in split["muon"] if "blocks.1.mlp." in name] == [
-        "blocks.1.mlp.router.weight",
-        *(f"blocks.1.mlp.experts.{name}" for name in ("gate", "up", "down")),
-        *(f"blocks.1.mlp.shared.{name}.weight" for name in ("gate", "up", "down")),
-    ]
-    assert {"head.weight", "embedding.token.weight", "blocks.1.attention.query_norm.weight"} < set(split["adamw"])
-    assert not any("balance_bias" in name for names in split.values() for name in names)
-    optimizer.step()
-    for name in ("gate", "up", "down"):
-        stack = getattr(model.blocks[1].mlp.experts, name)
-        for expert, gradient, before in zip(stack, stack.grad, weights[f"blocks.1.mlp.experts.{name}"]):
-            alone = nn.Parameter(before.clone())
-            alone.grad = gradient.clone()
-            MuonAdamW([("linear.weight", alone)], **options).step()
-            assert not torch.equal(alone.detach(), before)
-            torch.testing.assert_close(expert.detach(), alone.detach(), rtol=0, atol=1e-6)
-
-
-def test_lr_scale():
-    assert lr_scale("original", 9, 4) == pytest.approx(1.5)
-    assert lr_scale("original", 4, 9) == 1
-    assert lr_scale("match_rms_adamw", 4, 25) == pytest.approx(1.0)
-
-
 ADAMW = {"lr": 0.01, "weight_decay": 0.2, "betas": (0.8, 0.99), "eps": 1e-8}
 
 
@@ -204,7 +158,6 @@ def test_equals_torch_adamw(fused):
         set_gradients(theirs, step, skip=[step])
         optimizer.step()
         reference.step()
-    assert optimizer.param_groups[1]["fused"] is True
     if fused:
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
     else:
@@ -228,97 +181,3 @@ def test_adamw_is_right_for_every_layout(transposed):
         if transposed == "moment":
             optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].T.contiguous().T
     torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    assert optimizer.param_groups[1]["fused"] is True
-
-
-def test_a_plain_adamw_state_goes_on_plainly():
-    ours, theirs = matrices([(7,)]), matrices([(7,)])
-    reference = torch.optim.AdamW(theirs, **ADAMW)
-    optimizer = MuonAdamW([("b", ours[0])], adamw_lr=0.01, adamw_weight_decay=0.2, adamw_betas=(0.8, 0.99))
-    saved = optimizer.state_dict()
-    saved["param_groups"][1]["fused"] = None  # as this package saved it once
-    optimizer.load_state_dict(saved)
-    for step in range(2):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        optimizer.step()
-        reference.step()
-    assert torch.equal(ours[0], theirs[0])
-
-
-def test_parameters_without_gradient_stay():
-    params = matrices([(4, 5), (4, 5), (5,)])
-    optimizer = MuonAdamW(named(params))
-    before = [p.detach().clone() for p in params]
-    set_gradients(params, 0, skip=[1, 2])
-    optimizer.step()
-    assert [torch.equal(p, b) for p, b in zip(params, before)] == [False, True, True]
-    assert set(optimizer.state) == {params[0]}
-
-
-def test_groups_are_read_at_each_step_and_left_alone():
-    params, reference = matrices([(4, 5), (5,)]), matrices([(4, 5), (5,)])
-    optimizer, fixed = MuonAdamW(named(params), lr=1.0), MuonAdamW(named(reference), lr=0.25, adamw_lr=0.5)
-    for group, lr in zip(optimizer.param_groups, (0.25, 0.5)):
-        group["lr"] = lr
-    for p in (params, reference):
-        set_gradients(p, 0)
-    optimizer.step()
-    fixed.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, reference))
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
-
-
-@pytest.mark.parametrize("shapes", [[(4, 5), (5,)], [(4, 5)], [(5,)]])
-@pytest.mark.parametrize("copying", ["state_dict", "deepcopy"])
-def test_state_continues_bitwise(shapes, copying):
-    params = matrices(shapes)
-    optimizer = MuonAdamW(named(params))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    for step in range(2):
-        set_gradients(params, step)
-        optimizer.step()
-        scheduler.step()
-    if copying == "deepcopy":
-        params2, optimizer2 = copy.deepcopy((params, optimizer))
-    else:
-        buffer = io.BytesIO()
-        torch.save(optimizer.state_dict(), buffer)
-        buffer.seek(0)
-        params2 = copy.deepcopy(params)
-        optimizer2 = MuonAdamW(named(params2), lr=7.0)
-        optimizer2.load_state_dict(torch.load(buffer, weights_only=True))
-    for p, o in ((params, optimizer), (params2, optimizer2)):
-        set_gradients(p, 5)
-        o.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, params2))
-    assert [g["lr"] for g in optimizer2.param_groups] == [g["lr"] for g in optimizer.param_groups]
-
-
-def test_an_empty_group_has_the_same_keys_as_a_full_one():
-    full = MuonAdamW(named(matrices([(4, 5), (5,)]))).param_groups
-    for shape in [(4, 5), (5,)]:
-        groups = MuonAdamW(named(matrices([shape]))).param_groups
-        assert [g.keys() for g in groups] == [g.keys() for g in full]
-
-
-def test_closure_and_dtype_argument():
-    params = matrices([(4, 5)])
-    optimizer = MuonAdamW(named(params), newton_schulz_dtype=torch.float32)
-    assert optimizer.param_groups[0]["newton_schulz_dtype"] == "float32"
-
-    def closure():
-        assert torch.is_grad_enabled()
-        loss = params[0].square().sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        assert optimizer.step(closure) > 0
-
-
-def test_sparse_gradients_are_refused():
-    (p,) = matrices([(4, 5)])
-    p.grad = torch.ones(4, 5).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        MuonAdamW([("w", p)]).step()

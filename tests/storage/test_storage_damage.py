@@ -228,16 +228,3 @@ def test_a_folder_that_holds_code(saved: dict[str, Path], tmp_path: Path) -> Non
             load(path, weights_only)
     assert verify(path)
     assert not trap.exists()
-
-
-def test_a_list_that_holds_itself(saved: dict[str, Path], tmp_path: Path) -> None:
-    path = copied(saved["sharded"], tmp_path)
-    index = read_index(path)
-    file = path / index["run"]["file"]
-    endless: list[Any] = []
-    endless.append(endless)
-    torch.save({"state_dict": endless}, file)
-    run = Shard("run", file.name, file.stat().st_size, checksum(file))
-    (path / "index.json").write_bytes(index_bytes(run, [Shard(**shard) for shard in index["shards"]], {}))
-    with pytest.raises(StorageError, match="RecursionError"):
-        load(path)

@@ -1,4 +1,4 @@
-"""What cannot be read is refused in one line that says why: pipes, devices, other users' files, broken disks."""
+"""What cannot be read is refused in one line that says why: folders, other users' files."""
 
 from __future__ import annotations
 
@@ -12,31 +12,15 @@ import pytest
 import torch
 
 from lightning_asyncpp.cli import main
-from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.lightning_cli.resumed_model import saved_hyper_parameters
 from lightning_asyncpp.models import WeightsError, open_saved
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
-from tests.storage.saves import save_sharded
 
 pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="its devices have other names"),
 ]
 NOBODY = 65534
-NO_REGULAR_FILE = "is no regular file: name a checkpoint"
-
-
-def pipe(folder: Path) -> str:
-    os.mkfifo(folder / "pipe.ckpt")
-    return str(folder / "pipe.ckpt")
-
-
-def pipe_as_index(folder: Path) -> str:
-    save_sharded(str(folder / "x.ckpt"), 1)
-    (folder / "x.ckpt" / "index.json").unlink()
-    os.mkfifo(folder / "x.ckpt" / "index.json")
-    return str(folder / "x.ckpt")
 
 
 def folder_as_index(folder: Path) -> str:
@@ -58,28 +42,15 @@ def in_a_folder_of_nobody(folder: Path) -> str:
     return str(folder / "mine" / "x.ckpt")
 
 
-def folder_of_nobody(folder: Path) -> str:
-    save_sharded(str(folder / "mine.ckpt"), 1)
-    (folder / "mine.ckpt").chmod(0)
-    return str(folder / "mine.ckpt")
-
-
 def always(path: str) -> Callable[[Path], str]:
     return lambda folder: path
 
 
 CASES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "pipe": (pipe, NO_REGULAR_FILE),
-    "endless": (always("/dev/zero"), NO_REGULAR_FILE),
-    "pipe as index": (pipe_as_index, NO_REGULAR_FILE),
     "folder as index": (folder_as_index, "is a folder without index.json"),
-    "below a file": (always("/etc/passwd/x.ckpt"), "there is no checkpoint"),
-    "long": (always("x" * 5000), r"cannot be read \(File name too long\)"),
-    "no path": (always("a\0b"), "null byte"),
-    "broken": (always("/proc/self/mem"), r"cannot be read \(Input/output error\)"),
+    "missing": (always("/nowhere/x.ckpt"), "there is no checkpoint"),
     "mine": (of_nobody, r"cannot be read \(Permission denied\)"),
     "in mine": (in_a_folder_of_nobody, r"cannot be read \(Permission denied\)"),
-    "folder of mine": (folder_of_nobody, r"cannot be read \(Permission denied\)"),
 }
 
 
@@ -139,15 +110,12 @@ def test_commands_end_with_one_line(folder: Path, capfd: pytest.CaptureFixture[s
         assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("case", ["pipe", "endless", "mine"])
-def test_a_model_is_not_taken_from_it(folder: Path, case: str) -> None:
-    make, why = CASES[case]
+def test_a_model_is_not_taken_from_it(folder: Path) -> None:
+    make, why = CASES["mine"]
     path = make(folder)
 
     def read() -> None:
         with pytest.raises(WeightsError, match=why):
             open_saved(path)
-        with pytest.raises(ConfigurationError, match=why):
-            saved_hyper_parameters(path)
 
-    assert apart(case, read) == 0
+    assert apart("mine", read) == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_asyncpp.core.recording.trace import Span, utilisation
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Span, utilisation
 
 
 def steady_utilisation(

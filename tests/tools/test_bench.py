@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_asyncpp.core.recording.trace import Span
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Span
 from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.harness import measure as measuring
 from lightning_asyncpp.tools.bench.harness.comparison import costs_of_extras, costs_text, facts_line, summarise, table
@@ -129,12 +129,12 @@ def test_compute_calibrates_and_reports_the_ideal(tmp_path: Path, capsys: pytest
         (["schedule", "--systems", "zbv", "zbv"], "zbv: named more than once"),
         (
             ["compute", "--also", "clip", "async", "--stages", "1"],
-            "--also clip async: unknown; there are async+2bw, async+fresh, async+slack1, ",
+            "--also clip async: unknown; there are async+2bw, async+slack1, ",
         ),
         (["schedule", "--systems", "1f1b", "--also", "async+monitor", "--stages", "4", "--micro-batches", "3"], ">= 4"),
         (["schedule", "--systems", "1f1b", "--also", "async+monitor"], "--systems lacks: add it"),
         (["schedule", "--also", "async+trace", "--svg", "x.svg"], "every system records"),
-        (["network", "--also", "async+trace"], "async+trace: unknown; there are async+2bw, async+fresh, "),
+        (["network", "--also", "async+trace"], "async+trace: unknown; there are async+2bw, async+slack1, "),
         (["network", "--systems", "sync", "--also", "async+slack1"], "--systems lacks: add it"),
         (["schedule", "--jitter", "-0.1"], "jitter"),
         (["schedule", "--weight-share", "1.5"], "weight"),

@@ -13,7 +13,7 @@ import torch
 
 from lightning_asyncpp.tools.bench import optimizer
 from lightning_asyncpp.tools.bench.bench import main
-from lightning_asyncpp.tools.bench.names import GRAM, LIBRARY, OPTIMIZERS, OURS, TORCH, TORCH_FUSED
+from lightning_asyncpp.tools.bench.names import LIBRARY, OPTIMIZERS, OURS, TORCH, TORCH_FUSED
 from lightning_asyncpp.tools.bench.optimizer import Difference, Report
 from lightning_asyncpp.tools.bench.optimizer_contenders import StageShape, make_gradients
 
@@ -25,7 +25,7 @@ TINY_SHAPE = StageShape(1, 32, 4, 2, 96, 20, 8)
 @pytest.mark.parametrize("vocab", [0, 20])
 def test_prints_a_table_and_writes_json(vocab: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
-    systems = [OURS, GRAM, TORCH, TORCH_FUSED]
+    systems = [OURS, TORCH, TORCH_FUSED]
     main(["optimizer", *TINY, "--vocab", str(vocab), "--systems", *systems, "--json", str(file)])
     printed = capsys.readouterr().out
     assert all(OPTIMIZERS[system] in printed for system in systems)

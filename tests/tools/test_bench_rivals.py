@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
-from lightning_asyncpp.core.recording.trace import Trace
+from lightning_asyncpp.core.trace import Trace
 from lightning_asyncpp.tools.bench.harness.job import Job
 from lightning_asyncpp.tools.bench.harness.rank_processes import run_system
 from lightning_asyncpp.tools.bench.names import FLOOR, ONE_F_ONE_B, ZBV

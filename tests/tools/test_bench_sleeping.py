@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed import pipelining
 
-from lightning_asyncpp.core.recording.trace import Trace
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Trace
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.tools.bench.harness.stage_layers import SleepingLayer, Sleeps, jitter_factor
 from lightning_asyncpp.tools.bench.harness.systems import stage_indices

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from jsonargparse import Namespace
 
-from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.loss_curves import Reached, common_targets, compare, reach
-from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_2BW, ASYNC_SLACK_1, ASYNC_START, SYNC
+from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_2BW, ASYNC_SLACK_1, SYNC
 from lightning_asyncpp.tools.bench.time_to_loss import recipe_of
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -61,16 +61,16 @@ def test_ratios_are_taken_within_a_seed_and_only_where_all_runs_got_there() -> N
 def arguments(**changes: Any) -> Namespace:
     defaults = {
         "stages": 2, "micro_batches": 2, "lookahead": None, "steps": 4, "validate_every": 2, "val_batches": 1,
-        "sync_lr": None, "async_lr": None, "staleness": "uniform", "slack": 0, "synchronous_start": 0,
+        "sync_lr": None, "async_lr": None, "staleness": "uniform", "slack": 0,
     }  # fmt: skip
     return Namespace(**{**defaults, **changes})
 
 
 def test_both_recipes_differ_in_the_strategy_and_the_learning_rate_alone() -> None:
-    recipe = read_yaml(QUICKSTART)
+    recipe = yaml.safe_load(QUICKSTART.read_text())
     before = json.dumps(recipe)
     sync = recipe_of(recipe, SYNC, 7, arguments(sync_lr=0.02))
-    own = recipe_of(recipe, ASYNC, 7, arguments(sync_lr=0.02, staleness="fresh_last_stage", synchronous_start=3))
+    own = recipe_of(recipe, ASYNC, 7, arguments(sync_lr=0.02, staleness="least"))
     assert json.dumps(recipe) == before
     assert sync["trainer"].pop("strategy")["class_path"].endswith("SyncPipelineStrategy")
     assert own["trainer"].pop("strategy") == {
@@ -78,9 +78,8 @@ def test_both_recipes_differ_in_the_strategy_and_the_learning_rate_alone() -> No
         "init_args": {
             "micro_batches": 2,
             "lookahead": None,
-            "staleness": "fresh_last_stage",
+            "staleness": "least",
             "slack": 0,
-            "synchronous_start": 3,
         },
     }
     rates = [r["model"]["init_args"]["optimizer"]["init_args"]["base"]["init_args"].pop("lr") for r in (sync, own)]
@@ -94,12 +93,11 @@ def test_both_recipes_differ_in_the_strategy_and_the_learning_rate_alone() -> No
     [
         (ASYNC_2BW, {"staleness": "uniform"}),
         (ASYNC_SLACK_1, {"slack": 1}),
-        (ASYNC_START, {"staleness": "uniform", "synchronous_start": 20}),
     ],
 )
 def test_further_pipelines_have_settings_of_their_own(system: str, expected: dict[str, Any]) -> None:
-    chosen = arguments(steps=100, staleness="fresh_last_stage", slack=2, synchronous_start=3)
-    strategy = recipe_of(read_yaml(QUICKSTART), system, 7, chosen)["trainer"]["strategy"]
+    chosen = arguments(steps=100, staleness="least", slack=2)
+    strategy = recipe_of(yaml.safe_load(QUICKSTART.read_text()), system, 7, chosen)["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_asyncpp.AsyncPipelineStrategy"
     assert strategy["init_args"] == {"micro_batches": 2, "lookahead": None, **expected}
 
@@ -110,7 +108,6 @@ def test_further_pipelines_have_settings_of_their_own(system: str, expected: dic
         (["--micro-batches", "1"], "use micro_batches >= 2"),
         (["--seeds", "1", "1"], "each counts once"),
         (["--steps", "30"], "at least two validations"),
-        (["--steps", "60", "--synchronous-start", "60"], "of 60 updates none would have a delay"),
         (["--also", "1f1b"], "--also 1f1b: unknown; there are async+2bw"),
         (["--also", "async+2bw", "async+2bw"], "named more than once"),
         (["--config", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
@@ -124,11 +121,11 @@ def test_wrong_arguments_are_refused(wrong: list[str], message: str, capsys: pyt
 
 @pytest.mark.slow
 def test_a_tiny_comparison_runs_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = read_yaml(QUICKSTART)
+    recipe = yaml.safe_load(QUICKSTART.read_text())
     recipe["model"]["init_args"]["config"].update(num_layers=2, dim=32, num_heads=2, num_kv_heads=2, context_length=16)
     recipe["data"]["init_args"].update(context_length=16, batch_size=4, max_bytes=200_000, cache_dir=str(tmp_path))
     recipe["model"]["init_args"]["warmup_steps"] = 1
-    write_yaml(tmp_path / "tiny.yaml", recipe)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     files = ["--config", str(tmp_path / "tiny.yaml"), "--json", str(tmp_path / "out.json")]
     sizes = ["--steps", "8", "--validate-every", "2", "--val-batches", "1", "--seeds", "3", "5", "--timeout", "200"]
     main(["time-to-loss", *files, *sizes, "--also", ASYNC_2BW])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import ConfigurationError, apply_layers, check_model
-from lightning_asyncpp.optim import DelayCompensation, MuonAdamW
+from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.reference import train_reference
 from tests.core.cases import DIM, make_model
 from tests.tools.test_check import Layer, Named, around_a_cut, batches, linear, step
@@ -186,24 +185,6 @@ class TiedNet(Net):
 def test_groups_of_shared_weights() -> None:
     batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
     assert check_model(TiedNet(Run(TiedNet)), batches, stages=2).ok
-
-
-class CompensatedNet(Net):
-    def configure_optimizers(self) -> Any:
-        return DelayCompensation(self.named_parameters(), functools.partial(torch.optim.SGD, lr=0.05))
-
-
-def test_what_is_refused_because_of_the_age_of_gradients() -> None:
-    """As in training; with PipeDream-2BW the same is fine."""
-    batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
-    assert check_model(CompensatedNet(Run(CompensatedNet)), batches, staleness="uniform").ok
-    with pytest.raises(ConfigurationError, match="DelayCompensation needs gradients that are taken at one version"):
-        check_model(CompensatedNet(Run(CompensatedNet)), batches)
-    assert check_model(CompensatedNet(Run(CompensatedNet)), batches, stages=1).ok
-    with pytest.raises(ConfigurationError, match="staleness='fresh_last_stage' steps the last stage before"):
-        check_model(TiedNet(Run(TiedNet)), batches, staleness="fresh_last_stage")
-    with pytest.raises(ConfigurationError, match="slack=-1 must be a number of micro-batches"):
-        check_model(TiedNet(Run(TiedNet)), batches, staleness="least", slack=-1)
 
 
 # -- arguments of the model ---------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import pytest
 
 from lightning_asyncpp.core import schedule as schedules
 from lightning_asyncpp.core.schedule import Kind, Schedule, StalenessRule
+from lightning_asyncpp.core.simulation import Duration, simulate
 from lightning_asyncpp.tools.bench.harness.stage_layers import jitter_factor
-from lightning_asyncpp.tools.ideal import Duration, simulate
 from tests.tools.steady import steady_utilisation
 
 MINI_BATCHES = 12

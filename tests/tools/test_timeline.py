@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_asyncpp.core.recording.trace import Span
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Span
 from lightning_asyncpp.tools.bench.bench import main
 from lightning_asyncpp.tools.bench.draw import draw_schedules
 from lightning_asyncpp.tools.bench.timeline import Axis, Panel, draw_timelines

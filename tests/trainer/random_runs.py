@@ -22,8 +22,6 @@ from tests.trainer.runs import BASES, CORRECTIONS, Run
 
 Pick = Callable[[Sequence[Any]], Any]
 
-AT_ONE_VERSION = ("discount", "compensation")  # corrections that need all of a gradient taken at the same weights
-
 
 @dataclass(frozen=True)
 class Leg:
@@ -33,9 +31,8 @@ class Leg:
         stages: of the pipeline, in every replica.
         run: all but where it saves, and what it goes on from.
         at: step of the checkpoint that it goes on from, of the leg before it; 0: it begins.
-        reference: another run from the same checkpoint, or with ``from_start`` from the beginning, that must do the
-            same: the leg is not the rest of the one before it. None: it is.
-        from_start: see there.
+        reference: another run from the same checkpoint that must do the same, where the leg is not the rest of the
+            one before it.
         after_cut: the run before it ends with step ``at``, and it goes on from what that one saves at its end.
     """
 
@@ -43,7 +40,6 @@ class Leg:
     run: Run
     at: int = 0
     reference: Leg | None = None
-    from_start: bool = False
     after_cut: bool = False
 
     @property
@@ -79,13 +75,13 @@ def chains(draw: st.DrawFn, workers: bool = False) -> Chain:
     drawn = data(pick, workers, replicas)
     by_stage = _by_stage(pick) if delay else {}
     base = _base(pick, drawn, by_stage, tied=replicas == 1)
-    pipelines = Pipelines(pick, base, delay, replicas, by_stage, pick([0, 0, 1, 2, 4]) if delay else 0)
+    pipelines = Pipelines(pick, base, delay, replicas, by_stage)
     pipelines.draw_masters()
     legs = [pipelines.leg()]
     ats = _steps(pick, drawn)
     turning = pick([None, None, *range(len(ats))])
     for number, at in enumerate(ats):
-        legs.append(pipelines.turned(at, len(legs) == 1) if number == turning else pipelines.leg(at))
+        legs.append(pipelines.turned(at) if number == turning else pipelines.leg(at))
     return Chain(drawn.loader, tuple(_saving(pick, drawn, legs)))
 
 
@@ -97,11 +93,9 @@ def emulated_chains(draw: st.DrawFn) -> Chain:
     delay = pick([1, 1, 1, 0])
     by_stage = _by_stage(pick) if delay else {}
     base = _base(pick, drawn, by_stage, tied=True)
-    pipelines = Pipelines(pick, base, delay, 1, by_stage, pick([0, 0, 1, 2]) if delay else 0)
+    pipelines = Pipelines(pick, base, delay, 1, by_stage)
     twin = pipelines.leg()
     options: dict[str, Any] = {"micro_batches": pipelines.micro_batches, "delay": delay}
-    if delay:
-        options["synchronous_start"] = pipelines.start
     if by_stage:
         same = {name: twin.run.options[name] for name in ("slack", "lookahead") if by_stage["staleness"] == "least"}
         cut = {"stages": twin.stages, "partition": twin.run.options["partition"]}
@@ -116,10 +110,10 @@ def emulated_chains(draw: st.DrawFn) -> Chain:
 class Pipelines:
     """Pipelines that a chain goes through, each drawn from those that may go on from the one before it."""
 
-    def __init__(self, pick: Pick, base: Run, delay: int, replicas: int, by_stage: dict[str, Any], start: int) -> None:
-        """Begin with any; ``start`` is the length of a synchronous start."""
+    def __init__(self, pick: Pick, base: Run, delay: int, replicas: int, by_stage: dict[str, Any]) -> None:
+        """Begin with any."""
         self._pick, self._base, self._replicas = pick, base, replicas
-        self.delay, self.by_stage, self.start = delay, by_stage, start
+        self.delay, self.by_stage = delay, by_stage
         self._cut: list[int] | None = None  # of stages that differ in staleness, which stay where they are
         self.micro_batches = self._draw_micro_batches()
         self._masters: dict[str, str] = {}
@@ -141,34 +135,24 @@ class Pipelines:
         }  # fmt: skip
         if self.delay:
             most = largest_lookahead(stages, self.micro_batches, self._replicas)
-            options |= {"lookahead": self._pick([None, *range(most + 1)]), "synchronous_start": self.start}
-            options |= self.by_stage
+            options |= {"lookahead": self._pick([None, *range(most + 1)]), **self.by_stage}
             if self.by_stage.get("staleness") == "least":  # it is part of the rule
                 options["lookahead"] = min(1, most) if self.by_stage["slack"] == 1 else 0
         return Leg(stages, replace(self._base, strategy="async" if self.delay else "sync", options=options), at)
 
-    def turned(self, at: int, is_first: bool) -> Leg:
+    def turned(self, at: int) -> Leg:
         """A leg with what changes the trajectory, and a reference with other stages for what comes of it."""
         possible = ["micro-batches", "synchronous" if self.delay else "asynchronous"]
         turn = self._pick([*possible, "uniform"] if self.by_stage else possible)
         if turn == "micro-batches":
             self.micro_batches = self._draw_micro_batches()
         elif turn == "synchronous":
-            self.delay, self.by_stage, self.start, self._cut = 0, {}, 0, None
+            self.delay, self.by_stage, self._cut = 0, {}, None
         elif turn == "asynchronous":
             self.delay = 1
-            return self._asynchronous(at, is_first)
         else:
             self.by_stage, self._cut = {}, None
         return replace(self.leg(at), reference=self.leg(at))
-
-    def _asynchronous(self, at: int, is_first: bool) -> Leg:
-        leg = self.leg(at)
-        reference = self.leg(0 if is_first else at)
-        if is_first:  # the same as a synchronous start
-            options = reference.run.options | {"synchronous_start": at}
-            reference = replace(reference, run=replace(reference.run, options=options))
-        return replace(leg, reference=reference, from_start=is_first)
 
     def _draw_micro_batches(self) -> int:
         least = len(self._cut) if self._cut is not None else 1 + bool(self.by_stage)
@@ -197,14 +181,12 @@ def _picker(draw: st.DrawFn) -> Pick:
 def _by_stage(pick: Pick) -> dict[str, Any]:
     """Perhaps let stages differ in staleness."""
     least = {"staleness": "least", "slack": pick([0, 1, 2, "exact"])}
-    return dict(pick([{}, {}, {"staleness": "fresh_last_stage"}, least, least]))
+    return dict(pick([{}, {}, least, least]))
 
 
 def _base(pick: Pick, drawn: Data, by_stage: dict[str, Any], tied: bool) -> Run:
     """What stays the same through a chain."""
-    staleness = by_stage.get("staleness")
-    tied = tied and staleness != "fresh_last_stage"
-    corrections = [name for name in CORRECTIONS if staleness != "least" or name not in AT_ONE_VERSION]
+    corrections = list(CORRECTIONS)
     optimizer = pick(list(BASES))
     model = {"spare": pick([False, True]), "tied": tied and pick([False, True]), "routed": pick([False, True])}
     clipping = pick([{}, {"gradient_clip_val": 0.5}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}])

@@ -9,19 +9,48 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.recording.clock_offsets import ClockOffset, clock_offset
-from lightning_asyncpp.core.recording.trace import Trace
-from lightning_asyncpp.tools.bench.harness.stage_layers import SleepingLayer, Sleeps
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Trace
+from lightning_asyncpp.strategy_parts.recording import clock_offset
 from tests.core.cases import DIM
 from tests.core.fake_device import lagging_clock
 from tests.trainer.runs import Net, Run, fit
 
 METER = Trace(-1)
+
+
+class Sleep(torch.autograd.Function):
+    """Does nothing for a while, forward and twice as long backward, and notes when."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        with METER.span(Kind.FORWARD, 0):
+            time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with METER.span(Kind.BACKWARD, 0):
+            time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class SleepingLayer(nn.Module):
+    """Multiplies with a weight and sleeps."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight, self.seconds = nn.Parameter(torch.ones(DIM)), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x * self.weight, self.seconds)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class SleepingNet(Net):
@@ -30,7 +59,7 @@ class SleepingNet(Net):
     def __init__(self, run: Run, times: float = 1.0) -> None:
         super().__init__(run)
         METER.spans.clear()
-        self.model = nn.Sequential(*[SleepingLayer(Sleeps(30.0 * times, 60.0 * times), DIM, METER) for _ in range(2)])
+        self.model = nn.Sequential(SleepingLayer(0.03 * times), SleepingLayer(0.03 * times))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = F.mse_loss(self.model(batch["x"]).mean(1, keepdim=True), batch["y"])
@@ -103,10 +132,10 @@ class RunsTwice(Net):
         optimizer.step(closure=optimizer_closure)
 
 
-def shifted_clock(apart: bool) -> tuple[ClockOffset, float]:
+def shifted_clock(apart: bool) -> tuple[float, float, float]:
     """Rank r's clock is 1000 r seconds ahead; what is found, when ranks are on hosts of their own or on one."""
     rank = dist.get_rank()
     mesh = Mesh(dist.get_world_size(), 1, rank)
     mesh.connect()
     ahead = 1000.0 * rank
-    return clock_offset(mesh, f"host {rank if apart else 0}", lambda: time.perf_counter() + ahead), ahead
+    return *clock_offset(mesh, f"host {rank if apart else 0}", lambda: time.perf_counter() + ahead), ahead

@@ -33,9 +33,9 @@ def mini_batches_of(run: Run, epochs: int = 1, limit: int | None = None, accumul
 
 def oracle(
     run: Run, micro_batches: int, mini_batches: list[list[Any]], max_norm: float | None = None,
-    after_update: Callable[[torch.optim.Optimizer], Callable[[], None]] | None = None,
+    after_update: Callable[[torch.optim.Optimizer], Callable[[], None]] | None = None, start: int = 0,
 ) -> tuple[dict[str, np.ndarray], list[float]]:  # fmt: skip
-    """Final weights and the loss of every step."""
+    """Final weights and the loss of every step; the first ``start`` mini-batches are those of a synchronous run."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     module.configure_model()
@@ -54,7 +54,7 @@ def oracle(
     losses = train_reference(
         module.model, step, mini_batches, optimizer, micro_batches=micro_batches, delay=delay, max_norm=max_norm,
         error_feedback=1.0 if run.error_feedback and delay else None, after_update=after,
-        weight=weight, seed=run.seed,
+        weight=weight, seed=run.seed, synchronous_start=start,
     )  # fmt: skip
     return arrays(dict(module.named_parameters())), losses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import tempfile
@@ -21,20 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
-from lightning_asyncpp.optim import (
-    MARS,
-    SOAP,
-    Adan,
-    DelayCompensation,
-    ErrorFeedback,
-    GradientExtrapolation,
-    LearningRateDiscount,
-    Lion,
-    MuonAdamW,
-    NesterovLookAhead,
-    NorMuonAdamW,
-    WeightPrediction,
-)
+from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW, WeightPrediction
 from lightning_asyncpp.trainer.module_facts import with_state_dict
 from tests.core.cases import DIM, make_model
 
@@ -44,19 +32,12 @@ BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.05),
     "normuon": functools.partial(NorMuonAdamW, lr=0.02, newton_schulz_dtype="float32"),
     "soap": functools.partial(SOAP, lr=0.02, precondition_frequency=3),
-    "adan": functools.partial(Adan, lr=0.02),
-    "lion": functools.partial(Lion, lr=0.003),
-    "mars": functools.partial(MARS, lr=0.02),
 }
 CORRECTIONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "feedback": ErrorFeedback,
     "feedback-2": functools.partial(ErrorFeedback, strength=2.0, buffer_dtype="bfloat16"),
     "prediction": WeightPrediction,
     "prediction-ahead": functools.partial(WeightPrediction, ahead=1.0),
-    "look-ahead": functools.partial(NesterovLookAhead, momentum=0.9),
-    "discount": functools.partial(LearningRateDiscount, anneal_steps=5, staleness=2.0),
-    "compensation": functools.partial(DelayCompensation, strength=2.0, adaptive=True),
-    "extrapolation": GradientExtrapolation,
 }
 
 
@@ -99,6 +80,16 @@ class Run:
         if name := self.correction or ("feedback" if self.error_feedback else ""):
             return CORRECTIONS[name](parameters, base=BASES[self.optimizer])
         return self.make_base(parameters)
+
+
+def delayed(run: Run, **options: Any) -> Run:
+    """The same run with all stages in one process; with one stage, the default, gradients are one update old."""
+    return dataclasses.replace(run, strategy="delayed", options=options)
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Fit in this process."""
+    return fit(dataclasses.replace(run, trainer={"logger": "list"} | run.trainer))
 
 
 class Samples(Dataset):

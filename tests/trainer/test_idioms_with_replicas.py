@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainer.delayed_gradient.delays import delayed
 from tests.trainer.failures.mistakes import CountsSteps
 from tests.trainer.hooks import around
 from tests.trainer.hooks.test_around_an_update import Projected, PutsOtherMemory, StepsSometimes, ZeroesInPlace
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, delayed, fit
 from tests.trainer.test_gradients_of_users import ClipsByTorch
-from tests.trainer.test_other_optimizers import ByProdigy, BySam, Filtered, Grouped, SparseFirst
+from tests.trainer.test_other_optimizers import Filtered, Grouped, SparseFirst
 from tests.trainer.test_second_names import SecondNet, UsedBetweenNet, UsesDirectly
 
 REPLICAS = 2
@@ -35,7 +34,7 @@ TRAINED: dict[str, tuple[type[Any], dict[str, Any], dict[str, Any]]] = {
 }
 # Stages that share a weight add what each has reduced over the replicas; the emulator's replicas add first.
 TO_ROUNDING = ("second names",)
-ALIKE = ("second names", "groups", "other memory", "zeroes in place", "several gradients", "sparse")
+ALIKE = ("second names", "groups", "other memory", "zeroes in place", "sparse")
 """Which others show by default: as much is done with them in the replicas' gradients, and is refused as early."""
 
 
@@ -68,9 +67,7 @@ def test_trains_as_the_emulator_under_ddp(pools: Pools, name: str) -> None:
 
 
 REFUSED: dict[str, tuple[type[Net], str]] = {
-    "over all parameters": (ByProdigy, "Prodigy computes over all of its parameters"),
-    "several gradients": (BySam, "Sam evaluates the loss several times per step"),
-    "sparse": (SparseFirst, "(Looks) has sparse=True"),
+    "sparse": (SparseFirst, "make them dense (layers: sparse=False)"),
     "clips by torch": (ClipsByTorch, "clip_grad_norm_"),
     "used directly": (UsesDirectly, "used directly in training_step"),
 }

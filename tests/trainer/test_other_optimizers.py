@@ -14,27 +14,9 @@ from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from tests.core.cases import DIM
-from tests.core.optimizers.test_optimizers_examined import Sam
-from tests.trainer.delayed_gradient.delays import delayed, train
-from tests.trainer.failures import mistakes as m
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit, fit_and_hear
-
-
-class ByProdigy(Net):
-    def configure_optimizers(self) -> Any:
-        return pytorch_optimizer.Prodigy(self.parameters())
-
-
-class BySam(Net):
-    def configure_optimizers(self) -> Any:
-        return Sam(self.parameters(), lr=0.1)
-
-
-class ByLookahead(Net):
-    def configure_optimizers(self) -> Any:
-        return pytorch_optimizer.Lookahead(torch.optim.AdamW(self.parameters()), k=2)
+from tests.trainer.runs import Net, Run, delayed, fit, train
 
 
 class Looks(nn.Embedding):
@@ -48,22 +30,6 @@ class SparseFirst(Net):
         self.model = nn.Sequential(
             Looks(4, DIM, sparse=True), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
         )
-
-
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        (ByProdigy, "Prodigy computes over all of its parameters"),
-        (BySam, "Sam evaluates the loss several times per step"),
-        (ByLookahead, "the state_dict() of Lookahead cannot be saved"),
-        (SparseFirst, "(Looks) has sparse=True"),
-    ],
-)
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_refused_on_every_rank(pools: Pools, module: Any, said: str, stages: int) -> None:
-    for outcome in pools.outcomes(stages, fit, Run(module, callbacks=((m.CountsSteps, {}),))):
-        assert outcome.error == "ConfigurationError"
-        assert said in outcome.message
 
 
 class Filtered(Net):
@@ -161,61 +127,3 @@ def test_schedule_free(pools: Pools, stages: int, feedback: bool, tmp_path: Path
     )
     again = pools.run(stages, fit, replace(run, ckpt_path=str(tmp_path / "step=5.ckpt")))
     assert_equal_weights(joined_weights(again, stages), whole)
-
-
-class DecaysByPosition(Net):
-    """The rate decays with the position of a parameter, or with that of a layer; and keeps what it made."""
-
-    by_layer = False
-
-    def configure_optimizers(self) -> Any:
-        layers = list(self.model) if self.by_layer else self.parameters()  # type: ignore[call-overload]
-        groups = [(i, [x] if not self.by_layer else list(x.parameters())) for i, x in enumerate(layers)]
-        self.made = torch.optim.SGD([{"params": params, "lr": 0.05 / (1 + i)} for i, params in groups])
-        return self.made
-
-
-class DecaysByLayer(DecaysByPosition):
-    by_layer = True
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self.made is self.optimizers().optimizer
-
-
-class TrainsTheFirstOnes(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(list(self.parameters())[2:], lr=0.05)
-
-
-class RaisesTheSecondTime(DecaysByLayer):
-    def configure_optimizers(self) -> Any:
-        if any(parameter.stride() == (0,) for parameter in self.parameters()):
-            raise RuntimeError("no such weights")
-        return super().configure_optimizers()
-
-
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        (DecaysByPosition, "has lr=0.05 on its stage and lr="),
-        (TrainsTheFirstOnes, "is in a group in the whole model and in none on its stage"),
-    ],
-)
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_groups_by_position_are_refused(pools: Pools, module: Any, said: str, stages: int) -> None:
-    for outcome in pools.outcomes(stages, fit, Run(module, callbacks=((m.CountsSteps, {}),))):
-        assert outcome.error == "ConfigurationError"
-        assert "configure_optimizers goes by the position or the number of parameters" in outcome.message
-        assert said in outcome.message
-
-
-@pytest.mark.parametrize(
-    ("module", "warned"), [pytest.param(DecaysByLayer, 0, marks=pytest.mark.slow), (RaisesTheSecondTime, 1)]
-)
-def test_groups_by_layer_are_those_of_the_whole_model(pools: Pools, module: Any, warned: int) -> None:
-    """What cannot be compared is said."""
-    run = Run(module, options={"micro_batches": 3}, trainer={"max_epochs": 2})
-    heard = pools.run(3, fit_and_hear, run, "several groups")
-    emulated = train(delayed(replace(run, module=DecaysByLayer), micro_batches=3))
-    assert_equal_weights(joined_weights([result for result, _ in heard], 3), emulated["weights"])
-    assert [len(said) for _, said in heard] == [warned] * 3

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from lightning_asyncpp import GPTModule, PipelineTrace
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.tools.trace.recorded_run import read_run
-from lightning_asyncpp.tools.trace.run_summary import summarise
-from lightning_asyncpp.tools.trace.run_table import table
+from lightning_asyncpp.tools.trace.summary import summarise
+from lightning_asyncpp.tools.trace.table import table
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 from tests.core.cases import DIM
 from tests.trainer.pool import Pools
@@ -131,7 +131,7 @@ def test_the_trace_shows_what_the_measured_cut_brings(pools: Pools, tmp_path: Pa
         run = read_run(tmp_path / partition)
         summary = summarise(run)
         assert summary.balance is not None
-        assert summary.balance.sentence() in table(run, summary)
+        assert "Balance: the busiest stage" in table(run, summary)
         balances[partition] = summary.balance
     assert balances["uniform"].layers == (6, 3)
     assert balances["auto"].layers in BETWEEN_THE_SLOW

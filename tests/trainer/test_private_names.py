@@ -29,7 +29,6 @@ from lightning_asyncpp.trainer.checkpoint.epoch_metrics import (
     logged_state,
     metric_states,
 )
-from lightning_asyncpp.trainer.checkpoint.last_link import link_when_written
 
 DDP = DDPStrategy()
 SUMMARY = ModelSummary()
@@ -76,6 +75,7 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_every_n_train_steps": (
         lambda t: t.checkpoint_callback, lambda t: private.checkpoint_is_due(t.checkpoint_callback, 1)
     ),
+    "_last_global_step_saved": (lambda t: t.checkpoint_callback, private.count_step_as_saved),
     "_logger_connector": (lambda t: t, lambda t: private.replace_step_logging(t, lambda: None)),
     "update_train_step_metrics": (
         lambda t: type(t._logger_connector), lambda t: private.replace_step_logging(t, lambda: None)
@@ -210,16 +210,6 @@ def test_every_name_is_tested() -> None:
     required = set(re.findall(r', "(\w+)", (?:purpose|")', source))
     assert required == set(USES) | {"_batches_that_stepped", "metrics", "_logged_metrics", "batches", *AT_AN_EPOCHS_END}
     assert "getattr(" not in source, "a name that is looked up quietly"
-
-
-@pytest.mark.parametrize("name", ["_link_checkpoint", "_remove_checkpoint"])
-def test_a_missing_name_of_a_callback_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = L.Trainer(callbacks=[ModelCheckpoint(save_last="link")], accelerator="cpu", logger=False)
-    link_when_written(trainer, lambda action: action())
-    vars(trainer.checkpoint_callbacks[0]).pop(name)  # what the package put there itself
-    monkeypatch.delattr(ModelCheckpoint, name)
-    with pytest.raises(PrivateNameError, match=name):
-        link_when_written(trainer, lambda action: action())
 
 
 def test_a_missing_name_of_the_trainers_sampler_is_named() -> None:

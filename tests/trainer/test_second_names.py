@@ -19,11 +19,10 @@ from lightning_asyncpp import apply_layers
 from lightning_asyncpp.tools.check.model_check import check_model
 from tests.core.cases import DIM
 from tests.trainer.checkpoint.test_checkpoints import ResumableNet, saving
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.failures.test_mistakes import assert_refused, refusals
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, arrays, fit
+from tests.trainer.runs import Net, Run, arrays, delayed, fit, train
 
 
 class Begin(nn.Module):

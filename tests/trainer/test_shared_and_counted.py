@@ -15,11 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.core.cases import make_model
 from tests.core.random_layers import make
 from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.modules import small_gpt
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, delayed, fit, train
 
 FIRST = "model.0.weight"
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,6 @@ from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.storage.lease import Leases
 from lightning_asyncpp.storage.names import local_path
 from lightning_asyncpp.storage.nested import merged
 from lightning_asyncpp.storage.sharded import Shard, Target, commit, give_up, new_target, shard_name, write_shard
@@ -47,14 +46,10 @@ class CheckpointWriter:
         session: the pipeline whose checkpoints they are.
         sharded: whether every stage writes its part of a folder, instead of rank 0 one file.
         in_background: whether training goes on while files are written; one save at a time.
-
-    Attributes:
-        leases: the folders that they go to.
     """
 
     def __init__(self, session: PipelineSession, sharded: bool = False, in_background: bool = False) -> None:
         self.session, self.sharded, self.in_background = session, sharded, in_background
-        self.leases = Leases()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self._at_exit: AtExit | None = None  # a script may end without a word
@@ -73,7 +68,7 @@ class CheckpointWriter:
         if self._mesh.rank == 0:
             if self.in_background:  # the next mini-batch changes them
                 content = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), content)
-            write = partial(self._write_file, path, partial(files.save_checkpoint, content, path, *options))
+            write = partial(files.save_checkpoint, content, path, *options)
         self._run(lambda mesh, group: _together(mesh, group, write))
 
     def save_folder(self, path: Any, part: Mapping[str, Any], beside: Mapping[str, Any]) -> None:
@@ -97,40 +92,18 @@ class CheckpointWriter:
         skeletons, tensors = gather_skeletons(mesh, dict(part), name_of=shard_name)
         # Now, and not in the background: the next mini-batch changes them.
         tensors = {name: tensor.to("cpu", copy=self.in_background) for name, tensor in tensors.items()}
-        held = ExitStack()  # until it is written
-        target = self._agreed_target(mesh, folder, held)
+        target = self._agreed_target(mesh, folder)
         if self.in_background:
             beside = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), beside)
         run, about = {**beside, **(merged(skeletons) if skeletons else {})}, facts(self.session)
-
-        def write(mesh: Mesh, group: dist.ProcessGroup | None) -> None:
-            with held:
-                _write_folder(mesh, group, target, tensors, run, about)
-
-        self._run(write)
-
-    def lease(self, folders: Iterable[Path]) -> None:
-        """The run begins, and nobody else may write into its folders, until :meth:`close`; a collective call.
-
-        Args:
-            folders: on rank 0, those that callbacks write into.
-
-        Raises:
-            StorageError: another run writes into one of them; on every rank, or a quotation.
-        """
-        begin = partial(self.leases.begin, {"run": self.session.manifest.run}, folders)
-        _together(self._mesh, None, begin if self._mesh.rank == 0 else _nothing)
+        self._run(lambda mesh, group: _write_folder(mesh, group, target, tensors, run, about))
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove an older checkpoint, after what is being written now is there."""
-        self.then(partial(_quietly, remove) if self._pending else remove)
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Do something with the newest save on this rank, once it is there and all before this was done."""
         if self._pending and self._executor is not None:
-            self._pending.append(self._executor.submit(_after, tuple(self._pending), action))
+            self._pending.append(self._executor.submit(_after, tuple(self._pending), partial(_quietly, remove)))
         else:
-            action()
+            remove()
 
     def settle(self) -> None:
         """Wait until what is being saved in the background is there.
@@ -161,7 +134,6 @@ class CheckpointWriter:
             if self._at_exit is not None:
                 self._at_exit.cancel()
                 self._at_exit = None
-            self.leases.end()
 
     def _run(self, job: Callable[[Mesh, dist.ProcessGroup | None], None]) -> None:
         """Do what all ranks do together, here or in the background, where they agree in a group of their own."""
@@ -174,16 +146,11 @@ class CheckpointWriter:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending.append(self._executor.submit(job, mesh, group))
 
-    def _write_file(self, path: Any, write: Callable[[], None]) -> None:
-        with self.leases.writing(path):
-            write()
-
-    def _agreed_target(self, mesh: Mesh, folder: Path, held: ExitStack) -> Target:
+    def _agreed_target(self, mesh: Mesh, folder: Path) -> Target:
         """Where a save goes, chosen on rank 0."""
         chosen: list[Target] = []
 
         def choose() -> None:
-            held.callback(self.leases.hold(folder.parent))
             chosen.append(new_target(folder))
 
         _together(mesh, None, choose if mesh.rank == 0 else _nothing)

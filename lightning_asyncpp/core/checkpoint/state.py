@@ -7,27 +7,23 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
+from lightning_asyncpp.core.checkpoint.apart import fingerprint
 from lightning_asyncpp.core.checkpoint.gathering import gather_stages
-from lightning_asyncpp.core.checkpoint.resumed import go_on_from
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.tied_state import keep_once
-from lightning_asyncpp.core.manifest import MANIFEST
-from lightning_asyncpp.core.optimizers.configured import name_of
-from lightning_asyncpp.core.optimizers.state_by_name import (
-    BY_PARAMETER,
-    by_parameter,
-    keep_states_once,
-    load_by_parameter,
-)
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.stage_optimizer import name_of, rest_of
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.nested import merged
 
+PIPELINE = "pipeline"
+"""Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
 OLDER, MASTERS = "older_weights", "masters"
-_FORMER = "fresh_last_stage"  # the argument's name before there was a staleness
+OPTIMIZER = "optimizer_of_stages"
+"""Stage -> what of the optimizer's state there belongs to no parameter."""
+_CUT = ("partition", "staleness", "slack")
 _OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
 
@@ -44,10 +40,12 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
     return {name: shown.get(name, value) for name, value in own.items()}
 
 
-def stage_optimizer_state(session: PipelineSession, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of this stage's optimizer, by names of parameters."""
+def stage_optimizer_state(session: PipelineSession) -> dict[str, Any]:
+    """This stage's part of the optimizer's state, numbered by the whole model; the first has what is no parameter's."""
     assert session.stage is not None
-    return by_parameter(optimizer, session.stage.parameters, session.stage.index, _cut(session))
+    own = session.stage_optimizer
+    state: dict[str, Any] = merged([own.state_dict(), own.rest() if session.stage.is_first else {}])
+    return state
 
 
 def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
@@ -58,10 +56,10 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
     engine = session.running()
     return {
         **facts(session),
-        MANIFEST: session.manifest.as_plain(),
         "engine": engine.state_dict(),
         OLDER: engine.weights.older() or {},
         MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
+        OPTIMIZER: {str(engine.mesh.stage): session.stage_optimizer.rest()},
     }
 
 
@@ -69,7 +67,7 @@ def facts(session: PipelineSession) -> dict[str, Any]:
     """How the pipeline runs, as a checkpoint says it; the same on all ranks."""
     engine = session.running()
     return {
-        "num_stages": engine.mesh.num_stages,
+        "num_stages": engine.settings.num_stages,
         "data_parallel_size": engine.mesh.num_replicas,
         "placement": engine.mesh.placement,
         "partition": list(_partition(session).counts),
@@ -78,18 +76,11 @@ def facts(session: PipelineSession) -> dict[str, Any]:
         "delay": engine.settings.delay,
         "staleness": engine.settings.staleness,
         "slack": engine.settings.slack,
-        "synchronous_start": engine.settings.synchronous_start,
         "weight_dtype": engine.settings.weight_dtype,
         "seed": engine.runner.seed,
         "mini_batch": engine.mini_batch,
         "optimizer": None if session.optimizer is None else name_of(session.optimizer),
     }
-
-
-def with_staleness(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of a checkpoint with the staleness also where that was not called so yet, but ``fresh_last_stage=True``."""
-    rest = {name: value for name, value in saved.items() if name != _FORMER}
-    return {"staleness": "fresh_last_stage" if saved.get(_FORMER) else "uniform", "slack": 0, **rest}
 
 
 def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
@@ -102,12 +93,9 @@ def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[st
     return keep_once(_gathered(session, stage_model_state(session, own)), session.whole_model.same)
 
 
-def gather_optimizer_state(session: PipelineSession, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer state of all stages on rank 0, this stage's elsewhere; a blocking collective."""
-    state = _gathered(session, stage_optimizer_state(session, optimizer))
-    for tie in session.whole_model.ties:
-        keep_states_once(state, tie.names)
-    return state
+def gather_optimizer_state(session: PipelineSession) -> dict[str, Any]:
+    """The optimizer state of the whole model on rank 0, this stage's part elsewhere; a blocking collective."""
+    return _gathered(session, stage_optimizer_state(session))
 
 
 def gather_pipeline_state(session: PipelineSession) -> dict[str, Any]:
@@ -118,30 +106,11 @@ def gather_pipeline_state(session: PipelineSession) -> dict[str, Any]:
     return state
 
 
-def check_whole(state: Mapping[str, Any]) -> None:
-    """Refuse facts on a pipeline that none has.
-
-    Args:
-        state: what :func:`gather_pipeline_state` gave.
-
-    Raises:
-        ConfigurationError: they are damaged.
-    """
-    counts = {name: state.get(name) for name in ("num_stages", "data_parallel_size")}
-    wrong = [f"{name}={value!r}" for name, value in counts.items() if type(value) is not int or value < 1]
-    partition = state.get("partition", [1] * (state["num_stages"] if not wrong else 0))
-    is_list = isinstance(partition, (list, tuple)) and all(type(count) is int and count > 0 for count in partition)
-    if not wrong and not (is_list and len(partition) == counts["num_stages"]):
-        wrong = [f"partition={partition!r} of {counts['num_stages']} stages"]
-    if wrong:
-        raise ConfigurationError(f"the checkpoint is damaged: it says of its pipeline {', '.join(wrong)}")
-
-
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
     """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
 
     Stages, replicas, micro-batches and the delay may be others than those that wrote it. A weight that had no older
-    version there (no delay, a fresh last stage) is its own older version.
+    version there (no delay, the last stage) is its own older version.
 
     Raises:
         ConfigurationError: the weights are kept in another way.
@@ -150,14 +119,12 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     if state is None:
         engine.weights.restore(0, None)
         return
-    check_whole(state)
     if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
         raise ConfigurationError(
             f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
             " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
         )
     _say_what_changed(session, state)
-    go_on_from(session.manifest, state.get(MANIFEST))
     find = session.whole_model.find
     older = {
         name: tensor if (saved := find(state[OLDER], name)) is None else saved
@@ -166,25 +133,41 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     masters = {name: _found(find(state[MASTERS], name), name) for name in engine.weights.masters() or {}}
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
-    session.tell_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
+    session.set_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
     session.seed = int(state["seed"])
     engine.set_seed(session.seed)
 
 
-def load_optimizer_state(session: PipelineSession, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load this stage's part of the optimizer state of a whole pipeline.
+def load_optimizer_state(
+    session: PipelineSession, state: Mapping[str, Any], pipeline: Mapping[str, Any] | None
+) -> None:
+    """Load this stage's part of the state of a whole model's optimizer, whoever wrote it.
+
+    What belongs to no parameter is the same stage's. Where stages had their own, and the model is cut in another way
+    now, an optimizer that corrects a delay begins anew with that, by ``optimizer.begin_anew()``.
+
+    Args:
+        session: the pipeline.
+        state: of the optimizer.
+        pipeline: what :func:`stage_pipeline_state` gave; None: no pipeline wrote the checkpoint.
 
     Raises:
-        ConfigurationError: no pipeline wrote it, or its optimizer had other parameters.
+        ConfigurationError: the optimizer had other groups.
     """
-    if BY_PARAMETER not in state:
-        raise ConfigurationError(
-            "the optimizer state in this checkpoint was not written by a pipeline strategy and cannot be cut into"
-            " stages; load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
-        )
     assert session.stage is not None
-    saved = {**state, "cut": with_staleness(state["cut"])}
-    load_by_parameter(optimizer, session.stage.parameters, _cut(session), saved, session.whole_model.find)
+    own, saved = session.stage_optimizer, {} if pipeline is None else pipeline.get(OPTIMIZER, {})
+    rests = [saved[stage] for stage in sorted(saved, key=int)]
+    is_same_cut = len(rests) == session.stage.num_stages and _cut(session) == {
+        name: (pipeline or {}).get(name) for name in _CUT
+    }
+    first = rest_of(state)
+    own.load_state_dict(state, rests[session.stage.index] if is_same_cut else first)
+    differ = any(fingerprint(rest) != fingerprint(rests[0]) for rest in rests)
+    if differ and not is_same_cut and callable(begin_anew := getattr(own.optimizer, "begin_anew", None)):
+        begin_anew()
+        rank_zero_info(
+            f"{name_of(own.optimizer)} begins anew: this run has other stages than the one that wrote the checkpoint"
+        )
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
@@ -215,7 +198,6 @@ def _found(master: Tensor | None, name: str) -> Tensor:
 
 def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
     now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
-    state = with_staleness(state)
     before = {name: state.get(name, value) for name, value in now.items()}
     changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
     if not changes:
@@ -235,7 +217,7 @@ def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> Non
 
 
 def _cut(session: PipelineSession) -> dict[str, Any]:
-    return {name: value for name, value in facts(session).items() if name in ("partition", "staleness", "slack")}
+    return {name: value for name, value in facts(session).items() if name in _CUT}
 
 
 def _partition(session: PipelineSession) -> Partition:

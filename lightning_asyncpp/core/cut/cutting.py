@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.elsewhere import (
+    Home,
     OtherStage,
     homes_of,
     leave_placeholders,
     second_names,
     uses_of,
 )
+from lightning_asyncpp.core.cut.hidden import release_memory, without_memory
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import (
@@ -26,7 +28,6 @@ from lightning_asyncpp.core.cut.units import (
     spread,
 )
 from lightning_asyncpp.core.cut.whole_model import WholeModel
-from lightning_asyncpp.core.optimizers.by_position import without_memory
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -75,31 +76,36 @@ def cut(
     materialize(units, [*own, *_sharing_with(units, own)], seed, device)
     uses |= uses_of(own_units)
     homes = {t: home for t, home in (homes | homes_of(units, stage_of_unit, own)).items() if t not in uses}
-    others = [unit for position, unit in enumerate(units) if position not in own]
     inside = {module for unit in own_units for module in unit.module.modules()}
+    gone: list[nn.Module] = []
     for position, unit in enumerate(units):
         for name, module in unit.submodules.items() if position not in own else ():
             # A member of several layers may be gone already, or be one of this stage's.
             if unit.members is None or (module not in inside and model.get_submodule(name) is module):
                 place = OtherStage(name, stage_of_unit[position], num_stages, whole)
-                model.set_submodule(name, place.train(module.training))
-    leave_placeholders(
-        around, inside.__contains__, homes, lambda name, home: OtherStage(name, home.stage, num_stages, whole, home)
-    )
+                whole.hidden.hide(model, name, place.train(module.training))
+                gone.append(module)
+
+    def other(name: str, home: Home) -> OtherStage:
+        return OtherStage(name, home.stage, num_stages, whole, home)
+
+    leave_placeholders(around, inside.__contains__, homes, other, whole.hidden)
+    for parameter in homes:
+        if isinstance(parameter, nn.Parameter):
+            release_memory(parameter)
+    for module in gone:
+        _release_buffers(module, uses)
     outside = second_names(around, own_units, uses)
     stage = Stage(model, index, num_stages, own_units, first, whole, around, outside)
-    stand_ins = {tensor: tensor for tensor in uses}
-    elsewhere = {
-        name: module
-        for unit in others
-        for name, module in unit.submodules.items()
-        if unit.members is None or module not in inside
-    }
-    stage.layers_elsewhere = {name: without_memory(module, stand_ins) for name, module in elsewhere.items()}
-    trained = [(t, home) for t, home in homes.items() if t.requires_grad]
-    stage.elsewhere = [(weakref.ref(t), home) for t, home in trained]
-    stage.elsewhere += [(weakref.ref(stand_ins[t]), home) for t, home in trained if t in stand_ins]
+    stage.elsewhere = [(weakref.ref(t), home) for t, home in homes.items() if t.requires_grad]
     return stage
+
+
+def _release_buffers(layer: nn.Module, uses: Container[Tensor]) -> None:
+    for module in layer.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer not in uses:
+                setattr(module, name, without_memory(buffer))
 
 
 def _sharing_with(units: list[Unit], own: range) -> list[int]:

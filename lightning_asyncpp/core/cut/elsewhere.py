@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.core.cut.hidden import HiddenLayers
 from lightning_asyncpp.core.cut.ties import Tie
 from lightning_asyncpp.core.cut.units import Unit, use_names
 from lightning_asyncpp.core.cut.whole_model import WholeModel
@@ -154,6 +155,7 @@ def leave_placeholders(
     kept: Callable[[nn.Module], bool],
     homes: dict[Tensor, Home],
     other: Callable[[str, Home], nn.Module],
+    hidden: HiddenLayers,
 ) -> None:
     """Take what lives on other stages out of where it stands under second names, outside of this stage's layers.
 
@@ -166,6 +168,7 @@ def leave_placeholders(
         kept: whether a module belongs to a layer of this stage.
         homes: tensor of a layer of another stage, which none of this one holds -> where it lives.
         other: (second name, home) -> what stands for a module.
+        hidden: keeps what is taken out.
     """
     gone: tuple[str, ...] = ()
     for path, module in list(root.named_modules(remove_duplicate=False)):
@@ -175,14 +178,13 @@ def leave_placeholders(
         held = [tensor for m in inside for _, tensor in saved_tensors(m)]
         goes = path and not isinstance(module, _COLLECTIONS) and held and all(tensor in homes for tensor in held)
         if goes and not any(kept(m) or _stands_in(m) for m in inside):
-            root.set_submodule(path, other(path, homes[held[0]]).train(module.training))
+            hidden.hide(root, path, other(path, homes[held[0]]).train(module.training))
             gone += (f"{path}.",)
             continue
         for key, tensor in saved_tensors(module):
             if tensor in homes:
                 name = f"{path}.{key}" if path else key
-                delattr(module, key)
-                setattr(module, key, OtherTensor.of(tensor.shape, tensor.dtype, name, homes[tensor]))
+                hidden.hide(root, name, OtherTensor.of(tensor.shape, tensor.dtype, name, homes[tensor]))
 
 
 def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_asyncpp.core.cut.hidden import fill
 from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.core.randomness import derive, seeded
 from lightning_asyncpp.errors import ConfigurationError
@@ -30,7 +30,7 @@ def materialize(units: Sequence[Unit], indices: Iterable[int], seed: int, device
     Raises:
         ConfigurationError: a tensor was left without a value, with the names of all such tensors.
     """
-    replaced: dict[int, Any] = {}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     problems: list[str] = []
     for index in sorted(indices):  # a parameter that several units share has the last one's word, on every stage
         unit = units[index]
@@ -70,16 +70,18 @@ def _unset_masks(unit: nn.Module, modules: Sequence[nn.Module], initialize: Call
     return [name for name, mask in first.items() if not torch.equal(mask, now[name])]
 
 
-def _replace_meta(module: nn.Module, replaced: dict[int, Any], device: torch.device) -> bool:
-    """Replace the meta tensors that ``module`` itself owns by marked ones; returns whether there were any."""
+def _replace_meta(module: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], device: torch.device) -> bool:
+    """Give the meta tensors that ``module`` itself owns memory, and a mark; returns whether there were any."""
     found = False
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-        if parameter.is_meta:
+        if parameter.is_meta and parameter not in replaced:
+            marked = _marked(parameter, device)
+            replaced[parameter] = (
+                parameter if fill(parameter, marked) else nn.Parameter(marked, parameter.requires_grad)
+            )
+        if parameter in replaced:
             found = True
-            if id(parameter) not in replaced:
-                fresh = nn.Parameter(_marked(parameter, device), requires_grad=parameter.requires_grad)
-                replaced[id(parameter)] = (fresh, parameter)  # the old one is kept so that its id stays taken
-            setattr(module, name, replaced[id(parameter)][0])
+            setattr(module, name, replaced[parameter])
     for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
         if buffer.is_meta:
             found = True

@@ -45,6 +45,10 @@ class Partition(NamedTuple):
         return f"partition={list(self.counts)} {self.source}{known}"
 
 
+WHOLE = Partition((1,), (1,), "the whole module")
+"""Of a module that is not cut."""
+
+
 def loads_of(costs: Sequence[float], counts: Sequence[int]) -> list[Fraction]:
     """Exact sum of the costs of each stage's units."""
     ends = list(accumulate(counts))

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -64,8 +65,6 @@ class Stage:
         root: the model, or the module around it, whose names users and checkpoints know.
         names: every name that a parameter has in the root -> that of the parameter.
         elsewhere: parameters of other stages' units, as long as somebody keeps them -> where they live.
-        layers_elsewhere: name in the model -> other stages' units, which have no memory any more; until there is an
-            optimizer.
         counting_layers: name in the model -> layer, of those that count.
         buffers: name in the model -> buffer that they change once per update.
         runs_whole_step: whether its one unit is a whole LightningModule, whose step may call anything.
@@ -92,7 +91,6 @@ class Stage:
         self.whole = whole or WholeModel()
         self.counting_layers = counting_layers(units)
         self.elsewhere: list[tuple[weakref.ref[Tensor], Home]] = []
-        self.layers_elsewhere: dict[str, nn.Module] = {}
         self._outside = outside
         self.runs_whole_step = False
         self._weights: dict[str, Tensor] | None = None  # those that the units run on
@@ -126,6 +124,15 @@ class Stage:
             seed_generators(derive(seed, "layer", self.first_unit + offset, replica, k), self.device)
             args, kwargs = (unit.apply(args, kwargs),), {}
         return args[0]
+
+    def whole_model(self) -> AbstractContextManager[None]:
+        """Have the layers of other stages, without memory, in their places meanwhile."""
+        return self.whole.hidden.shown()
+
+    def copies(self) -> list[nn.Parameter]:
+        """Parameters that a stage before has, too."""
+        names = (tie.name_on(self.index) for tie in self.whole.ties if self.index in tie.stages[1:])
+        return [self.parameters[name] for name in names]
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the units."""
@@ -202,7 +209,8 @@ class Stage:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's entries of the model's ``state_dict``, with their names in the whole model."""
-        return dict(self.model.state_dict())
+        with self.whole.hidden.hidden():
+            return dict(self.model.state_dict())
 
     def _find_parameters(self) -> None:
         name_of: dict[int, str] = {}

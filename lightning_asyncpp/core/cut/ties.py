@@ -40,20 +40,6 @@ class Tie(NamedTuple):
         """The next one of them towards the last stage, if there is one."""
         return next(iter(self.stages[self.stages.index(stage) + 1 :]), None)
 
-    def problems(self, fresh_stage: int | None = None) -> list[str]:
-        """Why it cannot be trained, with the mend.
-
-        Args:
-            fresh_stage: a last stage without delay, if there is one.
-        """
-        if self.stages[-1] == fresh_stage:
-            return [
-                f"staleness='fresh_last_stage' steps the last stage before the gradient of {self.names[-1]} is complete"
-                f", which stage {self.stages[0]} shares as {self.names[0]}: use staleness='least', or untie them (for a"
-                " GPT: tie_embeddings=False)"
-            ]
-        return []
-
 
 def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
     """Parameters that layers of several stages share.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer
+from lightning_asyncpp.core.cut.hidden import HiddenLayers
 from lightning_asyncpp.core.cut.ties import Tie, find_ties, first_sharing
 from lightning_asyncpp.core.cut.units import Unit, first_names, has_parameters
 from lightning_asyncpp.core.schedule import Schedule
@@ -168,6 +169,7 @@ class WholeModel:
         shared_names: name of a parameter that several layers have -> all of them.
         same: for every parameter that has several names in the root, all of them: entries that a checkpoint must have
             equal.
+        hidden: layers of other stages than the one that this process cut.
     """
 
     counts: tuple[int, ...] = ()
@@ -179,6 +181,7 @@ class WholeModel:
     same: tuple[tuple[str, ...], ...] = ()
     num_parameters: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    hidden: HiddenLayers = field(default_factory=HiddenLayers)
 
     @classmethod
     def of(

@@ -20,9 +20,8 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.model_call import ModelCall
 from lightning_asyncpp.core.randomness import derive, seed_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.recording.clocks import clock_of
-from lightning_asyncpp.core.recording.trace import Beside, Trace, Wait
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Beside, Trace, Wait, clock_of
 from lightning_asyncpp.core.wire.header import Header, describe
 from lightning_asyncpp.core.wire.received import InputGradient, begin
 from lightning_asyncpp.core.wire.transport import Arrival, Transport

@@ -1,1 +1,1 @@
-"""The life of an update: a mini-batch's gradients, summed, agreed on, and applied with their ticket."""
+"""The life of an update: a mini-batch's gradients, summed, agreed on, and applied with their hyper-parameters."""

@@ -184,6 +184,10 @@ class ControlChain:
         self.mesh, self.transport, self.mini_batch, self.length = mesh, transport, mini_batch, length
         self._total: Tensor | None = None
 
+    def can_send(self) -> bool:
+        """Whether :meth:`send` finds the sum of the stages behind, or may wait for it."""
+        return self.mesh.is_last or self.transport.has_part(self.mini_batch)
+
     def send(self, message: Tensor) -> None:
         """Add this rank's vector (length,) to those of the stages behind; their gradients were complete before.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
-from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.ranks.mesh import Mesh, started
+from lightning_asyncpp.core.stage_optimizer import HyperParameters
+from lightning_asyncpp.core.trace import Moment
 from lightning_asyncpp.core.updates.control_message import (
     ControlChain,
     ControlMessage,
@@ -23,7 +26,6 @@ from lightning_asyncpp.core.updates.control_message import (
     StopFlags,
 )
 from lightning_asyncpp.core.updates.reduction import Gradients, Reduction
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.errors import lost_peers
 
@@ -44,7 +46,8 @@ class MiniBatch:
         end: one past its last micro-batch; None while more may come (gradient accumulation).
         weight: sum of the micro-batches' weights so far.
         counted: what this stage's layers counted in its micro-batches.
-        ticket: what was set for its update, once it is closed.
+        hyper_parameters: of every group of the optimizer, for its update, once it is closed.
+        note: what the strategy wants to know at its update.
         payload: this replica's attachment to the control message, of the same length on all ranks.
         layout: of its control message, once it is closed.
         exchange: of the control messages, once it is closed; None in a world of one rank.
@@ -53,6 +56,7 @@ class MiniBatch:
         launched: whether its gradient is complete and on the way.
         gradients: name -> summed gradient of this stage, once complete; replaced by the sum over the replicas.
         stepped: whether this stage has stepped ahead of the others.
+        completed: when its gradient was complete, on the clock of the trace; None if nothing is recorded.
     """
 
     mesh: Mesh
@@ -61,7 +65,8 @@ class MiniBatch:
     end: int | None = None
     weight: float = 0.0
     counted: Collected = field(default_factory=Collected)
-    ticket: Ticket = field(default_factory=Ticket)
+    hyper_parameters: HyperParameters = field(default_factory=list)
+    note: Any = None
     payload: Payload = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     layout: MessageLayout = field(init=False)
     exchange: ControlSum | None = None
@@ -70,29 +75,35 @@ class MiniBatch:
     launched: bool = False
     gradients: Gradients = field(default_factory=dict)
     stepped: bool = False
+    completed: Moment | None = None
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Reading = field(init=False)
+    _count: tuple[Tensor, dist.Work] | None = None
     _norms: Reading | None = None
     _squares: float = 0.0
     _message: Tensor | None = None
 
-    def close(self, end: int, ticket: Ticket, payload: Payload | None, num_statistics: int) -> None:
+    def close(self, end: int, num_statistics: int, payload: Payload | None = None) -> None:
         """No further batch shares the update.
 
         Args:
             end: one past the last micro-batch.
-            ticket: what was set for the update.
-            payload: what the control message carries; None: nothing.
             num_statistics: how many numbers the counts of all layers are.
+            payload: what the control message carries; None: nothing.
         """
-        self.end, self.ticket = end, ticket
+        self.end = end
         if payload is not None:
             self.payload = payload
         self.layout = MessageLayout(self.mesh, num_statistics, self.payload)
 
     def launch(
-        self, gradients: Gradients, statistics: Tensor, stop: StopFlags, uses: Mapping[str, Sequence[Tensor]]
+        self,
+        gradients: Gradients,
+        statistics: Tensor,
+        stop: StopFlags,
+        uses: Mapping[str, Sequence[Tensor]],
+        steps_ahead: bool = False,
     ) -> None:
         """Start the reduction over the replicas, or begin to read what the control message is to say.
 
@@ -107,12 +118,15 @@ class MiniBatch:
             stop: what this rank asks for.
             uses: name -> the gradients of several layers of this stage that share a parameter with another stage's, in
                 the order in which they are added; none with several replicas, which add them before they reduce.
+            steps_ahead: whether :meth:`reduce_now` will be called.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
         self._counts = Reading([statistics])
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
             self.gradients = self.reduction.gradients  # the stage's own are not needed any more
+            if steps_ahead:
+                self._begin_count(statistics)
             return
         if self.tied is None or not self.mesh.is_first:
             self._read_norms()
@@ -133,30 +147,29 @@ class MiniBatch:
             if not (self.tied is None or self.tied.have_arrived()):
                 return False
             self._read_norms()
-        if isinstance(self.exchange, ControlChain) or self._is_known():  # in a chain the others wait for this one
+        if self.can_send() and (isinstance(self.exchange, ControlChain) or self._is_known()):  # others wait in a chain
             self._send_message()
         return self._message is not None
 
-    def reduce_now(self, device: torch.device) -> tuple[float, float, Tensor]:
-        """Wait for the replicas, not for the other stages; the control message is sent.
+    def can_send(self) -> bool:
+        """Whether the control message, unless it has been sent, need not wait for a stage behind in this process."""
+        return self._message is not None or not isinstance(self.exchange, ControlChain) or self.exchange.can_send()
 
-        Args:
-            device: of the gradients.
+    def reduce_now(self) -> tuple[float, float, Tensor]:
+        """Wait for the replicas, not for the other stages; the control message is sent.
 
         Returns:
             The sum of the weights over the replicas; this stage's sum of squares; and its statistics
             over the replicas.
         """
-        weight, statistics = self.weight, self.layout.statistics(self._send_message())
-        group = self.mesh.groups.data_parallel if self.mesh.groups is not None else None
-        if group is not None:
-            own = torch.tensor([weight], dtype=torch.float64)
-            total = torch.cat([own, statistics]).to(device, non_blocking=True)
-            with lost_peers():
-                dist.all_reduce(total, group=group)
-            total = total.cpu()
-            weight, statistics = float(total[0]), total[1:]
-        return weight, self._squares, statistics
+        statistics = self.layout.statistics(self._send_message())
+        if self._count is None:
+            return self.weight, self._squares, statistics
+        total, work = self._count
+        with lost_peers():
+            work.wait()
+        self._count, counted = None, total.cpu()
+        return float(counted[0]), self._squares, counted[1:]
 
     def let_go(self) -> None:
         """Hold no gradients any more: what is left to wait for are the other stages' sums."""
@@ -173,6 +186,21 @@ class MiniBatch:
         if self.tied is not None and not self.stepped:
             self.tied.take_whole_sums(self.gradients)
         return self.layout.read(total)
+
+    def _begin_count(self, statistics: Tensor) -> None:
+        """Begin to sum weights and statistics over the replicas, right behind the gradients.
+
+        Later would be a deadlock where streams share a hardware queue: a replica that has come to its update waits for
+        one that still needs the activations of a stage that itself waits for a gradient behind this sum.
+        """
+        assert self.mesh.groups is not None
+        assert self.reduction is not None
+        total = torch.empty(1 + len(statistics), dtype=torch.float64, device=self.reduction.device)
+        total[:1].fill_(self.weight)
+        total[1:].copy_(statistics, non_blocking=True)
+        with lost_peers():
+            work = started(dist.all_reduce(total, group=self.mesh.groups.data_parallel, async_op=True))
+        self._count = total, work
 
     def _read_norms(self) -> None:
         """Begin to read what of this stage's gradient the host must know: all that is not in the reduction's norms."""
@@ -224,14 +252,16 @@ class Update:
 
     Attributes:
         mini_batch: t, of the gradient; the update makes W_{t+1}.
-        ticket: what was set for mini-batch t.
+        hyper_parameters: of every group of the optimizer, as they were set for mini-batch t.
+        note: what the strategy gave to mini-batch t.
         message: what all ranks agreed on.
         weights_before: parameter -> W_t, alive as the older version; None without a delay.
         staleness: how many updates old the gradient of this stage is, phi.
     """
 
     mini_batch: int
-    ticket: Ticket
+    hyper_parameters: HyperParameters
+    note: Any
     message: ControlMessage
-    weights_before: dict[nn.Parameter, Tensor] | None
+    weights_before: dict[nn.Parameter, Tensor] | None = None
     staleness: float = 0

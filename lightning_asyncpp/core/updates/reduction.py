@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.mesh import started
-from lightning_asyncpp.core.recording.clocks import HOST, Clock, Moment
+from lightning_asyncpp.core.trace import HOST, Clock, Moment
 from lightning_asyncpp.errors import ConfigurationError, lost_peers
 
 Gradients = dict[str, "Tensor | None"]
@@ -141,6 +141,11 @@ class Reduction:
         self._bucket_of = {
             name: number for number, bucket in enumerate(buckets) for name in bucket.names if name not in late
         }
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self._buckets[0].device
 
     @contextmanager
     def watching(self, leaves: Mapping[str, Tensor], gradient_of: Callable[[str], Tensor | None]) -> Iterator[None]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +18,14 @@ from lightning_asyncpp.core.batches.batch_output import no_weight_text
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
 from lightning_asyncpp.core.randomness import CallersGenerators
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.recording.clocks import HOST
-from lightning_asyncpp.core.recording.trace import Beside, Recorded, Wait
 from lightning_asyncpp.core.runner.common import StageRunner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.stage_optimizer import HyperParameters
+from lightning_asyncpp.core.trace import HOST, Beside, Wait
 from lightning_asyncpp.core.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, Update
 from lightning_asyncpp.core.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.errors import NonFiniteGradientError, lost_peers
@@ -77,12 +77,22 @@ class UpdateQueue:
         is_local = runner.transport is not None and runner.transport.is_local
         self._late = torch.empty(0, device=runner.device).is_cuda and not is_local
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
-        size = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES
-        self._buckets = plan_buckets(weights.parameters, size, weights.used_twice) if mesh.num_replicas > 1 else []
+        self.train_only(weights.parameters)
         self._told = False  # of a mini-batch without weight
         self._applied: list[Update] = []  # and not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
+
+    def train_only(self, names: Collection[str]) -> None:
+        """Count and reduce the gradients of these parameters alone: the optimizer has no others, and clips no others.
+
+        Args:
+            names: of parameters of this stage; what stages share is counted in any case.
+        """
+        tied = names_on(self.mesh.stage, self._ties)
+        self._optimized = {n: p for n, p in self.weights.parameters.items() if n in names or n in tied}
+        size, late = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES, self.weights.used_twice
+        self._buckets = plan_buckets(self._optimized, size, late) if self.mesh.num_replicas > 1 else []
 
     def detach(self) -> None:
         """Forget who applies updates."""
@@ -110,16 +120,24 @@ class UpdateQueue:
         """How many updates this stage has applied, or left out."""
         return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
 
-    def close(self, end: int, ticket: Ticket, payload: Payload | None = None) -> None:
+    def close(
+        self,
+        end: int,
+        hyper_parameters: HyperParameters | None = None,
+        payload: Payload | None = None,
+        note: Any = None,
+    ) -> None:
         """Declare the open mini-batch whole.
 
         Args:
             end: one past its last micro-batch.
-            ticket: what was set for its update.
+            hyper_parameters: of every group of the optimizer, for its update.
             payload: what its control message carries.
+            note: what the strategy wants to know at its update.
         """
         mini_batch, whole = self.open, self.runner.stage.whole
-        mini_batch.close(end, ticket, payload, whole.statistics.length)
+        mini_batch.close(end, whole.statistics.length, payload)
+        mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
         if self.mesh.world_size > 1:
             # Made here, long before the gradient is complete, so that receives are posted when others send.
             with lost_peers():
@@ -230,14 +248,17 @@ class UpdateQueue:
     def _launch(self, mini_batch: MiniBatch) -> None:
         apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
         uses = {name: self.weights.gradients_apart(name) for name in apart}
-        gradients = self.weights.take_gradients()
+        gradients = {n: g if n in self._optimized else None for n, g in self.weights.take_gradients().items()}
         if self._buckets and mini_batch.reduction is None:
             mini_batch.reduction = self._new_reduction()
         stage = self.runner.stage
         statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
         if mini_batch.tied is not None:
             self._leaving.append(mini_batch.tied)
-        mini_batch.launch(gradients, statistics, replace(self.requested), uses)
+        if self.runner.trace is not None:
+            mini_batch.completed = self.runner.trace.clock.now()
+        steps_ahead = self.schedule.steps_ahead(mini_batch.index)
+        mini_batch.launch(gradients, statistics, replace(self.requested), uses, steps_ahead)
 
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
@@ -258,7 +279,7 @@ class UpdateQueue:
         if mini_batch.stepped or not mini_batch.launched:
             return
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
-            weight, squares, statistics = mini_batch.reduce_now(self.runner.device)
+            weight, squares, statistics = mini_batch.reduce_now()
             if mini_batch.tied is not None:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
@@ -273,7 +294,7 @@ class UpdateQueue:
     def _apply(self, mini_batch: MiniBatch) -> Update:
         if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
-            return Update(mini_batch.index, mini_batch.ticket, self._agree(mini_batch), None)
+            return _update(mini_batch, self._agree(mini_batch))
         message = self._agree(mini_batch)
         update = self._update(mini_batch, message)
         if message.finite and message.weight:
@@ -287,13 +308,13 @@ class UpdateQueue:
         """Make room for the version that the update of a mini-batch makes."""
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
         staleness = 0 if rule.in_start(mini_batch.index) else rule.staleness(count)
-        return Update(mini_batch.index, mini_batch.ticket, message, self.weights.advance(), staleness)
+        return _update(mini_batch, message, self.weights.advance(), staleness)
 
     def _agree(self, mini_batch: MiniBatch) -> ControlMessage:
         """Wait for what all ranks have to say about a mini-batch, and note it."""
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
             message = mini_batch.finish()
-        self._record_reduction(mini_batch)
+        self._record_background(mini_batch)
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
         if message.weight:
@@ -305,11 +326,15 @@ class UpdateQueue:
             raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
         return message
 
-    def _record_reduction(self, mini_batch: MiniBatch) -> None:
-        trace, reduction = self.runner.trace, mini_batch.reduction
-        if trace is not None and reduction is not None and reduction.started is not None:
-            index, size, end = mini_batch.index, reduction.num_bytes, trace.clock.last(reduction.ends)
-            trace.record(Recorded(Beside.REDUCE, index, reduction.started, end, num_bytes=size))
+    def _record_background(self, mini_batch: MiniBatch) -> None:
+        trace, reduction, index = self.runner.trace, mini_batch.reduction, mini_batch.index
+        if trace is None:
+            return
+        if mini_batch.completed is not None:
+            trace.record(Beside.PENDING, index, mini_batch.completed, trace.clock.now())
+        if reduction is not None and reduction.started is not None:
+            end = trace.clock.last(reduction.ends)
+            trace.record(Beside.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
 
     @contextmanager
     def _stepping(self, mini_batch: MiniBatch, message: ControlMessage) -> Iterator[None]:
@@ -317,7 +342,7 @@ class UpdateQueue:
         gradients = mini_batch.gradients
         foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], message.weight)
         for name, parameter in self.weights.parameters.items():
-            parameter.grad = gradients[name]
+            parameter.grad = gradients.get(name)
         try:
             with self.generators.put_back(), self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
                 yield
@@ -326,6 +351,10 @@ class UpdateQueue:
         finally:
             for parameter in self.weights.parameters.values():
                 parameter.grad = None
+
+
+def _update(mini_batch: MiniBatch, *args: Any) -> Update:
+    return Update(mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, *args)
 
 
 def _no_optimizer(_: Update) -> None:

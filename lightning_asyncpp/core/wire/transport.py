@@ -168,6 +168,10 @@ class Transport:
         assert self._before is not None, "nothing comes before the first stage"
         self._before.write(_PART, mini_batch, [_bytes_of(vector)])
 
+    def has_part(self, mini_batch: int) -> bool:
+        """Whether :meth:`receive_part` can be called: here it waits."""
+        return True
+
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
         """Return what the stages behind have summed up, waiting for it: ``length`` fp64 values."""
         return self._receive_sum(self._after, _PART, mini_batch, length)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_asyncpp.core.recording.trace import Span
 from lightning_asyncpp.core.schedule import Schedule, StalenessRule
+from lightning_asyncpp.core.simulation import simulate
+from lightning_asyncpp.core.trace import Span
 from lightning_asyncpp.tools.bench.harness.checked_arguments import check_shape
 from lightning_asyncpp.tools.bench.parsers import draw_parser
 from lightning_asyncpp.tools.bench.timeline import Axis, Panel, by_version, draw_timelines, version_style
-from lightning_asyncpp.tools.ideal import simulate
 
 
 def main(argv: Sequence[str] | None = None) -> None:

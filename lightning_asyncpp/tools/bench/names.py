@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-ASYNC, ASYNC_2BW, ASYNC_FRESH, ASYNC_FABRIC = "async", "async+2bw", "async+fresh", "async+fabric"
+ASYNC, ASYNC_2BW, ASYNC_FABRIC = "async", "async+2bw", "async+fabric"
 ASYNC_SLACK_1, ASYNC_SLACK_2, ASYNC_EXACT = "async+slack1", "async+slack2", "async+exact"
-ASYNC_START = "async+2bw+start"
 ASYNC_TRACED, ASYNC_MONITORED = "async+trace", "async+monitor"
 SYNC = "sync"
 ONE_F_ONE_B, GPIPE = "1f1b", "gpipe"
@@ -17,7 +16,6 @@ FLOOR = "floor"
 TITLES = {
     ASYNC: "async_pipeline, through the Trainer",
     ASYNC_2BW: "async_pipeline, PipeDream-2BW",
-    ASYNC_FRESH: "async_pipeline, fresh last stage",
     ASYNC_SLACK_1: "async_pipeline, slack 1",
     ASYNC_SLACK_2: "async_pipeline, slack 2",
     ASYNC_EXACT: "async_pipeline, slack exact",
@@ -39,7 +37,6 @@ SPLIT_BACKWARD = (INTERLEAVED_ZERO_BUBBLE, ZBV)
 """Schedules that run the gradients of inputs and of weights apart."""
 EXTRAS = {
     ASYNC_2BW: "PipeDream-2BW",
-    ASYNC_FRESH: "a fresh last stage",
     ASYNC_SLACK_1: "a slack of 1",
     ASYNC_SLACK_2: "a slack of 2",
     ASYNC_EXACT: "the slack exact",
@@ -49,7 +46,6 @@ EXTRAS = {
 """What distinguishes a system from ``async``; they run where they are asked for."""
 STALENESS: dict[str, dict[str, Any]] = {
     ASYNC_2BW: {"staleness": "uniform"},
-    ASYNC_FRESH: {"staleness": "fresh_last_stage"},
     ASYNC_SLACK_1: {"slack": 1},
     ASYNC_SLACK_2: {"slack": 2},
     ASYNC_EXACT: {"slack": "exact"},
@@ -58,11 +54,10 @@ STALENESS: dict[str, dict[str, Any]] = {
 USUAL = [name for name in TITLES if name not in EXTRAS]
 """All other systems."""
 
-OURS, GRAM, FLOAT32 = "ours", "gram", "float32"
+OURS, FLOAT32 = "ours", "float32"
 TORCH, TORCH_FUSED, LIBRARY = "torch", "torch-fused", "pytorch_optimizer"
 OPTIMIZERS = {
     OURS: "MuonAdamW",
-    GRAM: "MuonAdamW, Gram form",
     FLOAT32: "MuonAdamW, float32",
     TORCH: "torch Muon + AdamW",
     TORCH_FUSED: "torch Muon + AdamW(fused=True)",

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.optional_packages import optional_package
-from lightning_asyncpp.tools.bench.names import FLOAT32, GRAM, LIBRARY, OURS, TORCH, TORCH_FUSED
+from lightning_asyncpp.tools.bench.names import FLOAT32, LIBRARY, OURS, TORCH, TORCH_FUSED
 
 EXACT = (OURS, TORCH, TORCH_FUSED, LIBRARY)
 """Whose results must be equal to rounding."""
@@ -26,7 +26,6 @@ distance from an iteration in float32, too."""
 MUON_LR, ADAMW_LR, DECAY, BETAS, EPS = 3e-3, 1e-3, 0.1, (0.9, 0.95), 1e-8
 _OPTIONS: dict[str, dict[str, Any]] = {
     OURS: {},
-    GRAM: {"newton_schulz_form": "gram"},
     FLOAT32: {"newton_schulz_dtype": "float32"},
 }
 

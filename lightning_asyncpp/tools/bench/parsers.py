@@ -11,7 +11,6 @@ from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.tools.bench.names import (
     ASYNC,
     ASYNC_FABRIC,
-    ASYNC_START,
     EXTRAS,
     FLOAT32,
     FLOOR,
@@ -40,7 +39,7 @@ NETWORK_SYSTEMS = (ASYNC, SYNC, ONE_F_ONE_B)
 """That ``asyncpp bench network`` compares."""
 NETWORK_EXTRAS = tuple(STALENESS)
 """That it also compares where it is asked to; it records all of ours anyway."""
-TIME_TO_LOSS_EXTRAS = (*STALENESS, ASYNC_START)
+TIME_TO_LOSS_EXTRAS = tuple(STALENESS)
 """That ``asyncpp bench time-to-loss`` also trains where it is asked to."""
 
 
@@ -168,7 +167,6 @@ def time_to_loss_parser() -> ToolParser:
     parser.add_argument("--lookahead", type=NonNegativeInt | None, default=None, help="of async_pipeline")
     parser.add_argument("--staleness", type=Staleness, default="least", help="of async_pipeline")
     parser.add_argument("--slack", type=Slack, default=0, help="of async_pipeline, micro-batches or 'exact'")
-    parser.add_argument("--synchronous-start", type=NonNegativeInt, default=0, help="of async_pipeline, mini-batches")
     known = ", ".join(TIME_TO_LOSS_EXTRAS)
     parser.add_argument("--also", type=str, nargs="+", default=[], help=f"further asynchronous pipelines, of {known}")
     parser.add_argument("--steps", type=PositiveInt, default=300, help="updates of each training")

@@ -34,8 +34,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_asyncpp.core.recording.trace import Span
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Span
 from lightning_asyncpp.tools.bench.harness.checked_arguments import (
     check_shape,
     chosen_systems,

@@ -6,8 +6,7 @@ is one update old. Here both count: the model of a recipe (``recipes/quickstart.
 there, which feeds back nothing where there is no delay), the same seeds, data, number of updates and schedule of the
 learning rate. Each training is an ordinary ``asyncpp fit`` in processes of its own. Seeds run one after the other,
 all systems in turn, and the order is turned around from seed to seed. ``--also`` trains further asynchronous pipelines:
-PipeDream-2BW (``async+2bw``), also after a synchronous start of a fifth of the updates (``async+2bw+start``), or with a
-slack.
+PipeDream-2BW (``async+2bw``), or with a slack.
 
 What is measured: seconds of training until the validation loss reaches each target for the first time, interpolated
 between two validations; the ratio is taken within a seed. Validations themselves do not count; that they drain the
@@ -29,23 +28,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped, unused-ignore]
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.lightning_cli.arguments import recipes_first
 from lightning_asyncpp.lightning_cli.recipe_names import recipe_path
-from lightning_asyncpp.tools.ablation.recipe.yaml_files import read_yaml, write_yaml
 from lightning_asyncpp.tools.bench.harness.comparison import machine
 from lightning_asyncpp.tools.bench.harness.hosts import wait_for
 from lightning_asyncpp.tools.bench.loss_curves import Curve, TargetLine, common_targets, compare
-from lightning_asyncpp.tools.bench.names import ASYNC, ASYNC_2BW, ASYNC_START, STALENESS, SYNC, problems_of_systems
+from lightning_asyncpp.tools.bench.names import ASYNC, STALENESS, SYNC, problems_of_systems
 from lightning_asyncpp.tools.bench.parsers import TIME_TO_LOSS_EXTRAS, time_to_loss_parser
 from lightning_asyncpp.tools.processes import Children, end_of, sigterm_raises
 from lightning_asyncpp.tools.text import Spread, aligned, write_json
 
 _CLOCK = "lightning_asyncpp.tools.bench.loss_curves.LossClock"
 _SYNC, _ASYNC = "lightning_asyncpp.SyncPipelineStrategy", "lightning_asyncpp.AsyncPipelineStrategy"
-_START_SHARE = 0.2  # of the updates, without delay
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,18 +76,13 @@ def _checked(parser: ArgumentParser, arguments: Namespace) -> dict[str, Any]:
         problems.append("--seeds: each counts once")
     if arguments.steps // arguments.validate_every < 2:
         problems.append("--steps: at least two validations are needed; lower --validate-every")
-    if arguments.synchronous_start >= arguments.steps:
-        problems.append(
-            f"--synchronous-start {arguments.synchronous_start}: of {arguments.steps} updates none would have a delay;"
-            " lower it"
-        )
     recipe: dict[str, Any] = {}
     try:
         arguments.config = recipe_path(arguments.config)
-        recipe = read_yaml(Path(arguments.config))
+        recipe = yaml.safe_load(Path(arguments.config).read_text(encoding="utf-8"))
         if None not in (arguments.sync_lr, arguments.async_lr):
             _set_learning_rate(copy.deepcopy(recipe), 1.0)
-    except (ValueError, KeyError) as error:
+    except (OSError, yaml.YAMLError, ValueError, KeyError) as error:
         problems.append(f"--config: {error}")
     if problems:
         parser.error("; ".join(problems))
@@ -117,11 +110,9 @@ def recipe_of(recipe: Mapping[str, Any], system: str, seed: int, arguments: Name
     own = copy.deepcopy(dict(recipe))
     strategy: dict[str, Any] = {"micro_batches": arguments.micro_batches}
     if system == ASYNC:
-        strategy |= {name: arguments[name] for name in ("lookahead", "staleness", "slack", "synchronous_start")}
+        strategy |= {name: arguments[name] for name in ("lookahead", "staleness", "slack")}
     elif system != SYNC:
-        strategy |= {"lookahead": arguments.lookahead, **STALENESS[ASYNC_2BW if system == ASYNC_START else system]}
-    if system == ASYNC_START:
-        strategy["synchronous_start"] = round(_START_SHARE * arguments.steps)
+        strategy |= {"lookahead": arguments.lookahead, **STALENESS[system]}
     own["seed_everything"] = seed
     own["trainer"] = {
         **own.get("trainer", {}),
@@ -157,7 +148,8 @@ def _train(recipe: dict[str, Any], folder: Path, timeout: float) -> Curve:
     file.unlink(missing_ok=True)
     recipe["trainer"]["callbacks"] = [{"class_path": _CLOCK, "init_args": {"file": str(file)}}]
     recipe["trainer"]["default_root_dir"] = str(folder)
-    write_yaml(folder / "fit.yaml", json.loads(json.dumps(recipe)))  # the parser's integers are of types of its own
+    plain = json.loads(json.dumps(recipe))  # the parser's integers are of types of its own
+    (folder / "fit.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     with Children(folder) as children:
         command = [sys.executable, "-m", "lightning_asyncpp", "fit", "--config", str(folder / "fit.yaml")]
         children.start("training", command, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})

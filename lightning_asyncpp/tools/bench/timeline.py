@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-from lightning_asyncpp.core.recording.trace import Span
 from lightning_asyncpp.core.schedule import Kind, Schedule
+from lightning_asyncpp.core.trace import Span
 
 # class -> (colour in light mode, colour in dark mode); the light one is also the attribute, for simple renderers.
 _PALETTE = {

@@ -20,10 +20,10 @@ from lightning_asyncpp.core.model_call import ModelCall
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Slack, Staleness, agrees_first
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings, is_whole
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer
 from lightning_asyncpp.core.step.own_gradients import refuse_input_gradients
 from lightning_asyncpp.core.updates.clipping import clip_by_norm
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from lightning_asyncpp.core.wire.header import Header, TensorInfo
 from lightning_asyncpp.core.wire.link import Neighbours
 from lightning_asyncpp.core.wire.transport import Transport
@@ -45,7 +45,6 @@ from lightning_asyncpp.tools.check.trial import (
     Trial,
     default_optimizer,
     largest_gradients,
-    network_of,
     notes_on_hooks,
     training_step,
 )
@@ -120,10 +119,7 @@ def check_model(
     if not taken and not found:
         found.append("check_model got no batch: give it one or more")
     prototype = prepare(module, settings, stages if is_whole(stages) else 0, seed, found)
-    counts: Sequence[int] = ()
-    if resolved is not None and not found and can_run(prototype):
-        counts = choose_partition(network_of(prototype), 0, stages, settings.partition).counts
-    of_optimizer, unseen = configured_problems(prototype, counts, settings) if optimizer is None else ([], "")
+    of_optimizer, unseen = configured_problems(prototype) if optimizer is None else ([], "")
     found += of_optimizer
     step = step or training_step
     layers_compared = ""
@@ -218,8 +214,10 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
         transport = _WatchedTransport(mesh, trial.device, limit, neighbours=neighbours)
     engine = Engine(stage, mesh, trial.settings, trial.seed, trial.device, hooks, transport=transport)
     engine.runner.unequal.stop()  # whole batches are compared, which says more
-    optimizer, calls = trial.optimizer(module), trial.calls(module)
-    office = TicketOffice(optimizer)
+    with stage.whole_model():
+        optimizer, calls = trial.optimizer(module), trial.calls(module)
+    own = StageOptimizer(optimizer, stage.parameters.values())
+    own.keep_own()
     largest: dict[str, Tensor] = {}
 
     def apply(update: Update) -> None:
@@ -227,8 +225,7 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
             clip_by_norm(engine.weights.parameters.values(), update.message.norm, trial.max_norm)
         calls.before_step(optimizer)
         largest_gradients(dict(engine.weights.parameters), largest)
-        with office.redeemed(update.ticket):
-            optimizer.step()
+        own.step(update.hyper_parameters, optimizer.step)
         calls.end(update.mini_batch)
 
     engine.updates.apply = apply
@@ -241,7 +238,7 @@ def _run_stage(trial: Trial, mesh: Mesh, neighbours: Neighbours) -> _StageResult
         loss = output.mean_loss(hooks.loss_reduction) if mesh.is_last else None
         losses.append(float("nan") if loss is None else float(loss))
         without_weight += [t] if loss is None else []
-        engine.close(office.file())
+        engine.close(own.hyper_parameters())
         engine.apply_due()
     engine.drain()
     engine.release()

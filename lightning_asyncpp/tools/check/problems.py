@@ -9,11 +9,9 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lightning_asyncpp.adapt import problems_of_adapting
-from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.network import no_network
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
@@ -26,14 +24,12 @@ from lightning_asyncpp.core.cut.units import (
     pipeline_units,
 )
 from lightning_asyncpp.core.cut.whole_model import WholeModel
-from lightning_asyncpp.core.optimizers.by_position import may_go_by_position, options_of, position_problems
-from lightning_asyncpp.core.optimizers.configured import EmptyOptimizers, optimizers_in
-from lightning_asyncpp.core.optimizers.fitness import stage_problems, version_problems
 from lightning_asyncpp.core.settings import PipelineSettings, is_whole
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.check.trainer_stand_in import give_trainer
 from lightning_asyncpp.tools.check.trial import StepOf, copied, name_of, network_of
-from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problems
+from lightning_asyncpp.trainer.module_facts import optimizers_in
+from lightning_asyncpp.trainer.refusals import module_problems, optimizer_problem
 
 T = TypeVar("T")
 
@@ -116,9 +112,7 @@ def _check_partition(
         return
     partition = found.attempt(lambda: choose_partition(network, 0, stages, settings.partition))
     if partition is not None:
-        whole, problems = WholeModel.of(units, partition.counts)
-        fresh = stages - 1 if settings.staleness == "fresh_last_stage" else None
-        found += [*problems, *(p for tie in whole.ties if tie.is_trained for p in tie.problems(fresh))]
+        found += WholeModel.of(units, partition.counts)[1]
 
 
 def can_run(prototype: nn.Module) -> bool:
@@ -130,47 +124,20 @@ def can_run(prototype: nn.Module) -> bool:
         return False
 
 
-def configured_problems(module: nn.Module, counts: Sequence[int], settings: PipelineSettings) -> tuple[list[str], str]:
+def configured_problems(module: nn.Module) -> tuple[list[str], str]:
     """What is wrong with the optimizer that a LightningModule makes, and why that cannot be said, where it cannot.
 
     One that asks for its Trainer gets a stand-in, which knows how long the training is.
 
     Args:
         module: the whole one.
-        counts: layers on each stage; none where it cannot be cut.
-        settings: of the pipeline.
     """
     if not isinstance(module, LightningModule) or not is_overridden("configure_optimizers", module):
         return [], ""
-    whole, module = module, copy.deepcopy(module)
+    module = copy.deepcopy(module)
     give_trainer(module)
     try:
-        optimizers = optimizers_in(module.configure_optimizers())
-    except Exception as error:  # it may ask its Trainer for more than the stand-in has, or for a stage
+        problem = optimizer_problem(optimizers_in(module.configure_optimizers()))
+    except Exception as error:  # it may ask its Trainer for more than the stand-in has
         return [], f"configure_optimizers raised {type(error).__name__}: {error}"
-    unfit = [problem for optimizer in optimizers for problem in stage_problems(optimizer, with_closure=True)]
-    if settings.staleness == "least" and len(counts) != 1:  # with one stage nothing is old
-        unfit += [problem for optimizer in optimizers for problem in version_problems(optimizer)]
-    groups = _grouping_problems(whole, optimizers, module, counts)
-    return [*unfit, *optimizer_problems(optimizers, module), *groups], ""
-
-
-def _grouping_problems(
-    whole: nn.Module, optimizers: Sequence[Optimizer], configured: nn.Module, counts: Sequence[int]
-) -> list[str]:
-    """Whether each stage's parameters get what they get in the whole model; the first problem of any stage."""
-    if len(counts) < 2 or not may_go_by_position(optimizers, [p for p in configured.parameters() if p.requires_grad]):
-        return []
-    all_names: dict[Tensor, str] = {parameter: name for name, parameter in configured.named_parameters()}
-    in_whole = options_of(optimizers, all_names)
-    known = set(all_names.values())  # what stages share has another name on the later ones
-    for index in range(len(counts)):
-        module: Any = copy.deepcopy(whole)
-        cut(network_of(module), index, len(counts), 0, torch.device("cpu"), module, counts)
-        give_trainer(module)
-        names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if name in known}
-        with EmptyOptimizers():
-            on_stage = options_of(optimizers_in(module.configure_optimizers()), names)
-        if found := position_problems(on_stage, {name: in_whole[name] for name in names.values() if name in in_whole}):
-            return found
-    return []
+    return [problem] if problem else [], ""

@@ -12,20 +12,16 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core.batches import tree
-from lightning_asyncpp.core.checkpoint.origin import DELAYED_GRADIENT, PIPELINE, TRAINER, WEIGHTS, Origin, origin_of
-from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER, with_staleness
-from lightning_asyncpp.core.manifest import MANIFEST, Manifest
-from lightning_asyncpp.core.optimizers.state_by_name import BY_PARAMETER
-from lightning_asyncpp.storage.limits import dense_parts
+from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER, PIPELINE
+from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.opened import opened
-from lightning_asyncpp.storage.sharded import files_of
+from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
 from lightning_asyncpp.tools.text import escaped
 
 _STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
 _OF_STRATEGY = (
     "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness",
-    "slack", "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
+    "slack", "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 _LIGHTNING = "pytorch-lightning_version"
 
@@ -34,13 +30,13 @@ class Contents(NamedTuple):
     """A checkpoint, taken apart.
 
     Attributes:
-        origin: who wrote it.
+        writer: ``"Trainer"``; ``"Fabric"``, under a strategy of ours; or ``"weights"`` if it holds nothing else.
         models: entry -> ``state_dict`` of a model; the entry is empty for weights alone.
-        strategy: what the strategy kept.
+        strategy: what the pipeline kept.
         parts: part -> its tensors, nested.
     """
 
-    origin: Origin
+    writer: str | None
     models: dict[str, Mapping[str, Any]]
     strategy: Mapping[str, Any]
     parts: dict[str, Any]
@@ -52,12 +48,10 @@ def contents_of(content: Any) -> Contents:
     Args:
         content: all that it holds.
     """
-    origin = origin_of(content)
     entries = content if isinstance(content, Mapping) else {}
-    strategy = entries.get(origin.strategy, {}) if origin.strategy else {}
-    if origin.strategy == PIPELINE:
-        strategy = with_staleness(strategy)
-    models = _models(origin, entries)
+    writer = _writer(entries)
+    strategy = entries.get(PIPELINE, {})
+    models = _models(writer, entries)
     states = [state for value in entries.values() for state in _optimizers(value)]
     parts = {
         "weights": models,
@@ -68,7 +62,7 @@ def contents_of(content: Any) -> Contents:
     }
     known = {_identity(tensor) for part in parts.values() for tensor in tensors_of(part)}
     other = [tensor for tensor in tensors_of(content) if _identity(tensor) not in known]
-    return Contents(origin, models, strategy, {**parts, "else": other})
+    return Contents(writer, models, strategy, {**parts, "else": other})
 
 
 def model_of(contents: Contents, entry: str | None) -> dict[str, Tensor]:
@@ -92,7 +86,7 @@ def model_of(contents: Contents, entry: str | None) -> dict[str, Tensor]:
         raise StorageError(f"the checkpoint has not one model{asked}; its models are: {found}; name one: --entry NAME")
     (state,) = models.values()
     weights = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
-    if contents.origin.writer == TRAINER and all(key.startswith("model.") for key in weights):
+    if contents.writer == "Trainer" and all(key.startswith("model.") for key in weights):
         weights = {key.removeprefix("model."): value for key, value in weights.items()}
     return weights
 
@@ -111,16 +105,24 @@ def _identity(tensor: Tensor) -> Any:
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _models(origin: Origin, entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    if origin.writer == WEIGHTS:
+def _writer(entries: Mapping[str, Any]) -> str | None:
+    if _LIGHTNING in entries:
+        return "Trainer"
+    if PIPELINE in entries:
+        return "Fabric"
+    return "weights" if entries and all(isinstance(value, Tensor) for value in entries.values()) else None
+
+
+def _models(writer: str | None, entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    if writer == "weights":
         return {"": entries}
-    if origin.writer == TRAINER:
+    if writer == "Trainer":
         state = entries.get("state_dict")
         return {"state_dict": state} if isinstance(state, Mapping) else {}
     return {
         str(name): value
         for name, value in entries.items()
-        if name not in (PIPELINE, DELAYED_GRADIENT) and isinstance(value, Mapping) and _is_model(value)
+        if name != PIPELINE and isinstance(value, Mapping) and _is_model(value)
     }
 
 
@@ -131,7 +133,7 @@ def _is_model(state: Mapping[str, Any]) -> bool:
 def _optimizers(value: Any) -> Iterator[Mapping[str, Any]]:
     """The optimizer states in an entry: itself, or those in a list."""
     for state in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(state, Mapping) and "state" in state and ("param_groups" in state or BY_PARAMETER in state):
+        if isinstance(state, Mapping) and "state" in state and "param_groups" in state:
             yield state
 
 
@@ -144,11 +146,10 @@ def describe(path: Path) -> dict[str, Any]:
     Raises:
         StorageError: it cannot be read.
     """
-    with opened(path) as checkpoint:
-        content, index = checkpoint.load(), checkpoint.index
+    content = load(path)
+    index = read_index(path) if is_sharded(path) else None
     contents = contents_of(content)
     entries = content if isinstance(content, Mapping) else {}
-    manifest = Manifest.of_plain(contents.strategy.get(MANIFEST))
     weights = tensors_of(contents.parts["weights"])
     elements = Counter[str]()
     for tensor in weights:
@@ -156,16 +157,13 @@ def describe(path: Path) -> dict[str, Any]:
     return {
         "path": str(path),
         "form": "full" if index is None else "sharded",
-        "description": contents.origin.description,
-        "writer": contents.origin.writer or None,
-        "strategy": contents.origin.strategy or None,
+        "writer": contents.writer,
         "global_step": _plain(entries.get("global_step")),
         "epoch": _plain(entries.get("epoch")),
-        **_of_strategy(contents),
+        **{name: _plain(contents.strategy.get(name)) for name in _OF_STRATEGY},
         "parameters": sum(t.numel() for t in weights if t.is_floating_point()) if weights else None,
         "dtypes": dict(elements.most_common()),
         "lightning_version": _plain(entries.get(_LIGHTNING)),
-        "manifest": manifest.as_plain() if manifest else None,
         **_of_index(path, index),
         "bytes": {name: _num_bytes(part) for name, part in contents.parts.items()},
         "bytes_on_disk": size_on_disk(path),
@@ -192,8 +190,7 @@ def table(facts: Mapping[str, Any]) -> str:
     }  # fmt: skip
     shown = {
         "checkpoint": f"{facts['path']}, {facts['form']}{_parts(facts)}",
-        "origin": facts["description"],
-        **_of_manifest(facts["manifest"]),
+        "written by": facts["writer"] or "",
         "progress": _joined(facts, progress),
         "run": _joined(facts, pipeline),
         "model": f"{facts['parameters']:,} parameters" if facts["parameters"] is not None else "",
@@ -205,22 +202,6 @@ def table(facts: Mapping[str, Any]) -> str:
     return "\n".join(f"{escaped(name):<22}{escaped(text)}" for name, text in shown.items() if text)
 
 
-def _of_manifest(manifest: Mapping[str, Any] | None) -> dict[str, str]:
-    """What the run is called, and what it was told, but what other lines say or is long."""
-    if manifest is None:
-        return {}
-    named = {f"{name} ": part for name, part in manifest["sections"].items() if name not in ("model", "strategy")}
-    told = {name: ", ".join(f"{key} {value}" for key, value in part.items()) for name, part in named.items()}
-    return {"name of the run": f"{manifest['run']}, started {manifest['attempt']} time(s)", **told}
-
-
-def _of_strategy(contents: Contents) -> dict[str, Any]:
-    facts = {name: _plain(contents.strategy.get(name)) for name in _OF_STRATEGY}
-    if contents.origin.strategy != PIPELINE:  # an emulated delay may have stages without a pipeline
-        facts["num_stages"] = _plain(contents.strategy.get("stages"))
-    return facts
-
-
 def _of_index(path: Path, index: Mapping[str, Any] | None) -> dict[str, Any]:
     if index is None:
         return {"format_version": None, "files": None}
@@ -230,7 +211,7 @@ def _of_index(path: Path, index: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _num_bytes(part: Any) -> int:
-    return sum(size for tensor in tensors_of(part) for _, size in dense_parts(tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(part))
 
 
 def _parts(facts: Mapping[str, Any]) -> str:

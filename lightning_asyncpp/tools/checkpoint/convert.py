@@ -12,14 +12,15 @@ from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
 from lightning_asyncpp.storage.durable import usual_mode
-from lightning_asyncpp.storage.loading import load, verify
+from lightning_asyncpp.storage.loading import damages, load, verify
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.nested import STORED, put_together, stored_in, take_apart
-from lightning_asyncpp.storage.opened import opened
 from lightning_asyncpp.storage.sharded import (
     commit,
     give_up,
+    is_sharded,
     new_target,
+    read_index,
     shard_name,
     without_aliases,
     write_shard,
@@ -30,7 +31,7 @@ from lightning_asyncpp.tools.checkpoint.contents import Contents, contents_of, m
 _SAFETENSORS = ".safetensors"
 _OF_INDEX = (
     "num_stages", "data_parallel_size", "partition", "micro_batches", "delay", "staleness", "slack",
-    "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
+    "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 Written = Callable[[int, int], None]
 
@@ -76,10 +77,10 @@ def _convert(request: Request, written: Written) -> None:
     output = request.output
     if os.path.lexists(output) and not request.force:
         raise StorageError(f"{output} exists already; name another, or give --force to replace it")
-    with opened(request.source) as checkpoint:
-        content, index = checkpoint.load(), checkpoint.index
-        if problems := checkpoint.damages():  # or the copy would have checksums that say it is whole
-            raise StorageError("; ".join(problems))
+    if problems := damages(request.source):  # or the copy would have checksums that say it is whole
+        raise StorageError("; ".join(problems))
+    content = load(request.source)
+    index = read_index(request.source) if is_sharded(request.source) else None
     if others := sorted({kind for tensor in tensors_of(content) if (kind := _kind_of_other(tensor))}):
         raise StorageError(f"{request.source} holds tensors of {', '.join(others)}, and only dense ones are written")
     contents = contents_of(content)
@@ -89,7 +90,7 @@ def _convert(request: Request, written: Written) -> None:
         check_equal(output, dict(sorted(weights.items())), dict(sorted(_load_weights(output).items())))
         return
     if not isinstance(content, Mapping):
-        raise StorageError(f"{request.source} {contents.origin.description}")
+        raise StorageError(f"{request.source} is no checkpoint: it holds a {type(content).__name__}")
     if request.form == "full":
         total = sum(tensor.nbytes for tensor in tensors_of(content))
         save_file(content, output, lambda num_bytes: written(num_bytes, total))

@@ -10,28 +10,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device.
-
-    Attributes:
-        name: as ``--device`` takes it.
-        memory_gib: what a program can allocate, in GiB; a little less than what the name says.
-        tflops: peak of dense products in bf16, summed in fp32, in TFLOP/s.
-        bandwidth: peak of the device's own memory, in GB/s.
-        link: to another device of the same node, one direction, in GB/s.
-        network: to a device of another node, one direction, in GB/s per device.
-        per_node: devices of a node, unless the recipe says how many there are.
-        source: of these figures.
-        is_gpu: whether kernels are those of CUDA.
-    """
+    """One kind of device: peaks, and bytes per second in one direction."""
 
     name: str
-    memory_gib: float
-    tflops: float
-    bandwidth: float
-    link: float
-    network: float
-    per_node: int
-    source: str
+    memory_gib: float  # what a program can allocate: a little less than what the name says
+    tflops: float  # of dense products in bf16, summed in fp32
+    bandwidth: float  # GB/s of its own memory
+    link: float  # GB/s to another device of the node
+    network: float  # GB/s to a device of another node
+    per_node: int  # devices, unless the recipe says how many there are
+    source: str  # of these figures
     is_gpu: bool = True
 
 

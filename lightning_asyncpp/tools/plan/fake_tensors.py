@@ -1,84 +1,52 @@
-"""Tensors with a shape and a dtype but no memory, and the meter that counts bytes and operations over them.
-
-The private names of torch that make such tensors are looked for here alone.
-"""
+"""Tensors with a shape and a dtype but no memory, and a meter that counts bytes and operations over them."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_asyncpp.core.batches.structure import stands_for_tensors
 from lightning_asyncpp.models import grouped_linear  # noqa: F401  (registers the operators)
-from lightning_asyncpp.private_names import PrivateNameError, required
 
-_PURPOSE = "run a model without memory (asyncpp plan)"
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(f"torch.{name}")
-    except ImportError as error:
-        raise PrivateNameError("torch", name, _PURPOSE) from error
-
-
-_subclasses = _module("_subclasses.fake_tensor")
-_dispatch = _module("utils._python_dispatch")
-
-FakeTensorMode: Any = required(_subclasses, "FakeTensorMode", _PURPOSE)
-stands_for_tensors(required(_subclasses, "FakeTensor", _PURPOSE))
-NeedsValueError: Any = required(_subclasses, "DataDependentOutputException", _PURPOSE)
-"""Raised when somebody asks for the value of a tensor that has none."""
-NoKernelError: Any = required(_subclasses, "UnsupportedOperatorException", _PURPOSE)
-"""Raised by an operator that says nothing about the shape of its result."""
-DispatchMode: Any = required(_dispatch, "TorchDispatchMode", _PURPOSE)
-"""Base of what sees every operator that runs."""
-
-
-@cache
-def writes(operator: Any) -> bool:
-    """Whether an operator writes into its arguments."""
-    return bool(required(operator, "_schema", "tell operators that write from those that look").is_mutable)
+stands_for_tensors(FakeTensor)
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """New tensors have no memory meanwhile, and what is computed from them has none either."""
+    """Let new tensors, and what is computed from them, have no memory meanwhile."""
     # An operator that does not know the shape of its result must not be run on real zeros to find out.
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
         yield
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A new tensor on the CPU of the same shape and dtype, whatever device the other one is on."""
+    """Return a new tensor on the CPU of the same shape and dtype, whatever device the other one is on."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 @contextmanager
-def without_memory(modules: list[nn.Module]) -> Iterator[None]:
-    """Replace all parameters and buffers by new ones on the CPU, those that modules share by shared ones.
+def without_memory(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Replace all parameters and buffers by new ones on the CPU meanwhile, shared ones by shared ones.
 
-    To be entered under :func:`fake_tensors`. At the end the modules hold what they held.
+    To be entered under :func:`fake_tensors`.
     """
+    before = [
+        (module, name, tensor)
+        for module in dict.fromkeys(m for top in modules for m in top.modules())
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
     made: dict[int, Tensor] = {}
-    before: list[tuple[nn.Module, str, Tensor]] = []
-    seen: set[int] = set()
-    for module in (m for top in modules for m in top.modules()):
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        before += [(module, name, p) for name, p in module.named_parameters(recurse=False, remove_duplicate=False)]
-        before += [(module, name, b) for name, b in module.named_buffers(recurse=False, remove_duplicate=False)]
     for module, name, tensor in before:
         if id(tensor) not in made:
             new = empty_like(tensor)
@@ -93,65 +61,41 @@ def without_memory(modules: list[nn.Module]) -> Iterator[None]:
             setattr(module, name, tensor)
 
 
-def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Of torch's grouped product: every row of ``a`` meets one matrix."""
-    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-def _looped(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(x.shape) * weight.shape[1]
-
-
-def _looped_backward(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> int:
-    return 4 * math.prod(x.shape) * grad.shape[1]
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Scores, and the values that they weigh; every head of the queries has its own. A mask saves nothing."""
-    *heads, length, width = query.shape
-    return 2 * math.prod(heads) * length * key.shape[-2] * (width + value.shape[-1])
+    """Count scores, and the values that they weigh; every head of the queries has its own. A mask saves nothing."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Two products for each of the forward, and the scores once more."""
-    *heads, length, width = query.shape
-    return 2 * _attention(query, key, value) + 2 * math.prod(heads) * length * key.shape[-2] * width
+    """Count two products for each of the forward, and the scores once more."""
+    return 2 * _attention(query, key, value) + 2 * math.prod(query.shape) * key.shape[-2]
 
 
 FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.lightning_asyncpp.loop_linear: _looped,
-    torch.ops.lightning_asyncpp.loop_linear_backward: _looped_backward,
+    **flop_registry,
+    torch.ops.lightning_asyncpp.loop_linear: lambda x, weight, *_, **__: 2 * math.prod(x.shape) * weight.shape[1],
+    torch.ops.lightning_asyncpp.loop_linear_backward: lambda g, x, *_, **__: 4 * math.prod(x.shape) * g.shape[1],
+    # Every row of the first meets one matrix.
+    torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1],
     # Those of torch 2.11 are not known to its counter.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 """Operator -> its floating-point operations, from its arguments."""
-if hasattr(torch.ops.aten, "_grouped_mm"):  # since torch 2.8
-    FORMULAS[torch.ops.aten._grouped_mm] = _grouped
 
 
 @dataclass
 class Reading:
-    """What happened during a part of a run.
+    """What happened during a part of a run."""
 
-    Attributes:
-        kept: bytes that are alive after it and were not before; negative if more was let go of.
-        peak: most bytes alive at a time, above those before it.
-        moved: bytes that operators read and wrote, views left out.
-        flops: floating-point operations of matrix products and attention.
-    """
-
-    kept: int = 0
-    peak: int = 0
-    moved: int = 0
-    flops: int = 0
+    kept: int = 0  # bytes that are alive after it and were not before; negative if more was freed
+    peak: int = 0  # most bytes alive at a time, above those before it
+    moved: int = 0  # bytes that operators read and wrote, views left out
+    flops: int = 0  # of matrix products and attention
 
 
-class Meter(DispatchMode):
-    """Sees every operator and the memory behind every result, until it is let go of.
-
-    Temporary memory inside of a kernel does not show: it has no tensor.
-    """
+class Meter(TorchDispatchMode):
+    """Sees every operator, and the memory behind every result until it is freed; no kernel's own workspace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,19 +103,16 @@ class Meter(DispatchMode):
         self._peak = 0
         self._moved = 0
         self._flops = 0
-        self._formulas = {**flop_registry, **FORMULAS}
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the operator and take note of what it made."""
+        """Run the operator and note what it made."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = 0
-        for tensor in _tensors(result):
-            made += self._note(tensor)
-        if made or writes(func):
+        made = sum(self._note(tensor) for tensor in _tensors(result))
+        if made or func._schema.is_mutable:
             self._moved += made + sum(tensor.nbytes for tensor in _tensors((*args, *kwargs.values())))
-        if (formula := self._formulas.get(func.overloadpacket)) is not None:
+        if (formula := FORMULAS.get(func.overloadpacket)) is not None:
             self._flops += formula(*args, **kwargs, out_val=result)
         return result
 
@@ -185,12 +126,11 @@ class Meter(DispatchMode):
         reading.moved, reading.flops = self._moved, self._flops
 
     def _note(self, tensor: Tensor) -> int:
-        """Count the memory of a tensor if it is new; returns its bytes then."""
+        """Count the memory of a tensor if it is new; return its bytes then."""
         storage = tensor.untyped_storage()
-        key = id(storage)
+        key, size = id(storage), storage.nbytes()
         if key in self._known:
             return 0
-        size = storage.nbytes()
 
         def release(_: object) -> None:
             self.alive -= size
@@ -203,13 +143,13 @@ class Meter(DispatchMode):
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind tensors, what they share counted once."""
+    """Return the bytes of the memory behind tensors, what they share counted once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors of a result or of arguments: lists of them are as deep as operators go."""
+    """Yield the tensors of a result or of arguments: lists of them are as deep as operators go."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):

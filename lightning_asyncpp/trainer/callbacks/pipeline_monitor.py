@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from lightning_asyncpp.core.recording.clocks import HOST, Clock, Moment, has_passed
-from lightning_asyncpp.core.recording.trace import Follower
+from lightning_asyncpp.core.schedule import StalenessRule
+from lightning_asyncpp.core.trace import (
+    HOST,
+    WORK,
+    Clock,
+    Moment,
+    Reader,
+    Span,
+    has_passed,
+    hidden_share,
+    seconds_by_kind,
+)
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.recording import follow
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.peak_memory import peak_memory
-from lightning_asyncpp.trainer.callbacks.stage_window import StageWindow
 from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond, log_on_rank_zero
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
@@ -29,24 +39,12 @@ _END_SECONDS = 1.0
 
 
 class _Batch(NamedTuple):
-    """A batch whose spans may be still to come, on a device.
+    """One batch: when it ran, and what the stage did. ``counts`` is False if the clock stood still before it."""
 
-    Attributes:
-        mini_batch: that it belongs to.
-        first: the first micro-batch of that.
-        end: one past its last micro-batch.
-        seconds: that it took, by the host's clock; None if the clock stood still.
-        since, until: the same by the clock of the spans.
-        recorded: the position in the trace behind its spans.
-    """
-
-    mini_batch: int
-    first: int
-    end: int
-    seconds: float | None
-    since: Moment
-    until: Moment
-    recorded: int
+    since: float
+    until: float
+    counts: bool
+    spans: list[Span]
 
 
 class PipelineMonitor(TokensPerSecond):
@@ -67,9 +65,8 @@ class PipelineMonitor(TokensPerSecond):
 
     On a GPU all but the first two are known when it has come to the end of a batch: usually a batch or two later.
 
-    Every rank looks at its own stage; nothing is exchanged. Rank 0, the last stage of the first replica, logs what it
-    sees. Every rank raises if a micro-batch ran on other weights than the schedule promises, so what the schedule says
-    of the other stages is so.
+    Nothing is exchanged: rank 0, the last stage of the first replica, logs its own spans, and the staleness that the
+    schedules of all stages say.
 
     ``mfu`` needs the module's ``flops_per_batch`` (floating-point operations of a forward and its backward of the whole
     model, for the batch of one replica) or ``flops_per_token``; and a device whose peak Lightning knows, or
@@ -105,13 +102,14 @@ class PipelineMonitor(TokensPerSecond):
         self.peak_flops = peak_flops
         self._peak: float | None = None
         self._counts_tokens = False
-        self._follower: Follower | None = None
-        self._stage: StageWindow | None = None
-        self._mini_batch = self._first = self._end = 0
-        self._window = window
+        self._reader: Reader | None = None
+        self._rules: list[StalenessRule] = []
+        self._trained: Sequence[int] = ()  # numbers in trained parameters of every stage
+        self._by_stage: list[float] = []
+        self._recent: deque[_Batch] = deque(maxlen=window)
         self._clock: Clock = HOST
         self._since: Moment = 0.0
-        self._unread: deque[_Batch] = deque()
+        self._ending: deque[tuple[Moment, Moment, bool]] = deque()  # batches that a device may not have ended
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a strategy that has no stages."""
@@ -129,11 +127,12 @@ class PipelineMonitor(TokensPerSecond):
         engine = strategy.session.running()
         self._counts_tokens = callable(getattr(pl_module, "micro_batch_weight", None))
         self._peak = self.peak_flops or _known_peak(trainer, pl_module)
-        self._follower = follow(engine)
+        self._reader = follow(engine)
         self._clock = engine.runner.clock
-        self._unread.clear()
-        rules = [schedule.stage_rule for schedule in engine.schedules()]
-        self._stage = StageWindow(engine.mesh.stage, rules, engine.stage.whole.num_trained, self._window)
+        self._ending.clear()
+        self._recent.clear()
+        self._rules = [schedule.stage_rule for schedule in engine.schedules()]
+        self._trained = engine.stage.whole.num_trained
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -147,17 +146,14 @@ class PipelineMonitor(TokensPerSecond):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take in what the stage did since the end of the batch before, and log."""
-        assert self._follower is not None
-        elapsed = self._measure(trainer, pl_module, batch)
+        elapsed, now = self._measure(trainer, pl_module, batch), self._clock.now()
         engine = trainer.strategy.session.running()  # type: ignore[attr-defined]
         if begun := engine.updates.begun(engine.next_forward):  # by now: in the batch's step one may begin anew
-            (self._mini_batch, self._first), self._end = begun[-1], engine.next_forward
-        seconds, now = self._batches[-1][0] if elapsed else None, self._clock.now()
-        self._unread.append(
-            _Batch(self._mini_batch, self._first, self._end, seconds, self._since, now, self._follower.recorded)
-        )
+            mini_batch, first = begun[-1]
+            self._by_stage = [mean_staleness(rule, mini_batch, engine.next_forward - first) for rule in self._rules]
+        self._ending.append((self._since, now, elapsed))
         self._since = now
-        self._read(self._follower)
+        self._read_ended()
         if trainer.is_global_zero and elapsed and (batch_idx + 1) % self.every_n_batches == 0:
             for name, value in self._metrics(trainer, pl_module).items():
                 if value is not None:
@@ -174,24 +170,38 @@ class PipelineMonitor(TokensPerSecond):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take in what is left, and let go of the stage."""
-        if self._unread and self._follower is not None:
-            has_passed(self._clock, self._unread[-1].until, _END_SECONDS)
-            self._read(self._follower)
-        self._let_go()
+        if self._ending:
+            has_passed(self._clock, self._ending[-1][1], _END_SECONDS)
+            self._read_ended()
+        self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Let go of the stage."""
-        self._let_go()
+        self._close()
 
-    def _read(self, follower: Follower) -> None:
+    def _read_ended(self) -> None:
         """Take in the batches that have ended where they are computed."""
-        assert self._stage is not None
-        while self._unread and (until := self._clock.when(self._unread[0].until)) is not None:
-            batch = self._unread.popleft()
-            seconds, since = batch.seconds, self._clock.when(batch.since)
-            if self._clock is not HOST and since is not None and seconds is not None:
-                seconds = until - since
-            self._stage.add(batch.mini_batch, batch.first, batch.end, seconds, follower.take(batch.recorded))
+        assert self._reader is not None
+        while self._ending and (until := self._clock.when(self._ending[0][1])) is not None:
+            since, _, counts = self._ending.popleft()
+            self._recent.append(_Batch(self._clock.when(since) or until, until, counts, self._reader.take(until)))
+
+    @property
+    def bubble(self) -> float | None:
+        """Share of the time in which this stage ran neither a forward nor a backward."""
+        elapsed = sum(batch.until - batch.since for batch in self._recent if batch.counts)
+        if elapsed <= 0:
+            return None
+        spans = [span for batch in self._recent if batch.counts for span in batch.spans]
+        seconds = seconds_by_kind(spans, self._recent[0].since, self._recent[-1].until)
+        return 1 - sum(seconds.get(kind, 0.0) for kind in WORK) / elapsed
+
+    @property
+    def staleness(self) -> float | None:
+        """Updates by which the newest gradient is too old: the mean over all parameters that are trained."""
+        if not self._by_stage or not any(self._trained):
+            return None
+        return sum(mean * count for mean, count in zip(self._by_stage, self._trained)) / sum(self._trained)
 
     def _show_memory(self, trainer: L.Trainer) -> None:
         strategy = trainer.strategy
@@ -202,16 +212,15 @@ class PipelineMonitor(TokensPerSecond):
                 logger.log_metrics(peaks, step=trainer.global_step)
 
     def _metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float | None]:
-        assert self._stage is not None
-        by_stage = self._stage.by_stage if self._stage.differ else []
+        by_stage = self._by_stage if len({rule.held for rule in self._rules}) > 1 else []
         return {
             "tokens_per_second": self.rate if self._counts_tokens else None,
             "tokens_seen": self.tokens_seen if self._counts_tokens else None,
             "gradient_norm": trainer.strategy.gradient_norm,  # type: ignore[attr-defined]
             "mfu": self._mfu(trainer, pl_module),
-            "bubble": self._stage.bubble,
-            "update_hidden": self._stage.hidden,
-            "gradient_staleness": self._stage.staleness,
+            "bubble": self.bubble,
+            "update_hidden": hidden_share(span for batch in self._recent for span in batch.spans),
+            "gradient_staleness": self.staleness,
             **{f"gradient_staleness_stage_{stage}": mean for stage, mean in enumerate(by_stage)},
         }
 
@@ -234,10 +243,16 @@ class PipelineMonitor(TokensPerSecond):
             return None
         return float(done / seconds / (self._peak * mesh.world_size))
 
-    def _let_go(self) -> None:
-        if self._follower is not None:
-            self._follower.close()
-            self._follower = None
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def mean_staleness(rule: StalenessRule, mini_batch: int, micro_batches: int) -> float:
+    """Return by how many updates the gradient of so many first microbatches of a mini-batch is too old, on average."""
+    versions = [rule.version(mini_batch, place) for place in range(micro_batches)]
+    return mini_batch - sum(versions) / len(versions) if versions else 0.0
 
 
 def _known_peak(trainer: L.Trainer, pl_module: L.LightningModule) -> float | None:

@@ -25,7 +25,7 @@ from lightning_asyncpp.core.checkpoint.apart import (
     own_entries,
     unite_entries,
 )
-from lightning_asyncpp.core.checkpoint.origin import PIPELINE
+from lightning_asyncpp.core.checkpoint.state import PIPELINE
 from lightning_asyncpp.core.ranks.mesh import Mesh
 
 _CALLBACKS = "callbacks"

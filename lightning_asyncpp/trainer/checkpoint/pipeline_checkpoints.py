@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import lightning as L
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.core.checkpoint.apart import APART, Names
 from lightning_asyncpp.core.checkpoint.gathering import gather_by_rank
-from lightning_asyncpp.core.checkpoint.origin import FABRIC, PIPELINE, TRAINER, origin_of
 from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.core.checkpoint.state import (
-    check_whole,
+    PIPELINE,
     facts,
     gather_model_state,
     gather_optimizer_state,
@@ -39,11 +36,8 @@ from lightning_asyncpp.core.cut.tied_state import check_copies
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.checkpoint_io import held_whole, ranks_of
 from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
-from lightning_asyncpp.trainer.checkpoint.restored_paths import drop_foreign_paths, looks_inside
-from lightning_asyncpp.trainer.checkpoint.superseded import SUPERSEDED, Superseded
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import with_state_dict
 
@@ -52,61 +46,7 @@ _CURRENT = "current_model_state"  # of Lightning's callbacks that average weight
 _WEIGHTS = frozenset(("state_dict", _CURRENT))
 
 
-def check_states(optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that has not a state for each optimizer, which would begin anew in silence.
-
-    Raises:
-        ConfigurationError: it has not.
-    """
-    if (found := len(checkpoint["optimizer_states"])) != len(optimizers):
-        raise ConfigurationError(
-            f"the checkpoint holds {found} states of optimizers, and this run has {len(optimizers)}: it is damaged or"
-            " of another training; to begin with its weights alone, load them into the module, and leave ckpt_path out"
-        )
-
-
-class TrainerCheckpoints(Strategy):
-    """Lets a Trainer read its own checkpoints alone; comes before the strategy that it is mixed into."""
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file that a Trainer wrote.
-
-        Raises:
-            ConfigurationError: something else wrote it; with what reads it.
-        """
-        content = super().load_checkpoint(checkpoint_path, weights_only)
-        origin = origin_of(content)
-        if origin.writer == TRAINER:
-            if (trainer := self._trainer) is not None:
-                drop_foreign_paths(trainer, content)
-            return content
-        weights = "the entry of the model" if origin.writer == FABRIC else "them"
-        raise ConfigurationError(
-            f"ckpt_path={str(checkpoint_path)!r} {origin.description}. The Trainer goes on from its own checkpoints; to"
-            f" begin with weights from elsewhere, load {weights} into self.model (load_state_dict) before training, and"
-            " leave ckpt_path out"
-        )
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; a path that seems to lie in a callback's folder, and leads out of it, with a warning."""
-        if self.is_global_zero and self._may_remove(filepath):
-            self.checkpoint_io.remove_checkpoint(filepath)
-
-    def _may_remove(self, path: Any) -> bool:
-        if (trainer := self._trainer) is None or not looks_inside(trainer, path):
-            return True
-        rank_zero_warn(f"{path} is not removed: it leads out of the folders that callbacks write checkpoints into")
-        return False
-
-    @property
-    def _trainer(self) -> L.Trainer | None:
-        module = self.lightning_module
-        return None if module is None else module._trainer
-
-
-class PipelineCheckpoints(TrainerCheckpoints):
+class PipelineCheckpoints(Strategy):
     """Saves the whole run, and loads this stage's part of one.
 
     Attributes:
@@ -114,14 +54,12 @@ class PipelineCheckpoints(TrainerCheckpoints):
         checkpoints: writes them.
         progress: what goes on with a run beside its weights.
         step_metrics: what its steps logged.
-        superseded: checkpoints that a save takes the place of.
     """
 
     session: PipelineSession
     checkpoints: CheckpointWriter
     progress: Progress
     step_metrics: StepMetrics
-    superseded: Superseded
     _given: Given | None = None  # the weights of the checkpoint that is being made
 
     @property
@@ -167,8 +105,7 @@ class PipelineCheckpoints(TrainerCheckpoints):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.session.running()
-        state = stage_optimizer_state if self.checkpoints.sharded else gather_optimizer_state
-        return state(self.session, optimizer)
+        return (stage_optimizer_state if self.checkpoints.sharded else gather_optimizer_state)(self.session)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -178,6 +115,8 @@ class PipelineCheckpoints(TrainerCheckpoints):
             StorageError: it cannot be written; what had its name is intact.
         """
         is_training = self.session.optimizer is not None and "optimizer_states" in checkpoint  # else weights only
+        # Only loaders that keep a state take one up; the pipeline's entry has what theirs are.
+        checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
         mesh, sharded = self.session.running().mesh, self.checkpoints.sharded
         parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint} if sharded else {}
         given, self._given = self._given, None
@@ -185,8 +124,6 @@ class PipelineCheckpoints(TrainerCheckpoints):
         progress = gather_by_rank(mesh, self._progress_state()) if is_training else []
         of_ranks: dict[str, Any] = {PROGRESS: progress, **({APART: apart} if apart else {})}
         self.checkpoints.settle()
-        if is_training and self.is_global_zero:
-            of_ranks[SUPERSEDED] = self.superseded.now(self._module.trainer)
         if sharded:
             if is_training:
                 parts[PIPELINE] = {**stage_pipeline_state(self.session), **(of_ranks if self.is_global_zero else {})}
@@ -198,14 +135,13 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero and self._may_remove(filepath):
+        if self.is_global_zero:
             self.checkpoints.remove(partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.checkpoints.settle()
-        with held_whole(checkpoint_path, self.checkpoint_io, ranks_of(self.session.mesh)):
-            content = super().load_checkpoint(checkpoint_path, weights_only)
+        content = super().load_checkpoint(checkpoint_path, weights_only)
         partition = facts(self.session)["partition"]
         hand_back(self.session.running().mesh, self._names_in(content), content, partition)
         if self.session.optimizer is not None:
@@ -241,17 +177,10 @@ class PipelineCheckpoints(TrainerCheckpoints):
         state = content.get(PIPELINE)
         if state is None:
             return
-        check_whole(state)
         mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
-        changes = []
-        if replicas != mesh.num_replicas:
-            changes.append(
-                f"data_parallel_size={mesh.num_replicas}, and the checkpoint was written with {replicas}: replicas read"
-                " other parts of the data"
-            )
-        own = state[PROGRESS][rank_to_follow(mesh, state)]
-        self.progress.resume(own, content["loops"]["fit_loop"], changes)
-        self.superseded.begin(state.get(SUPERSEDED))
+        of_ranks = state[PROGRESS]  # one, if all stages were in one process
+        own = of_ranks[rank_to_follow(mesh, state) if len(of_ranks) > 1 else 0]
+        self.progress.resume(own, content["loops"]["fit_loop"], same_replicas=replicas == mesh.num_replicas)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -273,6 +202,4 @@ class PipelineCheckpoints(TrainerCheckpoints):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        check_states(self.optimizers, checkpoint)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            load_optimizer_state(self.session, optimizer, state)
+        load_optimizer_state(self.session, checkpoint["optimizer_states"][0], checkpoint.get(PIPELINE))

@@ -13,17 +13,11 @@ from typing import Any, NamedTuple
 import lightning as L
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.randomness import set_random_states
-from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.loader_identity import IDENTITY, differences, problems_with_place
-from lightning_asyncpp.strategy_parts.resumable_loader import (
-    ResumableLoader,
-    problems_in_mid_epoch,
-    problems_with_workers,
-)
+from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, inexact_because
 from lightning_asyncpp.strategy_parts.shuffling import shuffle_by_epoch
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader
 from lightning_asyncpp.trainer import private
@@ -38,21 +32,12 @@ from lightning_asyncpp.trainer.checkpoint.validation_randomness import Validatio
 
 PROGRESS = "progress"
 """Entry of a checkpoint's state of a strategy: by rank, what :meth:`Progress.state` returned."""
-INEXACT = (
-    "the rest of the run would not be that of the uninterrupted one. Resume from a checkpoint of an epoch's end, or"
-    " accept it: give the strategy inexact_resume=True"
+_INEXACT = (
+    "the checkpoint was written after batch {} of an epoch, and its rest is not read as without the interruption: {}."
+    " Batches may be seen twice and others not at all; the next epoch is whole again. Exact there are checkpoints of an"
+    " epoch's end, and loaders with a state, such as torchdata's StatefulDataLoader and litdata's StreamingDataLoader"
 )
-
-WILL_BE_REFUSED = (
-    "a checkpoint is written after batch {} of an epoch, and no training will go on from it: {}. Save at the ends of"
-    " epochs, or give the strategy inexact_resume=True, with which one goes on as well as it can. To evaluate, or to"
-    " begin with its weights, it is good for"
-)
-_NOT_ACCUMULATED = (
-    "the checkpoint does not hold the gradients that were accumulated: save it when an update is due, every"
-    " accumulate_grad_batches batches"
-)
-_ACCEPTED = "inexact_resume=True: the rest of the run is not that of the uninterrupted one"
+_ACCUMULATED = "the gradients that had been accumulated for the next update are not in it"
 
 
 class Outstanding(NamedTuple):
@@ -106,24 +91,19 @@ def count_as_unfinished(fit_loop: Mapping[str, Any]) -> None:
 class Progress:
     """The progress of one rank.
 
-    Args:
-        accepts_inexact: whether a resume is wanted that repeats or leaves out batches.
-
     Attributes:
         validations: their random numbers, which are not the training's.
     """
 
-    def __init__(self, accepts_inexact: bool = False) -> None:
-        self._accepts_inexact = accepts_inexact
+    def __init__(self) -> None:
         self.validations = ValidationRandomness()
         self._loaders: list[ResumableLoader] = []
         self._epoch_of_loaders = -1  # for which they were made: they may be made anew every few epochs
         self._state: Mapping[str, Any] | None = None
         self._loops: Mapping[str, Any] = {}
-        self._changes: list[str] = []
+        self._same_replicas, self._has_warned = True, False
         self._draws: Mapping[str, Any] | None = None
         self._at_cut: dict[str, Any] | None = None  # the newest epoch was cut short by the end of the run
-        self._has_warned = False
 
     # -- a checkpoint is written --------------------------------------------------------------------------------------
 
@@ -135,9 +115,7 @@ class Progress:
             module: its torchmetrics objects.
             recorded: what the strategy keeps of metrics.
         """
-        state = self._now(trainer, module, recorded) if self._at_cut is None else self._at_cut
-        self._warn_if_refused(trainer, state)
-        return state
+        return self._now(trainer, module, recorded) if self._at_cut is None else self._at_cut
 
     def _now(self, trainer: Trainer, module: LightningModule, recorded: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -150,18 +128,6 @@ class Progress:
             "metrics": metric_states(module),
             "recorded": recorded,
         }
-
-    def _warn_if_refused(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        """Say once that a checkpoint in the middle of an epoch is none to go on from, while there is time."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        if self._has_warned or self._accepts_inexact or not progress.current.ready or progress.is_last_batch:
-            return
-        problems = [_NOT_ACCUMULATED] if state["accumulating"] else []
-        for resumable, saved in zip(self._loaders, state["loaders"]):
-            problems += problems_in_mid_epoch(resumable.loader, saved)
-        if problems:
-            self._has_warned = True
-            rank_zero_warn(WILL_BE_REFUSED.format(progress.current.ready, "; ".join(dict.fromkeys(problems))))
 
     def begin_epoch(self) -> None:
         """A new epoch begins: the run goes on."""
@@ -179,26 +145,19 @@ class Progress:
 
     # -- a run goes on ------------------------------------------------------------------------------------------------
 
-    def resume(self, state: Mapping[str, Any] | None, loops: Mapping[str, Any], changes: Sequence[str]) -> None:
+    def resume(self, state: Mapping[str, Any], loops: Mapping[str, Any], same_replicas: bool) -> None:
         """Go on from a checkpoint when training starts.
 
         Args:
-            state: of this rank; None: the checkpoint holds none.
+            state: of this rank.
             loops: the state of the Trainer's loops in the checkpoint; changed if their epoch goes on.
-            changes: what makes it impossible to go on exactly in the middle of an epoch, in words.
-
-        Raises:
-            ConfigurationError: the state is damaged.
+            same_replicas: whether as many replicas wrote it: others read other parts of the data.
         """
-        if state is not None and not isinstance(state.get("random"), Mapping):
-            raise ConfigurationError(
-                "the checkpoint is damaged: it holds no random numbers of the training, which would go on with others"
-            )
-        if state is not None and Outstanding(*state["outstanding"]).rest_of_epoch:
+        if Outstanding(*state["outstanding"]).rest_of_epoch:
             count_as_unfinished(loops)
-        self._state, self._loops, self._changes, self._at_cut = state, loops, list(changes), None
-        self._draws = None if state is None else state["random"]
-        self.validations.go_on(None if state is None else self._draws_of_validation(state))
+        self._state, self._loops, self._same_replicas, self._at_cut = state, loops, same_replicas, None
+        self._draws = state["random"]
+        self.validations.go_on(self._draws_of_validation(state))
         self._loaders = []
 
     @staticmethod
@@ -207,16 +166,6 @@ class Progress:
         is_first = state["random_in_validations"] is None and Outstanding(*state["outstanding"]).validation
         states: Mapping[str, Any] | None = state["random" if is_first else "random_in_validations"]
         return states
-
-    @property
-    def loaders(self) -> list[Mapping[str, Any]]:
-        """What the training loaders say of themselves, as ``loader_identity`` gives it."""
-        return [loader.identity for loader in self._loaders]
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a training that is about to begin goes on from a checkpoint."""
-        return self._state is not None
 
     @property
     def outstanding(self) -> Sequence[bool]:
@@ -234,11 +183,7 @@ class Progress:
         self.validations.go_on(None)
 
     def training_loader(self, loader: Any, trainer: Trainer) -> Any:
-        """The loader that is read instead of ``loader``, from where a checkpoint was if there is one.
-
-        Raises:
-            ConfigurationError: it cannot go on in the middle of an epoch, and that was not accepted.
-        """
+        """The loader that is read instead of ``loader``, from where a checkpoint was if there is one."""
         if isinstance(loader, PlaceholderLoader):
             # It says the same of itself as where it is read.
             loader.loader = self.training_loader(loader.loader, trainer)
@@ -253,7 +198,8 @@ class Progress:
         if self._state is not None:
             saved = self._state["loaders"]
             state = saved[number] if number < len(saved) else {"batches": 0}
-            self._check(resumable, state, f"training loader {number}: " if max(number, len(saved) - 1) else "")
+            if self._in_mid_epoch:
+                self._warn_if_inexact(loader, state)
             resumable.resume(state, ended=not self._in_mid_epoch)
             resumable.waits = Outstanding(*self.outstanding).epoch_end
         return resumable
@@ -263,6 +209,7 @@ class Progress:
         state = self._state
         if state is None:
             return None
+        private.count_step_as_saved(trainer)
         load_logged_state(trainer, state["logged"], self._in_epoch)
         spent = names_of_spent(state["logged"], self._in_epoch)
         load_metric_states(module, {name: saved for name, saved in state["metrics"].items() if name not in spent})
@@ -271,20 +218,10 @@ class Progress:
         return recorded
 
     def draw_as_before(self) -> None:
-        """Put the random numbers where the checkpoint was, after all that a run draws to begin with.
-
-        Raises:
-            ConfigurationError: it does not say where.
-        """
+        """Put the random numbers where the checkpoint was, after all that a run draws to begin with."""
         draws, self._draws = self._draws, None
-        try:
-            if draws is not None:
-                set_random_states(draws)
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                "the checkpoint is damaged: its random numbers cannot be taken up, and training would go on with others"
-                f" ({type(error).__name__}: {error})"
-            ) from error
+        if draws is not None:
+            set_random_states(draws)
 
     @property
     def _in_mid_epoch(self) -> bool:
@@ -297,32 +234,19 @@ class Progress:
         epochs = self._loops["epoch_progress"]["current"]
         return bool(epochs["started"] > epochs["completed"])
 
-    def _check(self, resumable: ResumableLoader, state: Mapping[str, Any], which: str) -> None:
-        loader, mid_epoch = resumable.loader, self._in_mid_epoch
-        problems = [f"{which}{problem}" for problem in problems_with_workers(loader, state)]
-        changes = [f"{which}{change}" for change in differences(resumable.identity, state.get(IDENTITY))]
-        if mid_epoch:
-            problems += self._changes
-            if self._state is not None and self._state["accumulating"]:
-                problems.append(_NOT_ACCUMULATED)
-            own = [*problems_in_mid_epoch(loader, state), *problems_with_place(loader, state)]
-            problems += [*(f"{which}{problem}" for problem in own), *changes]
-        elif changes:
-            rank_zero_info(f"The next epoch is not read as the last one was: {'; '.join(changes)}")
-        if not problems:
-            return
-        if self._accepts_inexact:
-            rank_zero_warn(f"{_ACCEPTED}:\n" + "\n".join(f"  - {problem}" for problem in problems))
-            return
-        after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
-        raise ConfigurationError.from_problems(problems, f"{_at(after)}{INEXACT}", ". ")
+    def _warn_if_inexact(self, loader: Any, state: Mapping[str, Any]) -> None:
+        """Say once why the rest of the epoch is not exactly that of the uninterrupted run."""
+        assert self._state is not None
+        reasons = [] if self._same_replicas else ["data_parallel_size is another one"]
+        reasons += [_ACCUMULATED] if self._state["accumulating"] else []
+        reasons += [reason] if (reason := inexact_because(loader, state)) else []
+        if reasons and not self._has_warned:
+            self._has_warned = True
+            after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
+            rank_zero_warn(_INEXACT.format(after, "; ".join(reasons)))
 
 
 def _accumulating(trainer: Trainer) -> bool:
     """Whether batches ran that no update has followed yet."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return bool(progress.current.ready % trainer.accumulate_grad_batches) and not progress.is_last_batch
-
-
-def _at(batches: int) -> str:
-    return f"The checkpoint was written after batch {batches} of an epoch: "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.core.checkpoint.state import gather_pipeline_state, load_pipeline_state, with_staleness
+from lightning_asyncpp.core.checkpoint.state import gather_pipeline_state, load_pipeline_state
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import ConfigurationError
 from tests.core.cases import DIM, Case
@@ -26,19 +26,6 @@ def test_weights_that_have_two_names_in_one_layer_are_saved_as_one(pools: Pools,
     """With masters, both names stand for what gradients are taken at."""
     case = Case(3, model=SHARING_INSIDE, bf16=bf16, error_feedback=1.0, resumes=(2,))
     assert_same_weights(pools.run(case, 2), run_oracle(case)[0])
-
-
-@pytest.mark.parametrize(
-    ("saved", "staleness"),
-    [
-        ({"fresh_last_stage": True}, {"staleness": "fresh_last_stage", "slack": 0}),
-        ({"fresh_last_stage": False}, {"staleness": "uniform", "slack": 0}),
-        ({}, {"staleness": "uniform", "slack": 0}),
-        ({"staleness": "least", "slack": "exact"}, {"staleness": "least", "slack": "exact"}),
-    ],
-)
-def test_the_staleness_is_known_by_its_former_name(saved: dict[str, object], staleness: dict[str, object]) -> None:
-    assert with_staleness({"partition": [4, 5], **saved}) == {"partition": [4, 5], **staleness}
 
 
 def frozen_and_shared(_: float) -> nn.Sequential:

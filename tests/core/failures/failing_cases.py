@@ -21,7 +21,6 @@ from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from lightning_asyncpp.errors import PeerLostError
 from tests.core.cases import DIM, Case, make_model
 from tests.workers import free_port, worker_context
@@ -105,14 +104,13 @@ class Run:
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.updates.apply = lambda _: self.optimizer.step() and None
-        self.office = TicketOffice(self.optimizer)
         self.step = self.case.step(self.model)
         ALIVE.append(self)
 
     def train(self, index: int, batch: Batch | None = None, step: Callable[..., Tensor] | None = None) -> list[Update]:
         """One batch, and the updates that are due after it."""
         self.engine.run(self.case.batch(index, self.mesh.replica) if batch is None else batch, step or self.step)
-        self.engine.close(self.office.file())
+        self.engine.close()
         return self.engine.apply_due()
 
     def drain(self) -> None:

@@ -26,7 +26,7 @@ drains = st.sets(st.integers(0, 5), min_size=1).map(lambda steps: tuple(sorted(s
 @quick
 @given(
     drains=drains, extra=st.integers(0, 2), accumulate=st.sampled_from([1, 2]), feedback=st.booleans(),
-    rule=st.sampled_from([("uniform", 0), ("least", 0), ("least", 1), ("least", "exact"), ("fresh_last_stage", 0)]),
+    rule=st.sampled_from([("uniform", 0), ("least", 0), ("least", 1), ("least", "exact")]),
 )  # fmt: skip
 def test_drains_do_not_change_the_result(
     pools: Pools, num_stages: int, drains: tuple[int, ...], extra: int, accumulate: int, feedback: bool,

@@ -33,9 +33,9 @@ def least(num_stages: int, lookahead: int, slack: Slack, start: int | None = Non
 
 
 def extreme(num_stages: int, micro_batches: int, num_replicas: int = 1) -> set[int]:
-    """The smallest and the largest lookahead."""
+    """The smallest and the largest lookahead, and that with which every hop has one micro-batch to hide behind."""
     most = largest_lookahead(num_stages, micro_batches, num_replicas)
-    return {0, most} if most >= 0 else set()
+    return {0, min(num_stages - 1, most), most} if most >= 0 else set()
 
 
 def keeps_the_rules(micro_batches: Iterable[int], stages: Iterable[int], slack: Slack, num_replicas: int) -> None:
@@ -67,7 +67,7 @@ def test_the_settings_make_these_schedules(slack: Slack) -> None:
 
 
 @pytest.mark.parametrize("slack", SLACKS)
-@pytest.mark.parametrize("start", [0, 2, 3])
+@pytest.mark.parametrize("start", [0, 2])
 def test_a_synchronous_start_before_the_least_staleness_keeps_the_rules(slack: Slack, start: int) -> None:
     for count, num_stages in itertools.product((2, 4, 5, 9, 16), (2, 3, 5, 8)):
         for lookahead in extreme(num_stages, count):
@@ -182,7 +182,7 @@ def ancestors(num_stages: int, lookahead: int, actions: Sequence[Sequence[Action
     return before
 
 
-@pytest.mark.parametrize(("num_stages", "lookahead"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 2), (5, 0), (6, 5)])
+@pytest.mark.parametrize(("num_stages", "lookahead"), [(2, 0), (2, 5), (3, 1), (4, 0), (4, 2), (4, 9), (5, 0), (6, 5)])
 def test_the_exact_slack_is_the_smallest_with_which_no_stage_waits_for_the_agreement(
     num_stages: int, lookahead: int
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +16,14 @@ from lightning_asyncpp.core.cut.tied_state import (
     CopiesDifferError,
     check_copies,
     keep_once,
-    tied_group_problems,
 )
 from lightning_asyncpp.core.cut.ties import Tie, find_ties
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.optimizers.state_by_name import keep_states_once
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.updates.ticket import TicketOffice
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.wire.link import Neighbours
 from lightning_asyncpp.core.wire.transport import Transport
@@ -103,13 +98,6 @@ def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> N
     assert "gradients 0.25, 0.125, 0.25 updates old, by stage" in session.describe()
 
 
-def test_a_fresh_last_stage_that_shares_weights_is_refused() -> None:
-    session = PipelineSession(PipelineSettings(staleness="fresh_last_stage"))
-    session.mesh = Mesh(2, 1, 0)
-    with pytest.raises(ConfigurationError, match=r"the gradient of head.weight is complete, which stage 0 shares"):
-        session.cut(gpt(), 0, CPU)
-
-
 @pytest.mark.parametrize("routed", [False, True])
 def test_replicas_share_and_reduce(pools: Pools, routed: bool) -> None:
     case = Case(3, data_parallel_size=2, tied=True, routed=routed, max_norm=0.3, error_feedback=1.0)
@@ -136,16 +124,6 @@ def test_copies_that_drifted_apart_are_not_written() -> None:
         keep_once({"first": torch.ones(2), "second": torch.zeros(2)}, [TIE.names])
 
 
-def test_equal_optimizer_states_are_held_once() -> None:
-    saved: dict[str, Any] = {
-        "state": {"first": {"m": torch.ones(2)}, "second": {"m": torch.ones(2)}, "other": {"m": torch.ones(2)}},
-        "tables": {"ef/previous": {"first": torch.ones(2), "second": torch.zeros(2)}},
-    }
-    keep_states_once(saved, TIE.names)
-    assert set(saved["state"]) == {"first", "other"}
-    assert set(saved["tables"]["ef/previous"]) == {"first", "second"}
-
-
 def test_weights_of_a_model_that_does_not_share_are_refused() -> None:
     check_copies({"first": torch.ones(2)}, [TIE.names])
     check_copies({"first": torch.ones(2), "second": torch.ones(2)}, [TIE.names])
@@ -168,39 +146,6 @@ def test_more_than_two_stages_may_share(trained: bool) -> None:
     assert tie == Tie((0, 1, 2), ("0.weight", "2.weight", "3.weight"), trained)
     assert [tie.before(stage) for stage in tie.stages] == [None, 0, 1]
     assert [tie.behind(stage) for stage in tie.stages] == [1, 2, None]
-
-
-@pytest.mark.parametrize(
-    ("trained", "fresh", "message"),
-    [
-        ((True, True), None, ""),
-        ((False, False), 2, ""),
-        ((True, False), None, r"differently \(requires_grad: True and False\).*freeze or train both"),
-        ((True, True), 2, "staleness='fresh_last_stage' steps the last stage before"),
-        ((True, True, True), None, ""),
-        ((True, True, True), 2, "the gradient of layer2 is complete"),
-        ((False, False, False), None, ""),
-    ],
-)
-def test_what_was_frozen_when_the_model_was_cut_may_be_trained_later(
-    monkeypatch: pytest.MonkeyPatch, trained: tuple[bool, ...], fresh: int | None, message: str
-) -> None:
-    """Each stage says what it does with its copy; here stage 0 hears what the others would have said."""
-    stages = (0, 2) if len(trained) == 2 else (0, 1, 2)
-    tie = Tie(stages, tuple(f"layer{stage}" for stage in stages), is_trained=False)
-
-    def texts(_: Mesh, own: str) -> list[str]:
-        options = json.loads(own)[1]["layer0"]
-        return [
-            json.dumps([stage, {"layer0": {**options, "requires_grad": repr(is_trained)}}])
-            for stage, is_trained in zip(stages, trained)
-        ]
-
-    monkeypatch.setattr("lightning_asyncpp.core.cut.tied_state.exchange", texts)
-    copy = nn.Parameter(torch.zeros(2))
-    problems = tied_group_problems(Mesh(3, 1, 2), [tie], {"layer0": copy}, torch.optim.SGD([copy], lr=0.1), fresh)
-    assert len(problems) == bool(message)
-    assert re.search(message, " ".join(problems))
 
 
 def middle_shares(first_too: bool = False) -> nn.Sequential:
@@ -234,11 +179,10 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(
         settings = PipelineSettings(micro_batches=3).resolved(3)
         engine = Engine(stage, mesh, settings, case.seed, CPU, UserHooks(), transport=transport)
         optimizer = case.make_optimizer(list(stage.parameters.values()))
-        office = TicketOffice(optimizer)
         engine.updates.apply = lambda _: optimizer.step() and None
         for i in range(4):
             engine.run(case.batch(i), case.step(stage.model))
-            engine.close(office.file())
+            engine.close()
             engine.apply_due()
         engine.drain()
         return {name: p.detach() for name, p in stage.parameters.items()}

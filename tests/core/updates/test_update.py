@@ -15,7 +15,6 @@ from lightning_asyncpp.core.updates.clipping import clip_coefficient, gradient_n
 from lightning_asyncpp.core.updates.control_message import StopFlags
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch
 from lightning_asyncpp.core.updates.reduction import squares
-from lightning_asyncpp.core.updates.ticket import Ticket
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 
@@ -25,7 +24,7 @@ def launched(
 ) -> MiniBatch:
     """A mini-batch of one process with this gradient."""
     mini_batch = MiniBatch(Mesh(1, 1, 0), index, index, weight=2.0, tied=tied)
-    mini_batch.close(index + 1, Ticket(), torch.tensor([4.0, 5.0], dtype=torch.float64), num_statistics=0)
+    mini_batch.close(index + 1, num_statistics=0, payload=torch.tensor([4.0, 5.0], dtype=torch.float64))
     mini_batch.launch(gradients, torch.zeros(0), stop or StopFlags(), {})
     return mini_batch
 

@@ -72,13 +72,6 @@ CASES = {
     # A small matrix: whether the other stage's gradient of it is there at the peak depends on who is ahead.
     "tied": Case(2, {**GPT, "vocab_size": 3000, "tie_embeddings": True}, ADAMW, 12, {"micro_batches": 4}, steps=8),
     "synchronous": Case(3, GPT, feedback(MUON), 40, {"micro_batches": 5}, synchronous=True, steps=3),
-    "fresh": Case(
-        2,
-        {**GPT, "vocab_size": 20000, "num_layers": 3},
-        ADAMW,
-        4,
-        {"micro_batches": 4, "staleness": "fresh_last_stage"},
-    ),
     "least": Case(
         2,
         {**GPT, "vocab_size": 20000, "num_layers": 3},

@@ -57,22 +57,6 @@ class Attributes(nn.Module):
         return self.third(self.second(x))
 
 
-class Shared(Deep):
-    """The second layer and the last but one have the same matrix, of 16 KiB."""
-
-    def __init__(self) -> None:
-        super().__init__(6)
-        assert isinstance(self.model[1], nn.Linear)
-        self.model[4].weight = self.model[1].weight
-
-
-class Alone(Plain):
-    """Its step takes a batch and nothing else."""
-
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        return F.mse_loss(self.model(batch["x"]), batch["y"])
-
-
 class Measured(Plain):
     """A training cuts it by the times of its layers."""
 
@@ -81,43 +65,12 @@ class Measured(Plain):
         self.example_input_array = torch.zeros(16, 8)
 
 
-class Costed(nn.Sequential):
-    def pipeline_costs(self) -> list[float]:
-        return [1.0, 0.0, 1.0, 3.0]
-
-
-class Known(Measured):
-    """It has an example, too, but its model says what layers cost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Costed(*self.model)
-
-
-class Schedule(Plain):
+class Values(Plain):
     """Looks at values while it is built, as many models do that grow a rate with the depth."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rates = [float(rate) for rate in torch.linspace(0, 0.1, 4)]
-
-
-class Foreign(Plain):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
-
-
-class Looking(Plain):
-    """Decides by a value."""
-
-    def training_step(self, batch: dict[str, Tensor]) -> Any:
-        y = self.model(batch["x"])
-        return y.sum() if y.mean() > 0 else y.square().sum()
-
-
-class TwoOptimizers(Plain):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
 
 
 class Pairs(L.LightningDataModule):

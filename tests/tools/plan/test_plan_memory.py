@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_asyncpp.lightning_cli.command import read_configuration
-from lightning_asyncpp.tools.plan.planned_recipe import build
+from lightning_asyncpp.tools.plan.recipe import build
 from lightning_asyncpp.tools.plan.stages import Stages
 from tests.tools.plan.cases import CASES, Case
 from tests.tools.plan.measured import measure
@@ -18,10 +18,7 @@ def planned(case: Case, folder: Path) -> list[int]:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(case.recipe()))
     recipe = build(read_configuration(["fit", "--config", str(path)]))
-    settings = recipe.settings.resolved(recipe.devices)
-    stages = Stages(recipe, settings, on_gpu=False)
-    memory = stages.memory(settings.micro_batches, settings.lookahead, recipe.batch_size)
-    return [stage.total for stage in memory]
+    return [m.total for m in Stages(recipe, recipe.settings.resolved(recipe.devices), on_gpu=False).memory()]
 
 
 @pytest.mark.slow

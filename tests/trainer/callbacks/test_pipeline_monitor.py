@@ -15,11 +15,10 @@ from torch import nn
 from lightning_asyncpp import ConfigurationError, GPTModule, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.core.cut.whole_model import WholeModel
-from lightning_asyncpp.core.recording.trace import Span, Wait
-from lightning_asyncpp.core.schedule import Kind, StalenessRule
+from lightning_asyncpp.core.schedule import StalenessRule
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.trainer.callbacks.stage_window import StageWindow, StalenessError
-from tests.trainer.pool import Pools, impatient
+from lightning_asyncpp.trainer.callbacks.pipeline_monitor import mean_staleness
+from tests.trainer.pool import Pools
 from tests.trainer.recorded import SleepingNet
 from tests.trainer.runs import Net, Run, fit, loader, make_model
 
@@ -40,15 +39,6 @@ class BatchNet(CountingNet):
     """It says what a batch takes instead."""
 
     flops_per_batch = 160_000
-
-
-class WrongSchedule(L.Callback):
-    """Lets the last stage forget the delay."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.global_rank == 0:
-            monitor = next(c for c in trainer.callbacks if isinstance(c, PipelineMonitor))  # type: ignore[attr-defined]
-            monitor._stage.rules = [StalenessRule(0)] * 2  # type: ignore[union-attr]
 
 
 def values(results: list[dict[str, Any]], name: str) -> list[float]:
@@ -112,13 +102,6 @@ def test_it_works_beside_a_recording_and_with_middle_stages(pools: Pools, tmp_pa
     assert len(list((tmp_path / "trace").iterdir())) == 3
 
 
-def test_a_wrong_weight_version_ends_the_run_on_all_ranks(pools: Pools) -> None:
-    outcomes = pools.outcomes(2, impatient, fit, replace(RUN, callbacks=(*RUN.callbacks, (WrongSchedule, {}))))
-    assert outcomes[0].error == "StalenessError", outcomes[0].trace
-    assert "ran on W0 on stage 1, not on W1: its gradient is 1 updates old instead of 0" in outcomes[0].message
-    assert outcomes[1].error
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -138,59 +121,10 @@ def test_a_strategy_without_stages_is_refused() -> None:
         PipelineMonitor().setup(trainer, L.LightningModule(), "fit")
 
 
-def test_the_window_averages_and_forgets() -> None:
-    window = StageWindow(1, [StalenessRule(1)] * 2, [1, 1], size=2)
-    assert (window.bubble, window.hidden, window.staleness) == (None, None, None)
-    window.add(0, 0, 2, None, [Span(Kind.FORWARD, 0, 0, 1, 0), Span(Kind.BACKWARD, 1, 1, 3, 0)])
-    assert (window.bubble, window.staleness) == (None, 0)  # a validation came before it
-    window.add(1, 2, 4, 10.0, [Span(Kind.FORWARD, 2, 3, 8, 0), Span(Wait.AGREEMENT, 0, 8, 9)])
-    assert (window.bubble, window.hidden, window.staleness) == (0.5, pytest.approx(1 - 1 / 6), 1)
-    window.add(2, 4, 6, 10.0, [Span(Kind.FORWARD, 4, 13, 23, 1)])
-    assert window.bubble == pytest.approx(0.25)
-    window.add(3, 6, 8, 10.0, [Span(Kind.FORWARD, 6, 23, 33, 2)])
-    assert (window.bubble, window.hidden) == (0, None)
-    window.add(4, 8, 10, 10.0, [Span(Kind.BACKWARD, 7, 33, 34, 2), Span(Wait.AGREEMENT, 3, 35, 36)])
-    assert window.hidden == pytest.approx(1 / 2)
-    window.add(4, 8, 10, 10.0, [Span(Wait.AGREEMENT, 3, 38, 39)])  # of a stage that stepped ahead: no longer its update
-    assert window.hidden == pytest.approx(1 / 3)
-    with pytest.raises(StalenessError, match="ran on W1 on stage 1, not on W3"):
-        window.add(4, 8, 10, 10.0, [Span(Kind.FORWARD, 8, 33, 34, 1)])
-
-
 def test_the_staleness_of_a_mini_batch_is_the_mean_of_its_micro_batches() -> None:
-    window = StageWindow(0, [StalenessRule(1, held=3)], [1], size=2)
-    forwards = [Span(Kind.FORWARD, k, k, k + 1, 0 if k < 7 else 1) for k in range(8)]
-    window.add(0, 0, 4, 4.0, forwards[:4])
-    assert window.staleness == 0
-    window.add(1, 4, 6, 2.0, forwards[4:6])
-    assert window.staleness == 1, "of the two so far"
-    window.add(1, 4, 8, 2.0, forwards[6:])
-    assert window.staleness == 3 / 4
-    for place, version in ((2, 2), (3, 1)):
-        with pytest.raises(StalenessError, match=f"micro-batch {8 + place} of mini-batch 2 ran on W{version}"):
-            window.add(2, 8, 12, 1.0, [Span(Kind.FORWARD, 8 + place, 8, 9, version)])
-
-
-def test_micro_batches_whose_gradient_was_dropped_do_not_count() -> None:
-    """Mini-batch 1 begins anew with micro-batch 8, in its second batch; mini-batch 2 within its first one."""
-    window = StageWindow(0, [StalenessRule(1, held=2)], [1], size=2)
-    window.add(1, 4, 8, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 0 if k < 6 else 1) for k in range(4, 8)])
-    window.add(1, 8, 12, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 0) for k in (8, 9)])
-    assert window.staleness == 1
-    window.add(
-        2, 16, 20, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 1 if k in (12, 13, 16, 17) else 2) for k in range(12, 20)]
-    )
-    assert window.staleness == 2 / 4
-    with pytest.raises(StalenessError, match="micro-batch 20 of mini-batch 2 ran on W2 on stage 0, not on W1"):
-        window.add(2, 20, 24, 1.0, [Span(Kind.FORWARD, 20, 20, 21, 2)])
-
-
-def test_the_staleness_of_a_gradient_is_the_mean_over_the_parameters_of_all_stages() -> None:
-    window = StageWindow(1, [StalenessRule(1, held=2), StalenessRule(1, held=1)], [10, 30], size=2)
-    window.add(1, 4, 6, 1.0, [Span(Kind.FORWARD, 4, 0, 1, 0), Span(Kind.FORWARD, 5, 1, 2, 1)])
-    assert (window.by_stage, window.staleness) == ([1, 1 / 2], (10 + 15) / 40), "of the two micro-batches so far"
-    window.add(1, 4, 8, 1.0, [Span(Kind.FORWARD, k, k, k + 1, 1) for k in (6, 7)])
-    assert (window.by_stage, window.staleness) == ([1 / 2, 1 / 4], (5 + 7.5) / 40)
+    rule = StalenessRule(1, synchronous_start=1, held=3)
+    assert [mean_staleness(rule, t, 4) for t in (0, 1, 2)] == [0, 0, 3 / 4]
+    assert mean_staleness(rule, 2, 2) == 1, "of the two so far"
 
 
 def test_frozen_parameters_have_no_gradient_that_could_be_old() -> None:
@@ -198,9 +132,6 @@ def test_frozen_parameters_have_no_gradient_that_could_be_old() -> None:
     first.bias.requires_grad_(False)
     units = [Unit("0", first), Unit("1", second)]
     assert WholeModel.of(units, (1, 1))[0].num_trained == (6, 4)
-    window = StageWindow(0, [StalenessRule(1)], [0], size=2)
-    window.add(0, 0, 1, 1.0, [Span(Kind.FORWARD, 0, 0, 1, 0)])
-    assert window.staleness is None, "where nothing is trained"
 
 
 @pytest.mark.parametrize(("slack", "by_stage"), [(1, [0.5, 0.25]), ("exact", [0.25, 0.25])])

@@ -70,8 +70,6 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
     [
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(3, {}, marks=pytest.mark.slow),  # by default in test_exact_resume.py
-        (2, {"staleness": "fresh_last_stage"}),
-        pytest.param(3, {"staleness": "fresh_last_stage"}, marks=pytest.mark.slow),
         (3, {"staleness": "least"}),
         pytest.param(3, {"staleness": "least", "slack": "exact"}, marks=pytest.mark.slow),
         pytest.param(2, {"staleness": "least", "slack": 1}, marks=pytest.mark.slow),
@@ -92,18 +90,6 @@ def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, options: di
         resumed = pools.run(stages, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt")))
         assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
         assert resumed[0]["steps"] == list(range(step + 1, 16))
-
-
-@pytest.mark.slow
-def test_resumed_about_the_end_of_a_synchronous_start(pools: Pools, tmp_path: Path) -> None:
-    """Error Feedback begins with the first delayed mini-batch, whether the run was resumed before, at or after it."""
-    options = {"synchronous_start": 3, "staleness": "fresh_last_stage"}
-    callbacks = (saving(tmp_path, every_n_train_steps=1),)
-    run = replace(RUN, options=options, module=ResumableNet, callbacks=callbacks, trainer=TRAINER)
-    whole = pools.run(2, fit, run)
-    for step in (2, 3, 4, 5):
-        resumed = pools.run(2, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt")))
-        assert_equal_weights(joined_weights(resumed, 2), joined_weights(whole, 2))
 
 
 def test_resumed_before_validation(pools: Pools, tmp_path: Path) -> None:

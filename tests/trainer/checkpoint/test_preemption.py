@@ -96,7 +96,6 @@ def test_resumed_as_if_never_interrupted(pools: Pools, case: str, tmp_path: Path
         (2, {"options": {"data_parallel_size": 2, "micro_batches": 2}}),
         pytest.param(4, {"options": {"data_parallel_size": 2, "micro_batches": 3}}, marks=pytest.mark.slow),
         pytest.param(3, {"strategy": "sync", "options": {"micro_batches": 1}}, marks=pytest.mark.slow),
-        pytest.param(3, {"options": {"staleness": "fresh_last_stage"}}, marks=pytest.mark.slow),
     ],
 )
 def test_replicas_and_other_schedules(

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.trainer.checkpoint.resumable import DrawnNet, write_litdata
+from tests.trainer.checkpoint.resumable import write_litdata
 from tests.trainer.pool import Pools
 from tests.trainer.random_runs import Chain, Leg, chains, emulated_chains
 from tests.trainer.random_runs_fit import fit_drawn
 from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Run
 
 Results = list[dict[str, Any]]
 
@@ -48,9 +47,6 @@ def check(pools: Pools, chain: Chain, folder: Path) -> None:
         found = train(pools, chain, leg, folder / str(number), saved)
         if leg.reference is None:
             assert_same(found, whole, rest(before, before, leg.at, "after" if leg.after_cut else "at"))
-        elif leg.from_start:
-            whole = train(pools, chain, leg.reference, folder / f"{number}-reference")
-            assert_same(found, whole, rest(whole, before, leg.at))
         else:
             whole = train(pools, chain, leg.reference, folder / f"{number}-reference", saved)
             assert_same(found, whole, [result["happened"] for result in whole])
@@ -112,19 +108,6 @@ def test_the_end_is_the_uninterrupted_runs(
 @given(chain=emulated_chains())
 def test_so_it_is_of_an_emulated_delay(pools: Pools, tmp_path_factory: pytest.TempPathFactory, chain: Chain) -> None:
     check(pools, chain, tmp_path_factory.mktemp("chain"))
-
-
-def test_hooks_log_after_a_resume_without_a_delay_so_far_as_after_a_synchronous_start(
-    pools: Pools, tmp_path: Path
-) -> None:
-    """Right after it their values are not held back for an update: it had been applied when the batch ended."""
-    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2, "logger": "list", "enable_checkpointing": True}
-    run = Run(DrawnNet, "sync", options={"micro_batches": 1}, trainer=trainer, samples=32, batch_size=8)
-    saving = replace(run, callbacks=((ModelCheckpoint, {"filename": "{step}", "every_n_epochs": 1, "save_top_k": -1}),))
-    late = {"micro_batches": 1, "staleness": "uniform", "lookahead": 0}
-    reference = Leg(1, replace(run, strategy="async", options=late | {"synchronous_start": 2}))
-    leg = Leg(1, replace(saving, strategy="async", options=late), 2, reference, from_start=True)
-    check(pools, Chain("stateful", (Leg(1, saving), leg)), tmp_path)
 
 
 @pytest.mark.slow

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 
 from lightning_asyncpp.storage.loading import load, verify
-from lightning_asyncpp.tools.checkpoint.contents import describe
 from tests.storage.same import assert_same
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools
@@ -57,39 +55,6 @@ def test_other_stages(pools: Pools, stages: int, options: dict[str, Any], others
         assert_equal_weights(resumed(pools, other, run, tmp_path, step, **changed), whole)
 
 
-def test_a_fresh_last_stage_that_moves(pools: Pools, tmp_path: Path) -> None:
-    """What had no older weights is its own older version, and Error Feedback begins anew where it lacks its past."""
-    run = run_of(tmp_path, staleness="fresh_last_stage")
-    whole = joined_weights(pools.run(3, fit, run), 3)
-    assert_equal_weights(resumed(pools, 3, run, tmp_path, 4, staleness="fresh_last_stage"), whole)
-    moved = resumed(pools, 2, run, tmp_path, 4, staleness="fresh_last_stage")
-    assert sorted(moved) == sorted(whole)
-    assert_equal_weights(resumed(pools, 2, run, tmp_path, 4), resumed(pools, 3, run, tmp_path, 4))
-
-
-def as_before_there_was_a_staleness(content: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as it was when strategies had the argument ``fresh_last_stage``."""
-    states = [content["pipeline"], *(optimizer["cut"] for optimizer in content["optimizer_states"])]
-    for state in states:
-        state["fresh_last_stage"] = state.pop("staleness") == "fresh_last_stage"
-        del state["slack"]
-    del content["pipeline"]["lookahead"]
-    return content
-
-
-@pytest.mark.parametrize("form", [{}, pytest.param(SHARDED, marks=pytest.mark.slow)])
-def test_a_fresh_last_stage_from_before_that_was_a_staleness(
-    pools: Pools, form: dict[str, Any], tmp_path: Path
-) -> None:
-    """Its stages keep what their corrections know, of which the last one knows nothing."""
-    run = run_of(tmp_path, staleness="fresh_last_stage", **form)
-    whole = joined_weights(pools.run(2, fit, run), 2)
-    (tmp_path / "old").mkdir()
-    torch.save(as_before_there_was_a_staleness(load(tmp_path / "step=4.ckpt")), tmp_path / "old" / "step=4.ckpt")
-    assert_equal_weights(resumed(pools, 2, run, tmp_path / "old", 4, staleness="fresh_last_stage"), whole)
-    assert describe(tmp_path / "old" / "step=4.ckpt")["staleness"] == "fresh_last_stage"
-
-
 def test_the_least_staleness_with_other_stages_and_slack(pools: Pools, tmp_path: Path) -> None:
     """Whatever the run goes on as, it is the emulator's run of that, from the same checkpoint; or another cut's."""
     run = run_of(tmp_path, staleness="least", partition="uniform")
@@ -105,12 +70,11 @@ def test_the_least_staleness_with_other_stages_and_slack(pools: Pools, tmp_path:
 
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_from_synchronous_to_asynchronous(pools: Pools, stages: int, tmp_path: Path) -> None:
-    """W_{t-1} = W_t to begin with: the same as a synchronous start of as many mini-batches."""
+    """W_{t-1} = W_t to begin with."""
     run = replace(run_of(tmp_path), strategy="sync")
     pools.run(2, fit, run)
-    expected = pools.run(2, fit, replace(run, strategy="async", callbacks=(), options=FOUR | {"synchronous_start": 4}))
-    continued = resumed(pools, stages, replace(run, strategy="async"), tmp_path, 4)
-    assert_equal_weights(continued, joined_weights(expected, 2))
+    expected = oracle(replace(run, strategy="async"), 4, list(mini_batches_of(run, 2)), max_norm=0.5, start=4)[0]
+    assert_equal_weights(resumed(pools, stages, replace(run, strategy="async"), tmp_path, 4), expected)
 
 
 def test_from_asynchronous_to_synchronous(pools: Pools, tmp_path: Path) -> None:

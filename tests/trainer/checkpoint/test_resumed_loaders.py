@@ -1,8 +1,7 @@
-"""Loaders, samplers and torchmetrics objects that keep to themselves where they are: resumed exactly, or refused."""
+"""Loaders, samplers and torchmetrics objects that keep to themselves where they are: resumed exactly."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
-from lightning_asyncpp.strategy_parts.resumable_loader import COMBINED_GOES_ON
-from tests.trainer.checkpoint.resumable import Showing, fit_showing, write_litdata
-from tests.trainer.checkpoint.test_exact_resume import EPOCHS, TWO_EPOCHS, check, run_of, saving_after
+from tests.trainer.checkpoint.resumable import Showing, fit_showing
+from tests.trainer.checkpoint.test_exact_resume import EPOCHS, TWO_EPOCHS, check, run_of
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Run
 
@@ -71,30 +69,12 @@ class Wrapping(Showing):
         self.log_dict({"best_epoch": self.tracker.best_metric(), "drawn_at_the_end": torch.rand(())})
 
 
-def check_refused(pools: Pools, run: Run, kind: str, folder: Path, message: str) -> None:
-    if "litdata" in kind:
-        write_litdata(folder / "data", run.samples)
-    run = saving_after(replace(run, trainer=run.trainer | {"max_epochs": 1}), 3)
-    pools.run(2, fit_showing, run, kind, str(folder / "data"))
-    again = replace(run, callbacks=(), ckpt_path=str(folder / "step=3.ckpt"))
-    for outcome in pools.outcomes(2, fit_showing, again, kind, str(folder / "data")):
-        assert outcome.error == "ConfigurationError"
-        assert message in outcome.message
-        assert "after batch 3 of an epoch" in outcome.message
-
-
 @pytest.mark.parametrize("kind", [*SAMPLERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_SAMPLERS)])
 def test_a_sampler_without_a_state_orders_the_rest_of_an_epoch_as_before(
     kind: str, pools: Pools, tmp_path: Path
 ) -> None:
     """With the numbers that it drew when the epoch began, from its generator or the process's."""
     check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, STEPS)
-
-
-def test_an_order_that_nothing_repeats_is_refused(pools: Pools, tmp_path: Path) -> None:
-    """A sampler of batches that is asked again with the first batch, and then draws from the process's generator."""
-    kind = "stateful own sampler torchs batches"
-    check_refused(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, "give the sampler in it a generator")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +93,6 @@ def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: 
     ("kind", "steps"),
     [pytest.param("litdata combined", [1, 7, 8], marks=pytest.mark.slow), ("litdata combined all", [3, 9])],
 )
-@pytest.mark.skipif(not COMBINED_GOES_ON, reason="this litdata does not go on in such streams")
 def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Path) -> None:
     """All stages read all of them, and a run goes on in any epoch."""
     run = run_of(tmp_path, kind, EPOCHS, samples=30)
@@ -122,37 +101,9 @@ def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Pa
     assert read == set(range(run.samples))
 
 
-@pytest.mark.skipif(bool(COMBINED_GOES_ON), reason="this litdata goes on in such streams")
-def test_several_streams_of_an_older_litdata_are_refused(pools: Pools, tmp_path: Path) -> None:
-    kind = "litdata combined"
-    check_refused(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, "install litdata>=0.2.76")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not COMBINED_GOES_ON, reason="this litdata does not go on in such streams at all")
-def test_several_streams_of_several_workers_are_refused(pools: Pools, tmp_path: Path) -> None:
-    """litdata does not go on where it was with them."""
-    kind = "litdata combined workers"
-    check_refused(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, "give its loader num_workers=1 or 0")
-
-
 def test_the_shorter_of_two_loaders_has_ended(pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, "two stateful", EPOCHS, samples=32)
     check(pools, run, "two stateful", tmp_path, [1, 3], fit=partial(fit_showing, make=Paired))
-
-
-@pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)], ids=["mid-epoch", "epoch's end"])
-def test_other_numbers_of_workers(step: int, pools: Pools, tmp_path: Path) -> None:
-    """torchdata's loader cannot read the state of another number; whoever accepts it begins the epoch anew."""
-    run = saving_after(run_of(tmp_path, "stateful", TWO_EPOCHS), step)
-    whole = pools.run(2, fit_showing, run, "stateful", "")
-    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt"))
-    for outcome in pools.outcomes(2, fit_showing, again, "stateful workers", ""):
-        assert outcome.error == "ConfigurationError"
-        assert "num_workers=2, and torchdata's loader goes on with as many" in outcome.message
-    accepting = replace(again, options={"inexact_resume": True})
-    accepted = pools.run(2, fit_showing, accepting, "stateful workers", "")
-    assert accepted[0]["numbers"][-4:] == whole[0]["numbers"][-4:]
 
 
 @pytest.mark.slow

@@ -40,26 +40,11 @@ class NoOptimizer(Net):
         return None
 
 
-class OptimizerOfAnotherModel(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(Net(self.run).parameters(), 0.1)
-
-
 class NoOptimizerOnOneStage(Net):
     def configure_optimizers(self) -> Any:
         if self.trainer.global_rank == 0:
             raise LookupError("no learning rate is known for this stage")
         return super().configure_optimizers()
-
-
-class OptimizerOfTheLastLayer(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(list(self.model.children())[-1].parameters(), lr=0.1)
-
-
-class SeveralEvaluationsPerStep(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.model.parameters())
 
 
 class Manual(Net):
@@ -153,20 +138,6 @@ class TwoLayers(Net):
 
 def tied_gpt(run: Run) -> GPTModule:
     return small_gpt(run, tie_embeddings=True)
-
-
-def gpt_with_another_rate_for_the_head(run: Run) -> GPTModule:
-    module = tied_gpt(run)
-
-    def make(named: Any) -> torch.optim.Optimizer:
-        entries = list(named)
-        rest = [p for name, p in entries if "head.weight" not in name]
-        head = [p for name, p in entries if "head.weight" in name]
-        groups = [{"params": rest, "lr": 0.1}, {"params": head, "lr": 0.2}]
-        return torch.optim.SGD([group for group in groups if group["params"]], momentum=0.9)
-
-    module.optimizer = make
-    return module
 
 
 class ReturnsNone(Net):

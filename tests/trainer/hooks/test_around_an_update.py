@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.pool import Pools
 from tests.trainer.projections import Projected, PutsOtherMemory, project
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit, loader, make_trainer, val_loaders
+from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, train, val_loaders
 
 
 class ProjectsInTheStep(Net):
@@ -35,7 +34,6 @@ CASES: dict[str, tuple[type[Net], int, dict[str, Any], dict[str, Any], dict[str,
     # module, stages, of the run, of the Trainer, of both strategies
     "feedback": (Projected, 2, {"correction": "feedback"}, {"gradient_clip_val": 0.4}, {}),
     "prediction": (Projected, 3, {"correction": "prediction-ahead"}, {"accumulate_grad_batches": 2}, {}),
-    "synchronous start": (Projected, 2, {}, {}, {"synchronous_start": 2}),
     "other memory": (PutsOtherMemory, 2, {}, {"accumulate_grad_batches": 2}, {}),
     "after the step": (ProjectsInTheStep, 3, {"correction": "feedback"}, {}, {}),
     "before a validation": (ProjectsBeforeValidating, 2, {}, {}, {}),
@@ -46,10 +44,7 @@ CASES: dict[str, tuple[type[Net], int, dict[str, Any], dict[str, Any], dict[str,
 @pytest.mark.parametrize(
     "name",
     # The first two are in test_between_accumulated_batches.py, too; and a prediction is a correction as feedback is.
-    [
-        pytest.param(n, marks=pytest.mark.slow) if n in ("other memory", "synchronous start", "prediction") else n
-        for n in CASES
-    ],
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("other memory", "prediction") else n for n in CASES],
 )
 def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
     pools: Pools, name: str, intervals: tuple[int, ...]
@@ -63,11 +58,10 @@ def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
 
 
 @pytest.mark.parametrize("module", [Projected, pytest.param(ProjectsInTheStep, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("staleness", ["fresh_last_stage", "least"])
-def test_changed_weights_where_stages_step_ahead(pools: Pools, staleness: str, module: type[Net]) -> None:
-    run = Run(module, "async", {"micro_batches": 3, "staleness": staleness, "partition": "uniform"})
+def test_changed_weights_where_stages_step_ahead(pools: Pools, module: type[Net]) -> None:
+    run = Run(module, "async", {"micro_batches": 3, "staleness": "least", "partition": "uniform"})
     run = replace(run, trainer={"max_epochs": 2})
-    emulated = train(delayed(run, delay=staleness, stages=2, micro_batches=3, partition="uniform"))
+    emulated = train(delayed(run, delay="least", stages=2, micro_batches=3, partition="uniform"))
     assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), emulated["weights"])
 
 

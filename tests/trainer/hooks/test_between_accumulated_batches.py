@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.pool import Pools
 from tests.trainer.projections import Draws, Projected, PutsOtherMemory, Shrinks
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit
+from tests.trainer.runs import Net, Run, delayed, fit, train
 
 MODULES = {"projected": Projected, "other memory": PutsOtherMemory, "shrinks": Shrinks}
 ACCUMULATED = {"projected": 2, "other memory": 3, "shrinks": 2, "draws": 3}
@@ -27,21 +26,15 @@ DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # strategy, its options, those of the emulator
     "async": ("async", {}, {"delay": 1}),
     "sync": ("sync", {}, {"delay": 0}),
-    "synchronous start": ("async", {"synchronous_start": 2}, {"delay": 1, "synchronous_start": 2}),
-    "fresh last stage": (
-        "async",
-        {"staleness": "fresh_last_stage", "partition": "uniform"},
-        {"delay": "fresh_last_stage", "partition": "uniform"},
-    ),
     "least": ("async", {"staleness": "least", "partition": "uniform"}, {"delay": "least", "partition": "uniform"}),
 }
-BY_STAGE = ("fresh last stage", "least")
+BY_STAGE = ("least",)
 
 
 # Over three stages: every module, and every delay; validated after every batch, or seldom.
 USUAL = [
     *(("async", "projected", 1), ("async", "other memory", 7), ("sync", "projected", 1)),
-    *(("synchronous start", "draws", 7), ("least", "shrinks", 1)),
+    *(("async", "draws", 7), ("least", "shrinks", 1)),
 ]
 CASES = [
     pytest.param(*case, stages, marks=[] if stages == 3 and case in USUAL else pytest.mark.slow)

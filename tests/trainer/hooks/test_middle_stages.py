@@ -13,10 +13,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from tests.trainer.delayed_gradient.delays import delayed
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, Samples, arrays, fit, loader, make_trainer, val_loaders
+from tests.trainer.runs import Net, Run, Samples, arrays, delayed, fit, loader, make_trainer, val_loaders
 
 
 class Prepares:

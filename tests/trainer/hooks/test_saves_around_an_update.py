@@ -11,10 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 
-from tests.trainer.delayed_gradient.delays import delayed, train
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, fit, loader, make_trainer, report
+from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, report, train
 
 HOOKS = ("before the step", "clipping", "pre hook", "post hook")
 
@@ -73,7 +72,6 @@ def fit_trying(run: Run) -> dict[str, Any]:
     [
         pytest.param("async", {}, marks=pytest.mark.slow),
         ("async", {"staleness": "least"}),
-        pytest.param("async", {"staleness": "fresh_last_stage"}, marks=pytest.mark.slow),
         pytest.param("async", {"staleness": "least", "slack": "exact"}, marks=pytest.mark.slow),
         pytest.param("async", {"weight_dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param("sync", {}, marks=pytest.mark.slow),

@@ -223,10 +223,9 @@ IDIOMS = [
     Idiom("... by the position of a layer (`enumerate(self.model)`)", WORKS, "", DecaysByLayer),
     Idiom(
         "... by the position of a parameter (`enumerate(self.parameters())`)",
-        REFUSED,
-        "A stage would count from its first one: go by names, or by the position of a layer.",
+        WORKS,
+        "",
         DecaysByPosition,
-        says="goes by the position or the number of parameters",
     ),
     Idiom(
         "`trainer.optimizers = [...]` in the middle of a training",

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_asyncpp.core.recording.trace import utilisation
+from lightning_asyncpp.core.trace import utilisation
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.measure import Measured
 from lightning_asyncpp.tools.bench.names import ASYNC, EXTRAS, FLOOR, ONE_F_ONE_B, SPLIT_BACKWARD, TITLES

@@ -10,7 +10,7 @@ import torch
 from jsonargparse import Namespace
 from torch import Tensor
 
-from lightning_asyncpp.core.recording.trace import Span
+from lightning_asyncpp.core.trace import Span
 
 LAST_BATCHES = 1  # the last batch drains the pipeline: it is no steady state
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.recording.trace import Span, Trace
 from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Span, Trace
 from lightning_asyncpp.tools.bench.harness.job import Job
 
 

@@ -33,7 +33,7 @@ from torch.distributed.pipelining import (
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_asyncpp.core.recording.trace import Trace
+from lightning_asyncpp.core.trace import Trace
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncStrategy
 from lightning_asyncpp.tools.bench.harness.job import Job, RankRun
 from lightning_asyncpp.tools.bench.harness.stage_layers import LayerFactory, make_optimizer

@@ -1,1 +1,0 @@
-"""Recording what a running pipeline does: spans into files, one per rank, on one clock."""

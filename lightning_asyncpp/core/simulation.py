@@ -1,0 +1,180 @@
+"""Simulation of a schedule: its own action lists, run on stages whose times are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule
+from lightning_asyncpp.core.trace import Span, utilisation
+
+Duration: TypeAlias = float | Callable[[int, int], float]
+"""A time, the same everywhere, or a function of the stage and of the micro-batch counted over the run."""
+
+
+class DeadlockError(RuntimeError):
+    """Every stage waits for another one."""
+
+
+def simulate(
+    schedules: Sequence[Schedule],
+    mini_batches: int,
+    micro_batches: int,
+    forward: Duration = 1.0,
+    backward: Duration = 2.0,
+    hop: float = 0.0,
+    update: Duration = 0.0,
+    reduction: Duration = 0.0,
+    transfer: Callable[[int], float] = lambda stage: 0.0,
+) -> list[list[Span]]:
+    """Run the action lists of all stages.
+
+    Args:
+        schedules: of each stage, the first stage first.
+        mini_batches: how many.
+        micro_batches: per mini-batch.
+        forward: time of a forward.
+        backward: time of a backward.
+        hop: time of a message between two stages, in the same unit; sending keeps nobody busy. The control message of
+            an update is summed from the last stage to the first, which tells all. A stage that steps ahead waits for
+            it only before the mini-batch after the next begins.
+        update: time of an update; a function of the stage and of the mini-batch, where it is one.
+        reduction: time from a stage's last backward of a mini-batch until its replicas' gradients are there, in which
+            it goes on; a function as for ``update``.
+        transfer: time for which an activation, or its gradient, takes up the link between a stage and the one after it,
+            before the hop: each direction carries one message at a time. Control messages are too small to count.
+
+    Returns:
+        The spans of each stage.
+
+    Raises:
+        DeadlockError: the order cannot be run.
+    """
+    todo = [schedule.run(mini_batches, micro_batches)[::-1] for schedule in schedules]
+    lanes: list[list[Span]] = [[] for _ in schedules]
+    lengths: dict[Kind, Duration] = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: update}
+    progress = _Progress(schedules, micro_batches, hop, reduction, transfer)
+    while any(todo):
+        moved = False
+        for stage, actions in enumerate(todo):
+            while actions and (ready := progress.ready(stage, actions[-1])) is not None:
+                action = actions.pop()
+                start = max(ready, lanes[stage][-1].end if lanes[stage] else 0.0)
+                end = start + _length(lengths[action.kind], stage, action.index)
+                lanes[stage].append(Span(action.kind, action.index, start, end))
+                progress.note(stage, action, end)
+                moved = True
+        if not moved:
+            raise DeadlockError(f"stages wait for each other: {[str(actions[-1]) for actions in todo if actions]}")
+    return lanes
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a schedule is once the pipeline is full, or fills and drains in every mini-batch.
+
+    Attributes:
+        step: time per mini-batch.
+        work: of each stage, the share of the time inside forwards and backwards.
+        busy: of each stage, the same with updates.
+    """
+
+    step: float
+    work: tuple[float, ...]
+    busy: tuple[float, ...]
+
+
+_FIRST, _LAST = 3, 7
+"""Mini-batches between whose ends time is taken: from the first on each takes as long as the one before."""
+
+
+def pace_of(
+    schedules: Sequence[Schedule],
+    micro_batches: int,
+    forward: Duration,
+    backward: Duration,
+    hop: float = 0.0,
+    update: Duration = 0.0,
+    reduction: Duration = 0.0,
+    transfer: Callable[[int], float] = lambda stage: 0.0,
+) -> Pace:
+    """Simulate a few mini-batches after a synchronous start; arguments as for :func:`simulate`."""
+    late = [replace(s, pipeline_rule=replace(s.pipeline_rule, synchronous_start=0)) for s in schedules]
+    lanes = simulate(late, _LAST + 2, micro_batches, forward, backward, hop, update, reduction, transfer)
+    ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
+    start, end = (ends[(t + 1) * micro_batches - 1] for t in (_FIRST, _LAST))
+    if end <= start:
+        return Pace(0.0, (0.0,) * len(lanes), (0.0,) * len(lanes))
+    updates = [
+        sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in lane if s.kind is Kind.UPDATE) for lane in lanes
+    ]
+    work = tuple(utilisation(lane, start, end) for lane in lanes)
+    busy = tuple(share + spent / (end - start) for share, spent in zip(work, updates))
+    return Pace((end - start) / (_LAST - _FIRST), work, busy)
+
+
+def _length(duration: Duration, stage: int, index: int) -> float:
+    return duration(stage, index) if callable(duration) else duration
+
+
+@dataclass
+class _Progress:
+    """What is done, and what has arrived; arguments as for :func:`simulate`."""
+
+    schedules: Sequence[Schedule]
+    micro_batches: int
+    hop: float
+    reduction: Duration
+    transfer: Callable[[int], float]
+    ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> when it ended
+    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # by the stage that sent it
+    free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # direction, link -> from when on it is
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.schedules)
+
+    def note(self, stage: int, action: Action, end: float) -> None:
+        """An action has ended; what comes of it is sent."""
+        self.ends[action.kind, stage, action.index] = end
+        link = stage if action.kind is Kind.FORWARD else stage - 1
+        if action.kind is not Kind.UPDATE and 0 <= link < self.num_stages - 1:
+            sent = max(end, self.free.get((action.kind, link), 0.0)) + self.transfer(link)
+            self.free[action.kind, link] = sent
+            self.arrivals[action.kind, stage, action.index] = sent + self.hop
+
+    def ready(self, stage: int, action: Action) -> float | None:
+        """When what an action needs from other stages is there; None if that is not known yet."""
+        if action.kind is Kind.FORWARD:
+            arrived = self.arrivals.get((Kind.FORWARD, stage - 1, action.index)) if stage > 0 else 0.0
+            t, place = divmod(action.index, self.micro_batches)
+            if place or t < 2 or not self.schedules[stage].steps_ahead(t - 2):
+                return arrived
+            agreed = self._agreed(stage, t - 2)
+            return None if arrived is None or agreed is None else max(arrived, agreed)
+        if action.kind is Kind.BACKWARD:
+            is_last = stage == self.num_stages - 1
+            return 0.0 if is_last else self.arrivals.get((Kind.BACKWARD, stage + 1, action.index))
+        schedule = self.schedules[stage]
+        if not schedule.steps_ahead(action.index):
+            return self._agreed(stage, action.index)
+        own, other = self._reduced(stage, action.index), schedule.shares_with
+        if other is None or other == stage or own is None:
+            return own
+        shared = self._reduced(other, action.index)
+        return None if shared is None else max(own, shared + self.hop)
+
+    def _agreed(self, stage: int, mini_batch: int) -> float | None:
+        """When the control message, which needs the complete gradient of every stage, is back at a stage."""
+        total = 0.0
+        for other in reversed(range(self.num_stages)):
+            if (reduced := self._reduced(other, mini_batch)) is None:
+                return None
+            total = max(total + self.hop if other < self.num_stages - 1 else 0.0, reduced)
+        return total + (self.hop if stage > 0 else 0.0)
+
+    def _reduced(self, stage: int, mini_batch: int) -> float | None:
+        """When a stage has the gradient of its replicas."""
+        end = self.ends.get((Kind.BACKWARD, stage, (mini_batch + 1) * self.micro_batches - 1))
+        return None if end is None else end + _length(self.reduction, stage, mini_batch)

@@ -1,0 +1,222 @@
+"""A stage's part of an optimizer that was made from the whole model.
+
+All stages have the same groups and options, by construction, and a parameter has the same number on each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.storage.nested import merged
+
+HyperParameters = list[dict[str, Any]]
+"""Of every group, without its parameters."""
+_PARAMETERS = ("params", "param_names")
+
+
+class StageOptimizer:
+    """Steps, saves and loads the parameters of one stage.
+
+    Every group keeps those of the stage, in place: schedulers and optimizers around this one share the lists. It does
+    so from :meth:`keep_own` on, or else, where all stages are in one process, during :meth:`step`.
+
+    Args:
+        optimizer: of the whole model.
+        own: the parameters of the stage.
+        saved_elsewhere: those of them that another stage has too, and saves.
+    """
+
+    def __init__(self, optimizer: Optimizer, own: Collection[Tensor], saved_elsewhere: Collection[Tensor] = ()) -> None:
+        self.optimizer = optimizer
+        here, other = {id(p) for p in own}, {id(p) for p in saved_elsewhere}
+        self._whole = [_members(group) for group in optimizer.param_groups]
+        numbered = list(enumerate(p for group in self._whole for p in group["params"]))
+        self._numbers = [number for number, p in numbered if id(p) in here]
+        self._saved = {number for number, p in numbered if id(p) in here and id(p) not in other}
+        self._own = [
+            {key: [m for m, p in zip(members, group["params"]) if id(p) in here] for key, members in group.items()}
+            for group in self._whole
+        ]
+        self._kept = False
+        self._of_step: list[dict[str, Any]] = [{} for _ in self._whole]  # options that the step has changed itself
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The stage's parameters that are optimized."""
+        return [p for group in self._own for p in group["params"]]
+
+    def keep_own(self) -> None:
+        """Have the optimizer hold the stage's parameters alone, and their state, until :meth:`release`."""
+        own = {id(p) for p in self.parameters}
+        for parameter in [p for group in self._whole for p in group["params"] if id(p) not in own]:
+            self.optimizer.state.pop(parameter, None)
+        self._put(self._own)
+        self._kept = True
+
+    def release(self) -> None:
+        """Give the groups the parameters of the whole model back."""
+        if self._kept:
+            self._put(self._whole)
+            self._kept = False
+
+    def hyper_parameters(self) -> HyperParameters:
+        """Copy what schedulers have set for now."""
+        return [_options(group) for group in self.optimizer.param_groups]
+
+    def step(self, hyper_parameters: HyperParameters, step: Callable[[], Any]) -> None:
+        """Call ``step`` with the hyper-parameters of an earlier time, then set those of the present again.
+
+        Some optimizers keep state of their own in their groups (a step count, a running maximum). A value that a step
+        was once seen to change belongs to the optimizer from then on.
+
+        Args:
+            hyper_parameters: of :meth:`hyper_parameters`.
+            step: steps the optimizer.
+        """
+        with self._installed():
+            groups = self.optimizer.param_groups
+            present = self.hyper_parameters()
+            for group, earlier, of_step in zip(groups, hyper_parameters, self._of_step):
+                group.update((k, _copied(v)) for k, v in earlier.items() if k in group and k not in of_step)
+            before = self.hyper_parameters()
+            step()
+            for group, was, now, of_step in zip(groups, before, present, self._of_step):
+                changed = {key for key in now if key in of_step or not _equal(group[key], was[key])}
+                of_step.update((key, group[key]) for key in changed)
+                group.update((key, value) for key, value in now.items() if key not in changed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This stage's part of the whole model's state, as torch numbers it; those of all stages can be merged."""
+        with self._installed():
+            saved = self.optimizer.state_dict()
+        numbers = {here: number for here, number in enumerate(self._numbers) if number in self._saved}
+        groups = saved.pop("param_groups")
+        return {**_renumbered(saved, numbers), "param_groups": self._whole_groups(groups)}
+
+    def rest(self) -> dict[str, Any]:
+        """What of the state belongs to no parameter: a stage may have its own."""
+        with self._installed():
+            return rest_of(self.optimizer.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        """Load this stage's part of a whole model's state.
+
+        Args:
+            state: of the whole model's optimizer, as torch numbers it.
+            rest: what belongs to no parameter.
+
+        Raises:
+            ConfigurationError: it has other groups.
+        """
+        sizes = [len(group["params"]) for group in self._whole]
+        if (found := [len(group["params"]) for group in state["param_groups"]]) != sizes:
+            raise ConfigurationError(
+                f"the optimizer in the checkpoint has groups of {found} parameters, this run's has {sizes}: give it the"
+                " parameters that it had, or load only the weights (load_state_dict, without ckpt_path)"
+            )
+        here = {number: position for position, number in enumerate(self._numbers)}
+        own = _renumbered({key: value for key, value in state.items() if key != "param_groups"}, here)
+        groups = [
+            {**_options(group), **members, "params": numbers}
+            for group, members, numbers in zip(state["param_groups"], self._own, _counted(self._own))
+        ]
+        with self._installed():
+            self.optimizer.load_state_dict({**merged([own, rest]), "param_groups": groups})
+        for of_step in self._of_step:
+            of_step.clear()
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        if self._kept:
+            yield
+            return
+        self._put(self._own)
+        for group, of_step in zip(self.optimizer.param_groups, self._of_step):
+            group.update(of_step)
+        try:
+            yield
+        finally:
+            self._put(self._whole)
+
+    def _put(self, members: list[dict[str, list[Any]]]) -> None:
+        for group, of_group in zip(self.optimizer.param_groups, members):
+            for key, values in of_group.items():
+                group[key][:] = values
+
+    def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Every group as the whole model has it; options come from stages that have some of its parameters."""
+        return [
+            {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
+            for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
+        ]
+
+
+def rest_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What of an optimizer's state belongs to no parameter and no group."""
+    return {
+        key: rest_of(value) if isinstance(value, Mapping) else value
+        for key, value in state.items()
+        if type(key) is not int and key != "param_groups"
+    }
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """Its class, with that of what it wraps in brackets, if anything."""
+    inner, name = getattr(optimizer, "base", None), type(optimizer).__name__
+    return f"{name}({name_of(inner)})" if isinstance(inner, Optimizer) else name
+
+
+def name_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Give an optimizer that goes by the names of parameters, or what it wraps, those of the model."""
+    inner: Any = optimizer
+    while isinstance(inner, Optimizer):
+        if callable(name := getattr(inner, "name_parameters", None)):
+            name(names)
+            return
+        inner = getattr(inner, "base", None)
+
+
+def _members(group: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {key: list(group[key]) for key in _PARAMETERS if key in group}
+
+
+def _counted(members: Sequence[Mapping[str, list[Any]]]) -> list[list[int]]:
+    """Numbers of the parameters of every group."""
+    counter = itertools.count()
+    return [list(itertools.islice(counter, len(group["params"]))) for group in members]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) for key, value in group.items() if key not in _PARAMETERS}
+
+
+def _renumbered(node: Mapping[Any, Any], numbers: Mapping[int, int]) -> dict[Any, Any]:
+    """What a state holds by numbers of parameters, under other numbers, and only that."""
+    found: dict[Any, Any] = {}
+    for key, value in node.items():
+        if type(key) is not int and isinstance(value, Mapping):
+            found[key] = _renumbered(value, numbers)
+        elif key in numbers:
+            found[numbers[key]] = value
+    return found
+
+
+def _copied(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return bool(type(a) is type(b) and a == b)

@@ -1,1 +1,0 @@
-"""`asyncpp ablate`: grids of trainings, their tables and plots."""

@@ -1,1 +1,0 @@
-"""From the CSV files of an ablation to its tables and plots."""

@@ -1,0 +1,197 @@
+"""Where the time of a recorded run went, a row per stage and one for all, and what its schedule could do at best."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.simulation import Pace, pace_of
+from lightning_asyncpp.core.trace import REST, WORK, Beside, Wait, hidden_share, seconds_by_kind
+from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun
+
+CAUSES = (
+    Wait.ACTIVATION.value, Wait.GRADIENT.value, Beside.DRAIN.value, Beside.SEND.value, Wait.AGREEMENT.value, "update",
+    Wait.DATA.value, Beside.EVALUATE.value, Beside.CHECKPOINT.value, REST,
+)  # fmt: skip
+"""What a stage does when it runs neither a forward nor a backward."""
+_KIND_NAMES: dict[Any, str] = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a stage did with its time.
+
+    Attributes:
+        name: of the stage, or ``"all"``.
+        shares: cause -> share of the elapsed time; they add up to 1.
+        ideal: share of forwards and backwards if the schedule ran with nothing else; None if it is not known.
+        forward_ms: the median of one.
+        backward_ms: the median of one.
+        bytes_sent: in activations, gradients and other messages of this stage.
+        bytes_reduced: over the replicas.
+        hidden: share of the time in which updates were pending that the stage did not wait.
+        versions: lowest and highest W_v that it ran on; None if it ran nothing.
+        staleness: mean of the updates by which gradients were too old, once the delay has begun.
+    """
+
+    name: str
+    shares: dict[str, float]
+    ideal: float | None
+    forward_ms: float
+    backward_ms: float
+    bytes_sent: int
+    bytes_reduced: int
+    hidden: float | None
+    versions: tuple[int, int] | None
+    staleness: float | None
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the elapsed time inside forwards and backwards."""
+        return self.shares["forward"] + self.shares["backward"]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Computation of the stages against each other.
+
+    Attributes:
+        busiest: the stage that computes most.
+        imbalance: its forwards and backwards over the mean of all stages'; 1 is even.
+        layers: of each stage.
+    """
+
+    busiest: int
+    imbalance: float
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all stages did with their time.
+
+    Attributes:
+        seconds: how much time is explained.
+        mini_batches: first and last that began in it.
+        rows: of the stages.
+        total: of all of them: means of shares, sums of bytes.
+        ideal_step: seconds per mini-batch of the schedule with the stages' median times and nothing else.
+        balance: how evenly the stages compute; None with one stage, or if recordings of stages are missing.
+        violations: microbatches that ran on other weights than the schedule prescribes, in words.
+        notes: what a reader should know of the recording.
+    """
+
+    seconds: float
+    mini_batches: tuple[int, int]
+    rows: Sequence[Row]
+    total: Row
+    ideal_step: float | None
+    balance: Balance | None
+    violations: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def step(self) -> float:
+        """Seconds per mini-batch."""
+        first, last = self.mini_batches
+        return self.seconds / (last - first + 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it, for other programs."""
+        rows = [asdict(row) | {"utilisation": row.utilisation} for row in (*self.rows, self.total)]
+        return asdict(self) | {"rows": rows[:-1], "total": rows[-1], "step": self.step}
+
+
+def summarise(run: RecordedRun) -> Summary:
+    """Explain the time of a run."""
+    rows: list[Row] = []
+    paces: list[Pace | None] = []
+    for stages in run.replicas():
+        paces.append(ideal_of(stages))
+        ideals = [None] * len(stages) if paces[-1] is None else paces[-1].work
+        rows += [_row(run, stage, ideal) for stage, ideal in zip(stages, ideals)]
+    known = [pace.step for pace in paces if pace is not None]
+    batches = run.mini_batches
+    return Summary(
+        run.seconds, (batches.start, batches.stop - 1), rows, _total(run, rows),
+        max(known) if len(known) == len(paces) else None, _balance(run, rows),
+        [problem for rank in run.ranks for problem in violations(rank)], run.notes,
+    )  # fmt: skip
+
+
+def ideal_of(stages: Sequence[RankTrace]) -> Pace | None:
+    """Simulate the schedule of a replica with its stages' median times; None if they are not all known."""
+    forward, backward = ([_median(stage, kind) for stage in stages] for kind in WORK)
+    if len(stages) != stages[0].meta.schedule.num_stages or None in (*forward, *backward):
+        return None
+    return pace_of(
+        [stage.meta.schedule for stage in stages], stages[0].micro_batches,
+        lambda stage, _: forward[stage] or 0.0, lambda stage, _: backward[stage] or 0.0,
+    )  # fmt: skip
+
+
+def violations(rank: RankTrace) -> list[str]:
+    """Return which microbatches did not run on the weights that the stage's schedule prescribes."""
+    rule, found = rank.meta.schedule.stage_rule, []
+    for span in rank.of(*WORK):
+        promised = rule.version(*rank.places[span.index])
+        if span.version != promised:
+            what = _KIND_NAMES[span.kind]
+            found.append(
+                f"{rank.meta.name}: {what} {span.index} of mini-batch {rank.mini_batch(span)} ran on W{span.version},"
+                f" not on W{promised}"
+            )
+    return found
+
+
+def _row(run: RecordedRun, rank: RankTrace, ideal: float | None) -> Row:
+    spent = seconds_by_kind(rank.spans, run.start, run.end)
+    seconds = dict.fromkeys(("forward", "backward", *CAUSES), 0.0)
+    for kind, value in spent.items():
+        seconds[_KIND_NAMES.get(kind) or str(getattr(kind, "value", kind))] += value
+    forwards, begun = rank.of(Kind.FORWARD), rank.meta.schedule.pipeline_rule.synchronous_start
+    ages = [t - span.version for span in forwards if (t := rank.mini_batch(span)) > begun]
+    versions = [span.version for span in forwards]
+    sent, reduced = (sum(span.num_bytes for span in rank.of(kind)) for kind in (Beside.SEND, Beside.REDUCE))
+    return Row(
+        rank.meta.name, {cause: value / run.seconds for cause, value in seconds.items()}, ideal,
+        1e3 * (_median(rank, Kind.FORWARD) or 0.0), 1e3 * (_median(rank, Kind.BACKWARD) or 0.0), sent, reduced,
+        hidden_share(rank.spans), (min(versions), max(versions)) if versions else None,
+        statistics.fmean(ages) if ages else None,
+    )  # fmt: skip
+
+
+def _total(run: RecordedRun, rows: Sequence[Row]) -> Row:
+    shares = {cause: statistics.fmean(row.shares[cause] for row in rows) for cause in rows[0].shares}
+    seen = [version for row in rows for version in row.versions or ()]
+    return Row(
+        "all", shares, _mean([row.ideal for row in rows]), statistics.median(row.forward_ms for row in rows),
+        statistics.median(row.backward_ms for row in rows), sum(row.bytes_sent for row in rows),
+        sum(row.bytes_reduced for row in rows), hidden_share(span for rank in run.ranks for span in rank.spans),
+        (min(seen), max(seen)) if seen else None, _mean([row.staleness for row in rows]),
+    )  # fmt: skip
+
+
+def _balance(run: RecordedRun, rows: Sequence[Row]) -> Balance | None:
+    count = run.meta.schedule.num_stages
+    if count < 2 or len(run.ranks) != count * run.meta.num_replicas:
+        return None
+    shares, layers = [0.0] * count, [0] * count
+    for rank, row in zip(run.ranks, rows):
+        shares[rank.meta.schedule.stage] += row.utilisation
+        layers[rank.meta.schedule.stage] = rank.meta.layers
+    busiest = shares.index(max(shares))
+    return Balance(busiest, shares[busiest] / statistics.fmean(shares), tuple(layers)) if any(shares) else None
+
+
+def _median(rank: RankTrace, kind: Kind) -> float | None:
+    lengths = [span.end - span.start for span in rank.of(kind)]
+    return statistics.median(lengths) if lengths else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None

@@ -1,0 +1,1 @@
+"""Grids of trainings that compare optimizers, delays and corrections: ``python -m research.ablations RECIPE``."""

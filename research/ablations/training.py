@@ -1,0 +1,108 @@
+"""One training of an ablation, a process: ``python -m research.ablations.training FOLDER``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_asyncpp import cli
+from lightning_asyncpp.errors import NonFiniteGradientError
+from research.ablations.recipe import RESULT
+
+_POINTS = 200  # of the curve of the training loss, at most
+
+
+class DivergedError(RuntimeError):
+    """A loss is not finite, or above the bound."""
+
+
+class Recorder(Callback):
+    """Records validations and training losses, ends a training that diverged, and writes ``result.json``.
+
+    Args:
+        folder: where to.
+        metric: name of the validation loss as the module logs it.
+        diverged_above: a validation loss above this counts as diverged; None: only one that is not finite.
+    """
+
+    def __init__(self, folder: str, metric: str = "val_loss", diverged_above: float | None = None) -> None:
+        self.folder = Path(folder)
+        self.metric = metric
+        self.bound = math.inf if diverged_above is None else diverged_above
+        self.validations: list[tuple[int, float]] = []
+        self.losses: list[tuple[int, Tensor]] = []
+        self.started = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self.started = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss; it is read later, because reading waits for the device."""
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.losses.append((trainer.global_step, loss.detach().float().mean()))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the validation loss."""
+        if trainer.sanity_checking:
+            return
+        loss = float(trainer.callback_metrics[self.metric])
+        self.validations.append((trainer.global_step, loss))
+        if not loss <= self.bound or math.isinf(loss):
+            raise DivergedError(f"the validation loss at step {trainer.global_step} is {loss}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the result: the last validation."""
+        step, loss = self.validations[-1]
+        self._write(trainer, loss)
+        print(f"{self.metric} at step {step}: {loss}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write that the training diverged, if that ended it."""
+        if isinstance(exception, (DivergedError, NonFiniteGradientError)):
+            self._write(trainer, None)
+
+    def _write(self, trainer: Trainer, loss: float | None) -> None:
+        length = max(1, math.ceil(len(self.losses) / _POINTS))
+        parts = [self.losses[i : i + length] for i in range(0, len(self.losses), length)]
+        training = [(part[-1][0], math.fsum(float(loss) for _, loss in part) / len(part)) for part in parts]
+        result = {
+            "loss": loss,
+            "steps": trainer.global_step,
+            "seconds": time.monotonic() - self.started,
+            "curve": [(step, "val_loss", value) for step, value in self.validations]
+            + [(step, "train_loss", value) for step, value in training],
+        }
+        new = self.folder / f"{RESULT}.new"
+        new.write_text(json.dumps(result), encoding="utf-8")
+        new.replace(self.folder / RESULT)
+
+
+def main() -> None:
+    """Train what the folder's ``fit.yaml`` says; end with the process that started this one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    cli.run(["fit", "--config", str(folder / "fit.yaml")])
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

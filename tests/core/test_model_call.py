@@ -1,0 +1,155 @@
+"""The call of the model in the user's step: captured, redirected, and put back whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_asyncpp.core.model_call import ModelCall
+from lightning_asyncpp.errors import ConfigurationError
+
+NEVER = "the step ended without calling self.model(...): under a pipeline it must call it exactly once per microbatch"
+TWICE = "the step ended after calling twice self.model(...): under a pipeline it must call it exactly once"
+
+
+def double(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return args[0] * 2
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def test_arguments_are_captured_and_the_rest_does_not_run(model: nn.Module) -> None:
+    reached = []
+
+    def step() -> None:
+        reached.append("before")
+        model(1, "two", key=3)
+        reached.append("after")
+
+    assert ModelCall(model).capture(step) == ((1, "two"), {"key": 3})
+    assert reached == ["before"]
+
+
+def test_the_whole_step_runs_with_the_computed_output(model: nn.Module) -> None:
+    seen = []
+
+    def compute(args: tuple, kwargs: dict[str, Any]) -> str:
+        seen.append((args, kwargs))
+        return "output"
+
+    assert ModelCall(model).redirect(lambda: model(1, key=2) + "!", compute) == "output!"
+    assert seen == [((1,), {"key": 2})]
+
+
+def test_never_called(model: nn.Module) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ModelCall(model).capture(lambda: None)
+    assert str(caught.value).startswith(NEVER)
+    with pytest.raises(ConfigurationError) as caught:
+        ModelCall(model).redirect(lambda: None, double)
+    assert str(caught.value).startswith(NEVER)
+
+
+def test_called_twice(model: nn.Module) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ModelCall(model).redirect(lambda: model(1) + model(2), double)
+    assert str(caught.value).startswith(TWICE)
+
+
+def test_the_name_of_the_model_is_the_users(model: nn.Module) -> None:
+    with pytest.raises(ConfigurationError, match=r"without calling model\(\.\.\.\)"):
+        ModelCall(model, "model").capture(lambda: None)
+
+
+def test_a_step_that_catches_exceptions_does_not_catch_the_capture(model: nn.Module) -> None:
+    cleaned = []
+
+    def step() -> None:
+        try:
+            model("x")
+        except Exception:
+            pytest.fail("the capture was swallowed")
+        finally:
+            cleaned.append(True)
+
+    assert ModelCall(model).capture(step) == (("x",), {})
+    assert cleaned == [True]
+
+
+def test_a_step_that_catches_everything_is_told(model: nn.Module) -> None:
+    def step() -> None:
+        try:
+            model("x")
+        except BaseException:
+            return
+
+    with pytest.raises(ConfigurationError, match="without calling"):
+        ModelCall(model).capture(step)
+
+
+def test_grad_mode_around_the_call_ends_with_the_capture(model: nn.Module) -> None:
+    def step() -> None:
+        with torch.no_grad():
+            model("x")
+
+    ModelCall(model).capture(step)
+    assert torch.is_grad_enabled()
+
+
+def test_hooks_of_the_model_still_run(model: nn.Module) -> None:
+    order = []
+    model.register_forward_pre_hook(lambda _, args: order.append("pre") or (args[0] + 1,))
+    model.register_forward_hook(lambda _, args, output: order.append("post") or output + 100)
+    assert ModelCall(model).capture(lambda: model(1)) == ((2,), {})
+    assert order == ["pre"]
+    assert ModelCall(model).redirect(lambda: model(1), double) == 104
+    assert order == ["pre", "pre", "post"]
+
+
+class InstanceForward(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.forward = self.shifted
+
+    def shifted(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+    def step() -> None:
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), InstanceForward], ids=["of the class", "of the instance"])
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_forward_is_put_back_after_every_ending(make: Callable[[], nn.Module], error: BaseException) -> None:
+    model = make()
+    call, x = ModelCall(model), torch.ones(1, 2)
+    own, expected = model.__dict__.get("forward"), model(x)
+    for run in (
+        lambda: call.capture(lambda: model(x)),
+        lambda: call.capture(fail(error)),
+        lambda: call.redirect(lambda: model(x), double),
+        lambda: call.redirect(fail(error), double),
+        lambda: call.redirect(lambda: model(x), lambda args, kwargs: fail(error)()),
+        lambda: call.redirect(lambda: [model(x), model(x)], double),
+    ):
+        try:
+            run()
+        except (type(error), ConfigurationError):
+            pass
+        assert model.__dict__.get("forward") is own
+        assert torch.equal(model(x), expected)
+
+
+X = torch.randn(300, 7, generator=torch.Generator().manual_seed(0))
+IDS = torch.arange(40).view(5, 8)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, StalenessRule
+from lightning_asyncpp.core.simulation import DeadlockError, simulate
+from tests.tools.steady import steady_utilisation
+
+
+def schedules(stages: int, lookahead: int, delay: int) -> list[Schedule]:
+    return [Schedule(stage, stages, lookahead, StalenessRule(delay)) for stage in range(stages)]
+
+
+def test_a_flush_costs_the_known_bubble() -> None:
+    lanes = simulate(schedules(4, 0, 0), mini_batches=3, micro_batches=4)
+    assert max(span.end for lane in lanes for span in lane) == 3 * (4 + 4 - 1) * 3
+
+
+def test_without_a_flush_the_steady_state_has_no_idle_time() -> None:
+    lanes = simulate(schedules(4, 0, 1), mini_batches=6, micro_batches=4)
+    last_stage = [span for span in lanes[3] if span.kind is not Kind.UPDATE]
+    assert last_stage[-1].end - last_stage[0].start == 6 * 4 * 3
+
+
+def test_a_micro_batch_visits_the_stages_in_order() -> None:
+    lanes = simulate(schedules(3, 1, 1), mini_batches=2, micro_batches=4)
+    for kind, order in ((Kind.FORWARD, lanes), (Kind.BACKWARD, lanes[::-1])):
+        for k in range(8):
+            spans = [next(s for s in lane if s.kind is kind and s.index == k) for lane in order]
+            assert all(a.end <= b.start for a, b in pairwise(spans))
+
+
+def test_too_few_micro_batches_deadlock_instead_of_looping_for_ever() -> None:
+    with pytest.raises(DeadlockError, match="wait for each other"):
+        simulate(schedules(4, 0, 1), mini_batches=3, micro_batches=1)
+
+
+def test_a_message_takes_its_time_between_stages_and_for_the_update() -> None:
+    lanes = simulate(schedules(2, 0, 0), mini_batches=1, micro_batches=1, hop=0.5)
+    spans = [[(str(span.kind.value), span.start) for span in lane] for lane in lanes]
+    # F on stage 0 until 1, half a unit on the way, F and B on stage 1 until 4.5, half a unit, B on stage 0 until 7;
+    # stage 1 hears of the complete gradient half a unit later.
+    assert spans == [[("F", 0.0), ("B", 5.0), ("U", 7.0)], [("F", 1.5), ("B", 2.5), ("U", 7.5)]]
+
+
+@pytest.mark.parametrize(("slack", "waits"), [(0, 3.0), (1, 0.0), ("exact", 3.0)])
+def test_a_stage_that_steps_ahead_waits_for_its_own_gradient_alone(slack: Slack, waits: float) -> None:
+    """Reductions of three units, as long as a forward and its backward, and hops: what is not hidden is waited for."""
+    least = [replace(s, staleness="least", slack=slack, pipeline_rule=StalenessRule(1, 1)) for s in schedules(2, 0, 1)]
+    plain, lanes = (simulate(least, 8, 6, reduction=reduction) for reduction in (0.0, 3.0))
+    lengths = [steady_utilisation(some, 6, 3, 6)[0] for some in (plain, lanes)]
+    assert lengths == [pytest.approx(6 * 3.0), pytest.approx(6 * 3.0 + waits)]
+
+
+def test_times_may_depend_on_stage_and_micro_batch() -> None:
+    lanes = simulate(schedules(2, 0, 1), 3, 2, forward=lambda stage, k: 1.0 + stage, backward=lambda stage, k: k + 1.0)
+    for stage, lane in enumerate(lanes):
+        for span in lane:
+            expected = {Kind.FORWARD: 1.0 + stage, Kind.BACKWARD: span.index + 1.0, Kind.UPDATE: 0.0}[span.kind]
+            assert span.end - span.start == pytest.approx(expected)
+
+
+def test_the_busiest_stage_decides_on_the_steady_state() -> None:
+    lanes = simulate(schedules(4, 0, 1), 8, 4, forward=lambda stage, k: 2.0 if stage == 2 else 1.0)
+    length, busy = steady_utilisation(lanes, 4, 3, 6)
+    assert (length, busy) == (pytest.approx(4 * 4.0), pytest.approx(1.0))
+    flushed = simulate(schedules(4, 0, 0), 8, 4)
+    assert steady_utilisation(flushed, 4, 3, 6) == (pytest.approx(7 * 3.0), pytest.approx(4 / 7))

@@ -1,0 +1,198 @@
+"""Spans on the host and on a device, their readers, and how they add up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_asyncpp.core import trace as module
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import (
+    ANCHOR_SECONDS,
+    HOST,
+    REST,
+    Beside,
+    DeviceClock,
+    Span,
+    SpanKind,
+    Trace,
+    Wait,
+    hidden_share,
+    seconds_by_kind,
+    utilisation,
+)
+from lightning_asyncpp.strategy_parts.recording import follow
+from tests.core.fake_device import FakeDevice
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    device = FakeDevice()
+    monkeypatch.setattr(module, "time", device)
+    return device
+
+
+def traced(device: FakeDevice) -> Trace:
+    return Trace(0, DeviceClock(device), keep=False)
+
+
+def test_a_span_is_recorded_even_when_what_runs_fails() -> None:
+    trace = Trace(0)
+    with pytest.raises(KeyError), trace.span(Wait.GRADIENT, 3, num_bytes=7):
+        raise KeyError
+    (span,) = trace.spans
+    assert (span.kind, span.index, span.version, span.num_bytes) == (Wait.GRADIENT, 3, -1, 7)
+    assert span.end >= span.start
+
+
+def test_a_span_lasts_as_long_as_the_device_works(device: FakeDevice) -> None:
+    trace = traced(device)
+    reader = trace.read()
+    for k in range(3):
+        with trace.span(Kind.FORWARD, k, version=2, num_bytes=5):
+            device.launch(0.010)
+            device.sleep(0.001)  # of the host
+    assert reader.take() == []
+    device.sleep(0.018)
+    first, second = reader.take()  # the third is still under way
+    device.sleep(1.0)
+    (third,) = reader.take()
+    for k, span in enumerate((first, second, third)):
+        assert (span.index, span.version, span.num_bytes) == (k, 2, 5)
+        assert span.start == pytest.approx(1000.0 + 0.010 * k, abs=1e-6)
+        assert span.end == pytest.approx(1000.0 + 0.010 * (k + 1), abs=1e-6)
+
+
+@pytest.mark.parametrize(("busy", "waited"), [(0.050, 0.0), (0.010, 0.020), (0.0, 0.030)])
+def test_a_wait_lasts_as_long_as_the_device_has_nothing_to_do(device: FakeDevice, busy: float, waited: float) -> None:
+    trace = traced(device)
+    reader = trace.read()
+    device.launch(busy)
+    with trace.span(Wait.ACTIVATION, 0):
+        device.sleep(0.030)  # the host waits for a header
+    device.sleep(1.0)
+    (span,) = reader.take()
+    assert span.end - span.start == pytest.approx(waited, abs=1e-6)
+
+
+def test_clocks_that_drift_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty millionths in an hour are 180 ms, and 24 bits of so many milliseconds a quarter of one."""
+    device = FakeDevice(drift=50e-6)
+    monkeypatch.setattr(module, "time", device)
+    trace = traced(device)
+    reader = trace.read()
+    for t in range(720):
+        device.sleep(5.0)
+        with trace.span(Kind.UPDATE, t):
+            device.launch(0.010)
+        device.sleep(0.1)
+        (span,) = reader.take()
+        assert span.start == pytest.approx(device.host - 0.1, abs=ANCHOR_SECONDS * 60e-6)
+        assert span.end - span.start == pytest.approx(0.010, abs=5e-6)
+
+
+def test_readers_read_each_span_once_up_to_a_moment(device: FakeDevice) -> None:
+    trace = traced(device)
+    reader = trace.read()
+    for k in range(4):
+        with trace.span(Kind.FORWARD, k):
+            device.launch(0.010)
+    late = trace.read()
+    device.sleep(1.0)
+    assert [span.index for span in reader.take(until=1000.025)] == [0, 1]
+    assert [span.index for span in late.take()] == [0, 1, 2, 3], "what had not ended"
+    late.close()
+    with trace.span(Beside.DRAIN, 0):
+        device.launch(0.010)
+    assert [span.kind for span in reader.take(seconds=1.0)] == [Kind.FORWARD, Kind.FORWARD, Beside.DRAIN]
+    assert reader.take() == late.take() == trace.spans == []
+
+
+def test_the_end_waits_for_what_was_launched_but_not_for_ever(device: FakeDevice) -> None:
+    trace = traced(device)
+    reader = trace.read()
+    with trace.span(Kind.FORWARD, 0):
+        device.launch(0.3)
+    with trace.span(Kind.BACKWARD, 0):
+        device.launch(3600)
+    assert [span.kind for span in reader.take(seconds=1.0)] == [Kind.FORWARD]
+    assert device.host == pytest.approx(1001.0, abs=0.01)
+
+
+def test_a_broken_device_hides_no_error(device: FakeDevice) -> None:
+    def break_and_fail() -> None:
+        device.is_broken = True
+        raise KeyError
+
+    trace = traced(device)
+    reader = trace.read()
+    with pytest.raises(KeyError), trace.span(Kind.BACKWARD, 0):
+        break_and_fail()
+    assert reader.take(seconds=1.0) == []
+
+
+def test_spans_between_moments_of_the_device_or_the_host(device: FakeDevice) -> None:
+    """A reduction runs beside what is computed; one that began before the recording has moments of the host."""
+    clock = DeviceClock(device)
+    trace = Trace(0, clock)
+    start = clock.now()
+    device.launch(0.010)
+    trace.record(Beside.REDUCE, 4, start, clock.last([clock.now(), clock.now()]), num_bytes=7)
+    trace.record(Beside.REDUCE, 5, 999.0, 999.5)
+    device.sleep(1.0)
+    trace.settle()
+    assert [(span.index, span.num_bytes) for span in trace.spans] == [(4, 7), (5, 0)]
+    assert [span.end - span.start for span in trace.spans] == pytest.approx([0.010, 0.5], abs=1e-6)
+
+
+def engine(trace: Trace | None = None) -> Any:
+    return SimpleNamespace(runner=SimpleNamespace(trace=trace, clock=HOST), mesh=SimpleNamespace(stage=2))
+
+
+def test_the_first_reader_starts_the_recording_and_the_last_ends_it() -> None:
+    watched, trace = engine(), Trace(0)
+    first, second = follow(watched), follow(watched)
+    first.close()
+    first.close()
+    assert watched.runner.trace.stage == 2
+    second.close()
+    assert watched.runner.trace is None
+    foreign = engine(trace)
+    follow(foreign).close()
+    assert foreign.runner.trace is trace, "somebody else's stays"
+
+
+# -- sums -------------------------------------------------------------------------------------------------------------
+
+kinds = st.sampled_from([*Kind, *Wait, *Beside])
+times = st.floats(0, 10, allow_nan=False)
+
+
+@given(st.lists(st.tuples(kinds, times, times), max_size=30))
+def test_seconds_always_add_up(spans: list[tuple[SpanKind, float, float]]) -> None:
+    """However spans lie in each other and over the edges."""
+    seconds = seconds_by_kind([Span(kind, 0, min(a, b), max(a, b)) for kind, a, b in spans], 2.0, 7.0)
+    assert sum(seconds.values()) == pytest.approx(5.0)
+    assert all(value >= 0 for value in seconds.values())
+
+
+def test_the_innermost_span_counts_and_waits_in_a_drain_are_the_drain() -> None:
+    spans = [
+        Span(Kind.FORWARD, 0, 1, 5), Span(Beside.SEND, 0, 3, 4), Span(Beside.REDUCE, 0, 0, 9), Span(Wait.DATA, 0, 5, 6),
+        Span(Beside.DRAIN, 0, 6, 10), Span(Wait.GRADIENT, 0, 6, 8), Span(Kind.BACKWARD, 0, 8, 9),
+    ]  # fmt: skip
+    assert seconds_by_kind(spans, 0, 12) == {
+        REST: 3, Kind.FORWARD: 3, Beside.SEND: 1, Wait.DATA: 1, Beside.DRAIN: 3, Kind.BACKWARD: 1,
+    }  # fmt: skip
+    assert utilisation(spans, 4, 9) == pytest.approx(2 / 5)
+
+
+def test_an_update_that_nobody_waits_for_is_hidden() -> None:
+    pending = Span(Beside.PENDING, 0, 1, 5)
+    assert hidden_share([pending]) == 1
+    assert hidden_share([pending, Span(Wait.AGREEMENT, 0, 4, 5)]) == pytest.approx(3 / 4)
+    assert hidden_share([Span(Kind.UPDATE, 0, 0, 1)]) is None

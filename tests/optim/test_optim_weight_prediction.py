@@ -1,0 +1,104 @@
+"""Weight prediction against its formula, and as a relative of Error Feedback and of Nesterov's method."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asyncpp.optim import ErrorFeedback, WeightPrediction
+from tests.optim.test_optim_error_feedback import BASES, make_params, set_gradients, train
+
+
+def predict(base, params, steps, reach):
+    """Y and the last u after some steps; the parameters hold W = Y - reach * u."""
+    y = [p.detach().clone() for p in params.values()]
+    for step in steps:
+        set_gradients(params, step)
+        before = [p.detach().clone() for p in params.values()]
+        base.step()
+        with torch.no_grad():
+            for i, (p, b) in enumerate(zip(params.values(), before)):
+                u = b - p
+                y[i] = y[i] - u
+                p.copy_(y[i] - reach * u)
+
+
+@pytest.mark.parametrize("base", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize(
+    ("delay", "options", "reach"),
+    [
+        (1, {}, 1.0),
+        (3, {}, 3.0),
+        (0.25, {}, 0.25),
+        (3, {"horizon": 2.5}, 2.5),
+        (1, {"ahead": 1.5}, 2.5),
+        (0, {"ahead": 0.5, "horizon": 3.0}, 0.5),
+    ],
+)
+def test_formula(base, delay, options, reach):
+    params, twin = make_params(), make_params()
+    optimizer = WeightPrediction(params.items(), BASES[base], **options)
+    optimizer.set_delay(delay)
+    train(optimizer, params, range(6))
+    predict(BASES[base](twin.items()), twin, range(6), reach)
+    for p, q in zip(params.values(), twin.values()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_of_different_delays_are_corrected_each_by_its_own():
+    delays = dict(zip(make_params(), (2, 1, 0, 0.5)))
+    mixed = make_params()
+    optimizer = WeightPrediction(mixed.items(), BASES["adamw"])
+    optimizer.set_delay({mixed[name]: delay for name, delay in delays.items()})
+    train(optimizer, mixed, range(5))
+    for name, delay in delays.items():
+        alike = make_params()
+        twin = WeightPrediction(alike.items(), BASES["adamw"])
+        twin.set_delay(delay)
+        train(twin, alike, range(5))
+        assert torch.equal(mixed[name], alike[name]), name
+
+
+def test_it_is_error_feedback_but_for_the_first_update():
+    params, twin = make_params(), make_params()
+    feedback, prediction = ErrorFeedback(params.items(), BASES["sgd"]), WeightPrediction(twin.items(), BASES["sgd"])
+    for p, q in zip(params.values(), twin.values()):  # the same gradients, whatever the weights
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    start = [p.detach().clone() for p in params.values()]
+    feedback.step()
+    first = [a - p.detach() for a, p in zip(start, params.values())]
+    prediction.step()
+    for _ in range(3):
+        feedback.step()
+        prediction.step()
+    for p, q, u in zip(params.values(), twin.values(), first):
+        torch.testing.assert_close(q.detach(), p.detach() - u)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+@pytest.mark.parametrize("resume_at", [None, 3, 4])
+def test_it_goes_on_along_the_trajectory_of_the_base_when_a_delay_begins(ahead, resume_at):
+    """W = Y - (h + a) v with the h of the day; resumed at the change of the delay, and after it."""
+    p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    make = partial(WeightPrediction, [p], partial(torch.optim.SGD, lr=0.1), ahead=ahead)
+    optimizer, base = make(), torch.zeros(2, dtype=torch.float64)
+    for t in range(6):
+        if t == resume_at:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = make()
+            optimizer.load_state_dict(state)
+        delay = int(t >= 3)
+        optimizer.set_delay(delay)
+        p.grad = torch.full((2,), t + 1.0, dtype=torch.float64)
+        optimizer.step()
+        base -= 0.1 * (t + 1)
+        torch.testing.assert_close(p.detach(), base - (delay + ahead) * 0.1 * (t + 1))
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"WeightPrediction cannot use ahead=-1\. It must be at least 0\."):
+        WeightPrediction(make_params().items(), BASES["adamw"], ahead=-1)

@@ -1,0 +1,122 @@
+"""Which trainings a grid needs, what its tables say of made-up losses, and predictions from made-up gaps."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from research.ablations.extrapolation import Gaps, predict
+from research.ablations.lengths import updates_to
+from research.ablations.recipe import Recipe, setting_of
+from research.ablations.rows import Key, Row, Run
+from research.ablations.search import best_lr, learning_rates, make_plan
+from research.ablations.summary import Ablation
+from research.ablations.tables import main_table
+
+NAN = math.nan
+
+
+def run(loss: float, seed: int = 1, lr: float = 0.1, delay: str = "1", correction: str = "none", **row: Any) -> Run:
+    names = {"optimizer": "Muon", "momentum": None, "variant": None, "stages": None} | row
+    key = Key(Row(delay=delay, correction=correction, **names), lr, seed)
+    return Run(key, loss, 600, 10.0, f"{key.row.name}{lr}{seed}")
+
+
+def recipe(**keys: Any) -> Recipe:
+    muon = {"class_path": "Muon", "init_args": {"betas": [0.9, 0.95]}, "lr": [0.1, 0.2]}
+    return Recipe(**{"folder": Path(), "name": "mine", "recipe": "fit.yaml", "optimizers": {"Muon": muon}} | keys)
+
+
+@pytest.mark.parametrize(
+    ("delay", "setting"),
+    [
+        ({"delay": 0}, ("0", None)),
+        ({"delay": 1}, ("1", None)),
+        ({"stages": 4, "micro_batches": 8, "slack": 1}, ("least micro_batches=8 slack=1", 4)),
+        ({"stages": 4, "micro_batches": 4, "staleness": "uniform"}, ("1 micro_batches=4", 4)),
+    ],
+)
+def test_names_of_delays(delay: dict[str, Any], setting: tuple[str, int | None]) -> None:
+    assert setting_of(delay) == setting
+
+
+def test_a_wrapped_optimizer_is_built_with_its_learning_rate_and_momentum() -> None:
+    muon = {"class_path": "Muon", "init_args": {"betas": [0.9, 0.95]}, "lr": [0.1], "lr_argument": ["lr", "lr_1d"]}
+    muon["momentum"] = {"argument": "betas.0", "values": [0.5]}
+    ef = {"class_path": "EF", "init_args": {"strength": 2}}
+    grid = recipe(optimizers={"Muon": muon}, corrections={"EF": ef}, delays=[0, 1], variants={"a": {}, "b": {}})
+    fresh, delayed = list(grid.arms())[:2]
+    base = {"class_path": "Muon", "init_args": {"betas": [0.5, 0.95], "lr": 0.1, "lr_1d": 0.1}}
+    assert fresh.optimizer_config(0.1) == base
+    assert delayed.optimizer_config(0.1) == {"class_path": "EF", "init_args": {"strength": 2, "base": base}}
+    assert delayed.row.name == "Muon_momentum0.5_a_delay1_EF"
+    assert muon["init_args"] == {"betas": [0.9, 0.95]}
+
+
+@pytest.mark.parametrize(
+    ("known", "tried"),
+    [
+        ({0.1: 2.0, 0.2: 1.0}, [0.1, 0.2, 0.4]),
+        ({0.1: 1.0, 0.2: 2.0}, [0.05, 0.1, 0.2]),
+        ({0.1: NAN, 0.2: NAN}, [0.05, 0.1, 0.2]),
+        ({0.1: 2.0, 0.2: 1.0, 0.4: NAN}, [0.1, 0.2, 0.4]),
+        ({0.1: 4.0, 0.2: 3.0, 0.4: 2.0, 0.8: 1.0}, [0.1, 0.2, 0.4, 0.8]),
+    ],
+)
+def test_the_search_goes_beyond_an_edge_while_the_best_is_there(known: dict[float, float], tried: list[float]) -> None:
+    assert learning_rates([0.2, 0.1], 2, known) == tried
+
+
+def test_further_seeds_and_rows_of_the_same_learning_rate_wait_for_the_search() -> None:
+    grid = recipe(delays=[1], corrections={"EF": {"class_path": "EF", "lr": "same"}, "none": None})
+    arms, seeds = list(grid.arms()), [1, 2]
+    bare, ef = Row("Muon", None, None, "1", None, "none"), Row("Muon", None, None, "1", None, "EF")
+    plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): 1.0})
+    assert (plan.needed, plan.waiting) == ([Key(bare, 0.1, 1), Key(bare, 0.2, 1)], 3)
+    plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): 1.0, Key(bare, 0.2, 1): 2.0})
+    assert plan.needed[2:] == [Key(bare, 0.1, 2), Key(ef, 0.1, 1), Key(ef, 0.1, 2)]
+    plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): NAN, Key(bare, 0.2, 1): NAN})
+    assert (plan.chosen, plan.waiting) == ({bare: None, ef: None}, 0)
+    assert best_lr({0.2: 1.0, 0.1: 1.0, 0.05: NAN}) == 0.1
+
+
+def test_gaps_and_shares_are_paired_by_seed() -> None:
+    losses = {"0": (1.0, 1.1), "1": (1.2, 1.3)}
+    runs = [run(loss, seed, delay=delay) for delay, ones in losses.items() for seed, loss in enumerate(ones, start=1)]
+    runs += [run(1.05, 1, correction="EF"), run(NAN, 2, correction="EF"), run(1.3, 1, lr=0.2, delay="0")]
+    ablation = Ablation.of("mine", runs)
+    (line,) = [line for line in main_table(ablation).splitlines() if line.startswith("| Muon")]
+    assert line == (
+        "| Muon | 1.050 ± 0.635 (0.1 †) | 1.250 ± 0.635 (0.1 ‡) | +0.200 ± 0.000"
+        " | 1 of 2 diverged, else 1.050 (0.1 ‡) | 75 %, 1 of 2 diverged |"
+    )
+
+
+def test_further_updates_to_the_same_loss() -> None:
+    assert updates_to([(100, 2.0), (200, 1.0)], 1.5) == pytest.approx(100 * 2**0.5)
+    assert updates_to([(100, 2.0), (200, 1.0)], 0.0) == pytest.approx(400)
+
+
+def drawn(a: float, b: float, error: float, seed: int, lengths: tuple[int, ...] = (600, 1200, 2400)) -> Gaps:
+    source = random.Random(seed)
+    return {t: [a * (t / 600) ** -b + source.gauss(0.0, error) for _ in range(3)] for t in lengths}
+
+
+@pytest.mark.parametrize(("b", "slowest"), [(0.0, 0.0), (0.5, 0.0), (1.5, 0.0), (-0.3, -0.5)])
+def test_a_law_is_found(b: float, slowest: float) -> None:
+    said = predict(drawn(0.1, b, 1e-5, 1), 9600, 3, slowest)
+    assert said.middle == pytest.approx(0.1 * 16**-b, abs=1e-3)
+    assert said.low < said.middle < said.high < said.low + 5e-3
+
+
+def test_intervals_hold_the_mean_of_new_trainings_nineteen_times_in_twenty() -> None:
+    held = 0
+    for k in range(100):
+        said = predict(drawn(0.05, 1.0, 0.02, k), 4800, 3)
+        held += said.low <= statistics.fmean(drawn(0.05, 1.0, 0.02, 1000 + k, lengths=(4800,))[4800]) <= said.high
+    assert 88 <= held <= 100

@@ -1,0 +1,107 @@
+"""What is published: its tables follow from its CSV files, the recipes find it, predictions from it are repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from docs.embed_tables import embedded
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
+from lightning_asyncpp.models import GPT, GPTConfig
+from research.ablations import extrapolation
+from research.ablations.plots import write_plots
+from research.ablations.recipe import Recipe
+from research.ablations.report import write_report
+from research.ablations.results import CURVES, RESULTS, read_curves, read_runs, write_table
+from research.ablations.summary import Ablation
+from research.ablations.table import Table
+
+ROOT = Path(__file__).parents[3]
+EVIDENCE = sorted(path.parent for path in (ROOT / "docs" / "evidence").glob(f"*/{RESULTS}"))
+RECIPES = sorted((ROOT / "research" / "ablations").glob("*.yaml"))
+INCOMPLETE = ("budget", "large_optimizers", "least_medium", "least_optimizers", "least_seeds", "momentum", "nesterov")
+INCOMPLETE += ("settings", "sizes")
+by_name = pytest.mark.parametrize("folder", EVIDENCE, ids=lambda path: path.name)
+
+
+@by_name
+def test_csv_files_are_written_as_they_were_read(folder: Path, tmp_path: Path) -> None:
+    write_table(tmp_path, *read_runs(folder), read_curves(folder))
+    assert (tmp_path / CURVES).read_bytes() == (folder / CURVES).read_bytes()
+    written, published = ((path / RESULTS).read_text().splitlines() for path in (tmp_path, folder))
+    if not published[0].endswith(",variant"):  # a column that older tables lack
+        written = [line.removesuffix(",").removesuffix(",variant") for line in written]
+    assert written == published
+
+
+@by_name
+def test_tables_follow_from_the_csv_files(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (RESULTS, CURVES):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    pictures = sorted(path.name for path in folder.glob("*.svg"))
+    monkeypatch.setattr("research.ablations.report.write_plots", lambda *arguments: written.extend(pictures) or written)
+    written: list[str] = []
+    write_report(tmp_path)
+    (new, new_plots), (old, old_plots) = (
+        path.read_text().partition("## Plots")[::2] for path in (tmp_path / "table.md", folder / "table.md")
+    )
+    assert new == old
+    assert sorted(new_plots.split()) == sorted(old_plots.split())
+
+
+def test_tables_in_the_evidence_follow_from_the_csv_files() -> None:
+    page = ROOT / "docs" / "research" / "evidence.md"
+    assert embedded(page) == page.read_text()
+    assert page.read_text().count("<!-- table: ") == 10
+
+
+def test_pictures_are_drawn_alike_from_the_same_data(tmp_path: Path) -> None:
+    folder = ROOT / "docs" / "evidence" / "depth"
+    (tmp_path / "momentum.svg").write_text("of other data")
+    written = write_plots(tmp_path, Ablation.of(*read_runs(folder)), read_curves(folder))
+    assert (
+        set(written) == {path.name for path in folder.glob("*.svg")} == {path.name for path in tmp_path.glob("*.svg")}
+    )
+    first = {file: (tmp_path / file).read_bytes() for file in written}
+    write_plots(tmp_path, Ablation.of(*read_runs(folder)), read_curves(folder))
+    assert {file: (tmp_path / file).read_bytes() for file in written} == first
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_find_what_is_published(path: Path, tmp_path: Path) -> None:
+    recipe = Recipe.read(path)
+    assert recipe.name == path.stem
+    table = Table(recipe, tmp_path)
+    plan, missing = table.plan(list(table.arms.values()))
+    assert (not missing and not plan.waiting) == (path.stem not in INCOMPLETE)
+    assert bool(recipe.published) == bool(table.runs)
+    for arm in table.arms.values():
+        config = recipe.config(arm, arm.lrs[0], 7)
+        assert config["seed_everything"] == config["data"]["init_args"]["seed"] == 7
+
+
+@pytest.mark.parametrize("base", ["small", "packages"])
+def test_models_are_cut_into_four_stages_as_for_the_published_results(base: str) -> None:
+    """A new run on another cut would not compare with them."""
+    config = yaml.safe_load((ROOT / "research" / "ablations" / "base" / f"{base}.yaml").read_text())
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**config["model"]["init_args"]["config"]))
+    assert choose_partition(model, 0, 4, "auto").counts == (2, 1, 1, 2)
+
+
+def test_predictions_are_those_that_were_written_down(capsys: pytest.CaptureFixture[str]) -> None:
+    extrapolation.main([str(ROOT / "docs/evidence/budget"), "--until", "1200", "--at", "2400"])
+    extrapolation.main([str(ROOT / "docs/evidence/sizes"), "--until", "0.3", "--at", "360"])
+    assert capsys.readouterr().out.splitlines() == [
+        "Muon, delay 1, EF, from 600, 1200 updates:",
+        "  2400: +0.006, 95 % between -0.014 and +0.033",
+        "Muon, delay least micro_batches=8, EF, from 600, 1200 updates:",
+        "  2400: -0.000, 95 % between -0.010 and +0.010",
+        "Muon, delay 1, EF, from 0.14, 0.25 million parameters:",
+        "  360: +0.002, 95 % between -0.004 and +0.167",
+        "Muon, delay least micro_batches=8, EF, from 0.14, 0.25 million parameters:",
+        "  360: +0.003, 95 % between -0.015 and +0.209",
+    ]

@@ -1,0 +1,93 @@
+"""A small grid run as its command runs it: killed, gone on with, reported."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from research.ablations.__main__ import main
+
+ROOT = Path(__file__).parents[3]
+FIT = {
+    "trainer": {"max_steps": 8, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
+    "model": {
+        "class_path": "lightning_asyncpp.GPTModule",
+        "init_args": {"config": {"vocab_size": 256, "context_length": 32, "num_layers": 1, "dim": 16, "num_heads": 2}},
+    },
+    "data": {
+        "class_path": "lightning_asyncpp.data.TextDataModule",
+        "init_args": {"context_length": 32, "batch_size": 4, "val_fraction": 0.2},
+    },
+}  # fmt: skip
+GRID = {
+    "name": "tiny", "recipe": "fit.yaml", "lr_extensions": 0, "delays": [{"stages": 2, "micro_batches": 2}],
+    "optimizers": {"AdamW": {"class_path": "torch.optim.AdamW", "lr": [0.001, 1e30]}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    fit = yaml.safe_load(yaml.safe_dump(FIT))
+    fit["data"]["init_args"] |= {"source": str(tmp_path / "text"), "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "fit.yaml").write_text(yaml.safe_dump(fit))
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+    (tmp_path / "text").mkdir()
+    for index in range(20):
+        lines = [f"document {index} line {line} {index * line}\n" for line in range(30)]
+        (tmp_path / "text" / f"{index}.txt").write_text("".join(lines))
+    output = ["--output", str(tmp_path / "out"), "--workers", "1"]
+    return [sys.executable, "-m", "research.ablations", str(tmp_path / "grid.yaml"), *output]
+
+
+def results(folder: Path) -> list[dict[str, str]]:
+    path = folder / "out" / "tiny" / "results.csv"
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+@pytest.mark.timeout(600)
+def test_a_grid_goes_on_after_a_kill(tmp_path: Path, command: list[str]) -> None:
+    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    trainings = tmp_path / "out" / "cells"
+    while not results(tmp_path) or len(list(trainings.glob("*"))) < 2:
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
+    (first,) = results(tmp_path)
+    assert (first["status"], first["lr"], first["delay"], first["stages"]) == (
+        "finished", "0.001", "least micro_batches=2", "2",
+    )  # fmt: skip
+    written = {path: path.stat().st_mtime_ns for path in trainings.glob("*/result.json")}
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(run["lr"], run["status"], run["loss"]) for run in results(tmp_path)] == [
+        ("0.001", "finished", first["loss"]), ("1e+30", "diverged", ""),
+    ]  # fmt: skip
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert 4.5 < float(first["loss"]) < 5.8  # ln 256 at first
+
+    table = (tmp_path / "out" / "tiny" / "table.md").read_text()
+    assert f"**{float(first['loss']):.3f}** | diverged |" in table
+    assert "![curves](curves.svg)" in table
+    assert (tmp_path / "out" / "tiny" / "curves.svg").stat().st_size > 1000
+    curves = [(line["step"], line["metric"]) for line in csv.DictReader((tmp_path / "out/tiny/curves.csv").open())]
+    assert curves[:2] == [("4", "val_loss"), ("8", "val_loss")]
+    assert {metric for _, metric in curves[2:]} == {"train_loss"}
+
+
+def test_trainings_that_fail_are_named_once(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(SystemExit, match="2 trainings failed; the same command tries them again"):
+        main(command[3:])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["FAILED", "FAILED"]
+    assert results(tmp_path) == []

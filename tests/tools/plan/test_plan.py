@@ -1,0 +1,279 @@
+"""Plans against what can be counted by hand, and the command as users call it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from lightning_asyncpp.core.schedule import Schedule, Slack, StalenessRule
+from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.tools.plan.fake_tensors import Meter, Reading, bytes_of, fake_tensors, without_memory
+from lightning_asyncpp.tools.plan.gpu_kernels import kernels_of_gpu
+from lightning_asyncpp.tools.plan.memory import peak_of
+from lightning_asyncpp.tools.plan.plan import main
+from lightning_asyncpp.tools.plan.profile import Profile
+from tests.tools.plan.cases import ADAMW, SGD, Case, feedback
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+TINY: dict[str, Any] = {"vocab_size": 64, "context_length": 16, "num_layers": 4, "dim": 32, "num_heads": 2}
+
+# -- tensors without memory -------------------------------------------------------------------------------------------
+
+
+def test_weights_are_replaced_and_come_back_and_shared_ones_stay_shared() -> None:
+    model = nn.ModuleList([nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)])
+    model[1].weight = model[0].weight
+    before = dict(model.state_dict(keep_vars=True))
+    with fake_tensors(), without_memory([model]):
+        assert model[0].weight is model[1].weight is not before["0.weight"]
+        assert isinstance(model[0].weight, nn.Parameter)
+        with pytest.raises(DataDependentOutputException):
+            float(model[2].running_mean.sum())
+    assert all(tensor is before[name] for name, tensor in model.state_dict(keep_vars=True).items())
+
+
+def test_what_is_kept_moved_and_multiplied_is_known_by_hand() -> None:
+    with fake_tensors(), Meter() as meter:
+        x, w = torch.zeros(8, 16), torch.zeros(16, 4, requires_grad=True)
+        with meter.reading() as forward:
+            y = (x @ w).relu()  # both results are needed: relu keeps its own, the product is freed
+        with meter.reading() as backward:
+            y.sum().backward()
+        assert (forward.kept, forward.peak) == (8 * 4 * 4, 2 * 8 * 4 * 4)
+        assert forward.moved == 4 * (8 * 16 + 16 * 4 + 8 * 4) + 4 * (8 * 4 + 8 * 4)
+        assert forward.flops == backward.flops == 2 * 8 * 16 * 4
+        assert w.grad is not None
+        with meter.reading() as update:
+            w.detach().add_(w.grad)
+        assert (update.moved, update.kept) == (2 * 16 * 4 * 4, 0)
+    x = torch.zeros(10, 10)
+    assert bytes_of([x, x[:2], x.T, torch.zeros(3)]) == 400 + 12
+
+
+@pytest.mark.parametrize("experts", [None, 8, 16])
+def test_operations_of_a_gpt_are_what_its_config_says(experts: int | None) -> None:
+    """Of experts the active ones alone count."""
+    moe = None if experts is None else {"num_experts": experts, "top_k": 2, "expert_dim": 24}
+    config = GPTConfig(vocab_size=96, context_length=32, num_layers=2, dim=32, num_heads=4, num_kv_heads=2, moe=moe)
+    with torch.device("meta"):
+        model = GPT(config)
+    if moe:
+        model.blocks[0].mlp.experts.use_grouped(torch.device("cpu"))
+    with fake_tensors(), Meter() as meter, without_memory([model]), torch.no_grad():
+        with meter.reading() as forward:
+            model(torch.zeros(3, 32, dtype=torch.int64))
+    assert 3 * forward.flops == config.flops_per_token() * 3 * 32
+
+
+def test_a_gpus_norm_keeps_its_input_and_a_number_per_row() -> None:
+    kept = {}
+    for on_gpu in (False, True):
+        with fake_tensors(), Meter() as meter, kernels_of_gpu(on_gpu):
+            x, norm = torch.zeros(4, 64, requires_grad=True), nn.RMSNorm(64)
+            with meter.reading() as reading:
+                y = norm(x)
+        kept[on_gpu] = reading.kept - y.nbytes
+    assert kept[True] == 4 * 4 < kept[False]
+
+
+# -- memory of a schedule ---------------------------------------------------------------------------------------------
+
+KEPT, GRADIENTS = 1000, 10
+PROFILE = Profile(
+    weights=100, versions=100, buffers=3, gradients=GRADIENTS, optimizer=200, correction=100,
+    forward=Reading(KEPT, KEPT + 5), first_backward=Reading(GRADIENTS - KEPT, 20), backward=Reading(-KEPT, 30),
+    update=Reading(-GRADIENTS, 40),
+)  # fmt: skip
+CONSTANT = 100 + 100 + 3 + 200 + 100
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_flights_are_those_of_the_schedule(stage: int, lookahead: int) -> None:
+    schedule = Schedule(stage, 4, lookahead)
+    memory = peak_of(schedule, PROFILE, 8, 0)
+    flights = schedule.depth + 1
+    assert (memory.in_flight, memory.parts["activations"], memory.during) == (flights, flights * KEPT, "backward")
+    # The set that is summed, beside the one that waits for its update.
+    assert (memory.parts["gradients"], memory.parts["working"]) == (GRADIENTS * 2, 30)
+    assert memory.total == CONSTANT + 2 * GRADIENTS + flights * KEPT + 30
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_flush_leaves_one_set_of_gradients(stage: int) -> None:
+    memory = peak_of(Schedule(stage, 4, 0, StalenessRule(0)), PROFILE, 8, 7)
+    assert (memory.in_flight, memory.parts["gradients"], memory.parts["batch"]) == (4 - stage, GRADIENTS, 7)
+
+
+@pytest.mark.parametrize(("slack", "sets"), [(0, 1), (1, 1), (2, 2), (9, 2), ("exact", 1)])
+def test_the_least_staleness_needs_a_second_set_of_gradients_if_updates_wait(slack: Slack, sets: int) -> None:
+    """At its fullest moment, before a backward: a forward after the end of a gradient there is none of the next yet."""
+    memory = peak_of(Schedule(1, 4, staleness="least", slack=slack), PROFILE, 8, 7)
+    assert (memory.parts["gradients"], memory.parts["batch"]) == (sets * GRADIENTS, 14)
+    assert (memory.in_flight, memory.parts["activations"]) == (3, 3 * KEPT)
+
+
+def test_a_costly_update_is_the_peak_beside_the_micro_batches_in_flight() -> None:
+    costly = replace(PROFILE, update=Reading(-GRADIENTS, 5000), tied=7)
+    memory = peak_of(Schedule(1, 4, staleness="least"), costly, 8, 0)
+    assert (memory.during, memory.in_flight, memory.parts["working"]) == ("update", 2, 5000)
+    assert (memory.parts["gradients"], memory.parts["messages"]) == (GRADIENTS, 7)
+    assert peak_of(Schedule(1, 4, staleness="least"), costly, 8, 0, on_host=False).parts["messages"] == 0
+
+
+def test_replicas_pack_their_gradients() -> None:
+    memory = peak_of(Schedule(1, 2), replace(PROFILE, gradients=5000), 4, 0, replicas=2)
+    assert (memory.during, memory.parts["working"]) == ("reduction", 5000)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def plain(module: str, **strategy: Any) -> dict[str, Any]:
+    arguments = {"class_path": "lightning_asyncpp.AsyncPipelineStrategy", "init_args": strategy}
+    return {
+        "trainer": {"devices": 2, "strategy": arguments if strategy else "async_pipeline", "max_steps": 3},
+        "model": {"class_path": f"tests.tools.plan.plain.{module}"},
+        "data": {"class_path": "tests.tools.plan.plain.Pairs"},
+    }
+
+
+def written(folder: Path, recipe: dict[str, Any]) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    ended: Any = 0
+    try:
+        main([*arguments, "--json"])
+    except SystemExit as end:
+        ended = end.code
+    printed = capsys.readouterr()
+    assert ended == code, printed.err
+    plan: dict[str, Any] = json.loads(printed.out)
+    return plan
+
+
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.stem, marks=[] if path.stem.startswith("quickstart") else pytest.mark.slow)
+    for path in RECIPES
+])  # fmt: skip
+def test_a_recipe_is_planned(path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main([str(path), "--json", str(tmp_path / "plan.json")])  # it fits an H100, or this would raise
+    table, plan = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    config = GPTConfig(**yaml.safe_load(path.read_text())["model"]["init_args"]["config"])
+    assert plan["notes"] == []  # nothing was loaded or taken for granted
+    assert sum(plan["partition"]["counts"]) == config.num_layers + 2
+    assert plan["parameters"] == config.num_parameters()
+    assert plan["tokens_per_update"] == plan["samples_per_update"] * config.context_length
+    for stage in plan["stages"]:
+        sizes = stage["bytes"]
+        assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
+        assert sizes["weights"] == 4 * stage["parameters"]
+        assert f"{sizes['total'] / (2**30 if 'memory in GiB' in table else 2**20):.2f}" in table
+    # A backward of attention computes its scores once more, selective checkpointing everything that is no product.
+    per_token = plan["flops_per_sample"] / config.context_length
+    assert config.flops_per_token() < per_token < 1.1 * config.flops_per_token()
+    least = plan["flops_per_sample"] * plan["samples_per_update"] / len(plan["stages"]) / (0.4 * 989e12)
+    steps = {name: schedule["step"] for name, schedule in plan["schedules"].items()}
+    assert least < steps["least staleness"] < steps["1F1B"]
+    assert f"{steps['1F1B'] / steps['least staleness']:.2f}x" in table
+
+
+def test_a_change_that_is_enough_is_what_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = written(tmp_path, Case(2, {**TINY, "num_layers": 2}, SGD, 64, {"micro_batches": 2, "lookahead": 0}).recipe())
+    plan = planned(capsys, path, "--device", "cpu", "--memory", str(2 * 2**20 / 2**30), code=1)
+    *insufficient, last = plan["changes"]
+    assert not any(change["fits"] for change in insufficient)
+    assert last["bytes"] <= 2 * 2**20 < plan["stages"][0]["bytes"]["total"]
+    again = planned(capsys, path, "--device", "cpu", *last["change"].split())
+    assert max(stage["bytes"]["total"] for stage in again["stages"]) == last["bytes"]
+    assert again["schedules"][again["schedule"]]["step"] == last["step"]
+
+
+def test_more_devices_are_the_last_change(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [written(tmp_path, plain("Deep")), "--reserve", "0"]
+    plan = planned(capsys, *arguments, "--memory", str(0.07 * 2**20 / 2**30), code=1)
+    wider = next(change for change in plan["changes"] if "--devices 4" in change["change"])
+    again = planned(capsys, *arguments, *wider["change"].split())
+    assert len(again["stages"]) == 4
+    assert max(stage["bytes"]["total"] for stage in again["stages"]) == wider["bytes"]
+
+
+def test_the_slow_link_is_where_nodes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Rank 0 is the last stage: of three stages the first one stands alone."""
+    path = written(tmp_path, plain("Deep", micro_batches=4))
+    plan = planned(capsys, path, "--devices", "3", "--devices-per-node", "2", "--network", "1e-3", "--link", "1")
+    sent = plan["stages"][0]["sent_bytes"]
+    assert [stage["seconds"]["transfer"] for stage in plan["stages"]] == pytest.approx([sent / 1e6, sent / 1e9, 0])
+
+
+def test_masters_beside_versions_in_bf16(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = {"micro_batches": 2, "weight_dtype": "bf16", "staleness": "uniform"}
+    path = written(tmp_path, Case(2, TINY, feedback(ADAMW), 8, options, precision="bf16-mixed").recipe())
+    plan = planned(capsys, path)
+    without = planned(capsys, path, "--trainer.strategy.init_args.weight_dtype=null")
+    for narrow, wide in zip(plan["stages"], without["stages"]):
+        sizes, before = narrow["bytes"], wide["bytes"]
+        assert sizes["weights"] == sizes["versions"] == before["versions"] == sizes["correction"]
+        assert sizes["activations"] < before["activations"]  # no converted weights are kept
+
+
+def test_what_two_stages_share_counts_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = Case(2, {**TINY, "tie_embeddings": True}, SGD, 4, {"micro_batches": 2}).recipe()
+    plan = planned(capsys, written(tmp_path, recipe))
+    assert sum(stage["parameters"] for stage in plan["stages"]) == plan["parameters"] + 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("module", "note"),
+    [
+        ("Plain", "first training batch was loaded"),
+        ("Values", "could not be built on the meta device"),
+        ("AsItIs", "run to find its layers"),
+        ("Measured", "measures with example_input_array"),
+    ],
+)
+def test_ordinary_modules_with_data_that_must_be_loaded(
+    module: str, note: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = planned(capsys, written(tmp_path, plain(module)))
+    assert (plan["samples_per_update"], plan["tokens_per_update"]) == (16, None)
+    assert plan["parameters"] == 8 * 64 + 64 + 64 * 64 + 64 + 64 + 1
+    assert sum(stage["bytes"]["optimizer"] for stage in plan["stages"]) == 4 * plan["parameters"]  # one momentum
+    assert plan["flops_per_sample"] == 6 * (8 * 64 + 64 * 64 + 64) - 2 * 8 * 64  # no gradient of x
+    assert any(note in said for said in plan["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--trainer.strategy", "sync_pipeline", "--devices", "7"], "6 layers with parameters, fewer than"),
+        (["--trainer.strategy.init_args.micro_batches", "1"], "micro_batches=1 is smaller than the number of stages"),
+        (["--trainer.strategy.init_args.nonsense", "1"], "nonsense"),
+        (["--trainer.strategy", "ddp"], "trainer.strategy='ddp' is no pipeline"),
+        (["--model.init_args.config.num_heads", "5"], "must divide dim"),
+        (["--trainer.devices", "auto"], "give the number with --devices"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = written(tmp_path, Case(2, TINY, ADAMW, 4, {"micro_batches": 2}).recipe())
+    with pytest.raises(SystemExit, match="2"):
+        main([path, *arguments])
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert re.search(message, error), error

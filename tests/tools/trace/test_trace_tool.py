@@ -1,0 +1,224 @@
+"""What is read, told and drawn of a recording, against what is known of its schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_asyncpp.cli import main as asyncpp
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.tools.trace.pictures import picture
+from lightning_asyncpp.tools.trace.recorded_run import TraceError, find_recording, read_run
+from lightning_asyncpp.tools.trace.summary import Summary, summarise
+from lightning_asyncpp.tools.trace.table import table
+from lightning_asyncpp.tools.trace.trace import main
+from tests.tools.trace.synthetic import Recording
+
+SMALL = Recording(stages=2, micro_batches=2, mini_batches=3)
+SYNC = Recording(stages=4, micro_batches=4, mini_batches=5, delay=0)
+ASYNC = Recording(stages=4, micro_batches=8, mini_batches=6, lookahead=1)
+REPLICAS = Recording(stages=3, replicas=2, micro_batches=4, mini_batches=3, lookahead=1)
+
+
+def middle(recording: Recording, folder: Path) -> Summary:
+    return summarise(recording.read(folder).between(2, 3))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    run = SMALL.read(tmp_path)
+    assert [(rank.meta.schedule, rank.meta.rank) for rank in run.ranks] == list(zip(SMALL.schedules(), (1, 0)))
+    for rank, lane in zip(run.ranks, SMALL.lanes()):
+        key = lambda s: (s.kind.value, s.index, s.start)  # noqa: E731
+        for read, span in zip(sorted(rank.spans, key=key), sorted(lane, key=key), strict=True):
+            assert replace(read, start=0, end=0) == replace(span, start=0, end=0)
+            assert (read.start, read.end) == pytest.approx((span.start, span.end), abs=2e-9)
+        assert rank.places == {k: divmod(k, 2) for k in range(6)}
+    assert run.seconds == pytest.approx(max(span.end for lane in SMALL.lanes() for span in lane))
+    assert run.mini_batches == range(3)
+
+
+def test_a_killed_run_is_read_to_its_last_line(tmp_path: Path) -> None:
+    SMALL.write(tmp_path)
+    file = tmp_path / "rank-00000.json"
+    file.write_text(file.read_text()[:-9])
+    assert len(read_run(tmp_path).ranks[1].spans) == len(SMALL.lanes()[1]) - 1
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    SMALL.write(tmp_path)
+    (tmp_path / "rank-00001.json").unlink()
+    summary = summarise(read_run(tmp_path))
+    assert any("ranks [1] are missing" in note for note in summary.notes)
+    assert (summary.balance, summary.ideal_step) == (None, None)
+
+
+def test_the_newest_recording_below_a_folder_is_found(tmp_path: Path) -> None:
+    SMALL.write(tmp_path / "version_0" / "trace")
+    newest = SMALL.write(tmp_path / "version_1" / "trace")
+    for file in newest.iterdir():
+        file.touch()
+    assert find_recording(tmp_path) == newest
+    assert any(f"read from {newest}, the newest" in note for note in read_run(tmp_path).notes)
+
+
+def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="is no folder with a recording"):
+        read_run(tmp_path)
+    SMALL.write(tmp_path)
+    file = tmp_path / "rank-00000.json"
+    file.write_text(file.read_text().replace('"cat":"F"', '"cat":"X"', 1))
+    with pytest.raises(TraceError, match=r"rank-00000.json:\d+ is no line of a recording"):
+        read_run(tmp_path)
+
+
+def test_a_part_is_cut_out_at_the_first_stages_mini_batches(tmp_path: Path) -> None:
+    run = SMALL.read(tmp_path)
+    part = run.between(1, 1)
+    begins = [next(s.start for s in run.ranks[0].of(Kind.FORWARD) if s.index == k) for k in (2, 4)]
+    assert [part.start, part.end] == begins
+    assert all(span.end > part.start and span.start < part.end for rank in part.ranks for span in rank.spans)
+    assert run.between(2, None).end == run.end
+    for first, last, message in (
+        (5, None, "--from-mini-batch 5: the recording holds mini-batches 0 to 2"),
+        (2, 1, "swap"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            run.between(first, last)
+
+
+# -- where the time went ----------------------------------------------------------------------------------------------
+
+
+def test_a_flush_costs_the_known_bubble(tmp_path: Path) -> None:
+    """(P - 1) / (m + P - 1) of the time, all of it waits for the neighbors and for the last stage's gradient."""
+    summary = summarise(SYNC.read(tmp_path))
+    for row in summary.rows:
+        assert row.utilisation == pytest.approx(4 / 7)
+        waits = sum(row.shares[cause] for cause in ("activation", "gradient", "agreement", "rest"))
+        assert waits == pytest.approx(3 / 7)
+        assert (row.ideal, row.staleness) == (pytest.approx(4 / 7), 0)
+    assert summary.ideal_step == pytest.approx(summary.step)
+
+
+def test_without_a_flush_the_middle_of_a_run_is_full(tmp_path: Path) -> None:
+    summary = middle(ASYNC, tmp_path)
+    assert all(row.utilisation == pytest.approx(1, abs=1e-6) for row in summary.rows)
+    assert all(row.ideal == pytest.approx(1) for row in summary.rows)
+    assert (summary.mini_batches, summary.total.staleness, summary.violations) == ((2, 3), 1, [])
+
+
+def test_a_slow_stage_is_waited_for(tmp_path: Path) -> None:
+    """Stages before it wait for gradients, the one after for activations."""
+    summary = middle(replace(ASYNC, forward=[0.01, 0.01, 0.015, 0.01]), tmp_path)
+    assert [row.shares["gradient"] for row in summary.rows] == pytest.approx([1 / 7, 1 / 7, 0, 0], abs=1e-6)
+    assert [row.shares["activation"] for row in summary.rows] == pytest.approx([0, 0, 0, 1 / 7], abs=1e-6)
+    assert [row.ideal for row in summary.rows] == pytest.approx([6 / 7, 6 / 7, 1, 6 / 7])
+    assert summary.rows[2].forward_ms == pytest.approx(15, abs=1e-3)
+    assert summary.balance is not None
+    assert (summary.balance.busiest, summary.balance.layers) == (2, (3, 3, 3, 3))
+    assert summary.balance.imbalance == pytest.approx(35 / ((35 + 3 * 30) / 4), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("slack", "shares"), [(0, [3 / 8, 2 / 8, 1 / 8, 0]), (1, [4 / 8, 3 / 8, 2 / 8, 1 / 8]), ("exact", [3 / 8] * 4)]
+)
+def test_the_staleness_of_every_stage_is_measured(tmp_path: Path, slack: int, shares: list[float]) -> None:
+    run = replace(ASYNC, lookahead=0, staleness="least", slack=slack).read(tmp_path)
+    summary = summarise(run)
+    assert ([row.staleness for row in summary.rows], summary.violations) == (shares, [])
+    assert f"0, 1, 2, 3 are {', '.join(f'{share:.3g}' for share in shares)} updates old" in table(run, summary)
+
+
+def test_other_weights_than_the_schedule_prescribes_are_found(tmp_path: Path) -> None:
+    run = replace(SMALL, shift=1).read(tmp_path)
+    summary = summarise(run)
+    assert len(summary.violations) == 2 * 6
+    assert "stage 0: forward 4 of mini-batch 2 ran on W2, not on W1" in summary.violations
+    assert "STALENESS VIOLATED 12 times" in table(run, summary)
+
+
+# -- the command and what it writes -----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    REPLICAS.write(tmp_path / "trace")
+    files = {name: tmp_path / f"out.{name}" for name in ("html", "perfetto", "json")}
+    asyncpp(["trace", str(tmp_path), *(x for name, file in files.items() for x in (f"--{name}", str(file)))])
+    printed = capsys.readouterr().out
+    assert "3 stages x 2 replicas, 4 micro-batches per mini-batch, lookahead 1, no flush" in printed
+    figures = json.loads(files["json"].read_text())
+    assert [row["name"] for row in figures["rows"]][:4:3] == ["r0 stage 0", "r1 stage 0"]
+    assert [row["bytes_sent"] for row in figures["rows"]] == [12_000, 24_000, 12_000] * 2
+    for row in (*figures["rows"], figures["total"]):
+        assert sum(row["shares"].values()) == pytest.approx(1)
+    page = files["html"].read_text()
+    assert page.count("<rect") == sum(len(rank.spans) for rank in read_run(tmp_path).ranks)
+    assert not re.search(r"(src|href)=", page), "it asks nobody for anything"
+
+
+def test_bars_are_where_the_spans_are(tmp_path: Path) -> None:
+    run = REPLICAS.read(tmp_path).between(1, 1)
+    svg = ElementTree.fromstring(picture(run))
+    found = {(bar.attrib["y"], bar.findtext("{*}title", "").partition(",")[0]): bar.attrib for bar in svg}
+    for lane, rank in enumerate(run.ranks):
+        for span in rank.of(Kind.BACKWARD):
+            bar = found[str(30 * lane + 4), f"{rank.meta.name}: backward {span.index}"]
+            start, end = max(span.start, run.start), min(span.end, run.end)
+            assert float(bar["x"]) == pytest.approx((start - run.start) * 1e6, abs=0.1)
+            assert float(bar["width"]) == pytest.approx((end - start) * 1e6, abs=0.1)
+
+
+def test_arrows_join_neighbors_in_time(tmp_path: Path) -> None:
+    """One for every activation and every gradient that crossed, each from inside its slice to the start of another."""
+    main([str(REPLICAS.write(tmp_path)), "--perfetto", str(tmp_path / "out")])
+    found = json.loads((tmp_path / "out").read_text())
+    starts = {event["id"]: event for event in found if event["ph"] == "s"}
+    ends = {event["id"]: event for event in found if event["ph"] == "f"}
+    assert len(starts) == 2 * 2 * 2 * 12  # directions, gaps, replicas, microbatches
+    assert starts.keys() == ends.keys()
+    slices = {(event["pid"], round(event["ts"])) for event in found if event["ph"] == "X" and event["tid"] == 1}
+    for number, start in starts.items():
+        assert abs(start["pid"] - ends[number]["pid"]) == 1
+        assert start["ts"] <= ends[number]["ts"]
+        assert (ends[number]["pid"], round(ends[number]["ts"])) in slices
+    assert "r0 stage 0 (rank 2, host)" in {event["args"]["name"] for event in found if event["name"] == "process_name"}
+
+
+def test_the_file_of_a_rank_is_a_list_of_events_but_for_its_end(tmp_path: Path) -> None:
+    """Chrome's format lets the end of the list be missing."""
+    SMALL.write(tmp_path)
+    text = (tmp_path / "rank-00000.json").read_text()
+    assert all("ph" in event for event in json.loads(text.removesuffix(",\n") + "]"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is no folder with a recording"),
+        (["{run}", "--from-mini-batch", "9"], "--from-mini-batch 9: the recording holds mini-batches 0 to 2"),
+        (["{run}", "--html", "{run}/no/such/folder/x.html"], "No such file or directory"),
+    ],
+)
+def test_mistakes_end_with_a_line(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SMALL.write(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main([argument.format(run=tmp_path) for argument in arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_breaks_its_schedule_ends_with_a_code(tmp_path: Path) -> None:
+    replace(SMALL, shift=1).write(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path)])
+    assert ended.value.code == 1

@@ -1,0 +1,100 @@
+"""In mid-epoch a loader without a state begins its epoch again, as under Lightning, and one warning says so."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.trainer.checkpoint.resumable import fit_showing, write_litdata
+from tests.trainer.checkpoint.test_exact_resume import TWO_EPOCHS, run_of, saving_after
+from tests.trainer.pool import Pools
+from tests.trainer.reference import assert_equal_weights, joined_weights
+from tests.trainer.runs import Run
+
+MID_EPOCH, END, LAST = 3, 5, 10
+
+
+def fit_warned(run: Run, kind: str, folder: str) -> dict[str, Any]:
+    """Train, and report what was warned of, too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = fit_showing(run, kind, folder)
+    texts = [str(warning.message) for warning in caught]
+    return found | {"warned": [text for text in texts if "not read as without the interruption" in text]}
+
+
+def resumed(pools: Pools, folder: Path, kind: str, then: str, step: int, **changed: Any) -> list[Any]:
+    """A run with one loader, resumed with another after a step, on all ranks."""
+    run = saving_after(run_of(folder, kind, TWO_EPOCHS), step)
+    pools.run(2, fit_showing, run, kind, "")
+    again = replace(run, callbacks=(), ckpt_path=str(folder / f"step={step}.ckpt"), **changed)
+    found: list[Any] = pools.run(2, fit_warned, again, then, "")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "then", "reason"),
+    [
+        ("plain", "plain", "a DataLoader cannot say where it was"),
+        ("stateful", "plain", "a DataLoader cannot say where it was"),
+        ("plain", "stateful", "with another loader, or another num_workers, than this StatefulDataLoader"),
+        ("stateful", "stateful workers", "than this StatefulDataLoader(num_workers=2)"),
+        ("stateful weighted", "stateful weighted", "the sampler of the StatefulDataLoader(num_workers=0) cannot say"),
+    ],
+)
+def test_in_mid_epoch(kind: str, then: str, reason: str, pools: Pools, tmp_path: Path) -> None:
+    first, second = resumed(pools, tmp_path, kind, then, MID_EPOCH)
+    (warning,) = first["warned"]
+    assert "after batch 3 of an epoch" in warning
+    assert reason in warning
+    assert not second["warned"]
+    assert first["steps"] == list(range(MID_EPOCH + 1, LAST + 1))
+
+
+@pytest.mark.parametrize(("kind", "then"), [("plain", "plain"), ("stateful", "plain"), ("plain", "stateful")])
+def test_at_an_epochs_end(kind: str, then: str, pools: Pools, tmp_path: Path) -> None:
+    """Every loader is exact there; Lightning shuffles both alike."""
+    whole = pools.run(2, fit_showing, replace(run_of(tmp_path, kind, TWO_EPOCHS), callbacks=()), kind, "")
+    found = resumed(pools, tmp_path, kind, then, END)
+    assert not found[0]["warned"]
+    assert_equal_weights(joined_weights(found, 2), joined_weights(whole, 2))
+
+
+def test_in_mid_accumulation(pools: Pools, tmp_path: Path) -> None:
+    """Saved by a validation, which need not come with an update; what was accumulated is not in the checkpoint."""
+    trainer = {"max_epochs": 1, "accumulate_grad_batches": 2, "val_check_interval": 3}
+    saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "monitor": "val_loss"}
+    run = run_of(tmp_path, "stateful", trainer, val_samples=(9,))
+    pools.run(2, fit_showing, replace(run, callbacks=((ModelCheckpoint, saving),)), "stateful", "")
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=1.ckpt"))
+    found = pools.run(2, fit_warned, again, "stateful", "")
+    assert "gradients that had been accumulated" in found[0]["warned"][0]
+    assert found[0]["global_step"] == 3
+
+
+def test_the_step_that_a_run_resumes_from_is_not_saved_again(pools: Pools, tmp_path: Path) -> None:
+    """It would be by the first batch of the next accumulation, in place of the one at the end of an update."""
+    run = saving_after(run_of(tmp_path, "stateful", TWO_EPOCHS | {"accumulate_grad_batches": 2}), 1, 2, 3)
+    whole = pools.run(2, fit_showing, run, "stateful", "")
+    again = replace(run, ckpt_path=str(tmp_path / "step=1.ckpt"))
+    found = pools.run(2, fit_showing, again, "stateful", "")
+    assert list(found[0]["marks"]) == [2, 3]
+    assert_equal_weights(joined_weights(found, 2), joined_weights(whole, 2))
+
+
+def test_moved_data_is_the_same_data(pools: Pools, tmp_path: Path) -> None:
+    """litdata compares paths, which say nothing of what lies there."""
+    write_litdata(tmp_path / "data", 37)
+    run = saving_after(run_of(tmp_path, "litdata", TWO_EPOCHS), MID_EPOCH)
+    whole = pools.run(2, fit_showing, run, "litdata", str(tmp_path / "data"))
+    moved = shutil.move(tmp_path / "data", tmp_path / "elsewhere")
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={MID_EPOCH}.ckpt"))
+    found = pools.run(2, fit_warned, again, "litdata", str(moved))
+    assert not found[0]["warned"]
+    assert_equal_weights(joined_weights(found, 2), joined_weights(whole, 2))
