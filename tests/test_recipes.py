@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning_asyncpp.tools.prepare.prepare import _request
 
 from lightning_asyncpp.cli import AsyncppCLI, main, make_cli
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
