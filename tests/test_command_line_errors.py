@@ -52,7 +52,7 @@ def refused(*arguments: str) -> int:
             ["--model.init_args.config.num_heads=3", "--model.init_args.config.moe.top_k=50"],
             ["num_heads=3", "num_kv_heads=2", "moe.top_k=50: must be at most num_experts=8"],
         ),
-        (["--data.init_args.batch_size=0"], ["batch_size=0"]),
+        (["--data.init_args.val_fraction=1"], ["val_fraction=1"]),
     ],
     ids=["one problem", "three problems", "data"],
 )
