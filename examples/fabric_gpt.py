@@ -39,7 +39,7 @@ def main(devices: int, steps: int) -> None:
     with fabric.init_module(empty_init=True):
         model = GPT(GPTConfig(vocab_size=256, context_length=CONTEXT, num_layers=4, dim=64, num_heads=4))
     model = fabric.setup_module(model)
-    # Only now: the parameters are those of this rank's stage.
+    # Made from the parameters of all stages, of which this rank's are here; it steps those.
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 

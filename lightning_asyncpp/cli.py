@@ -39,7 +39,6 @@ __all__ = ["TOOLS", "AsyncppCLI", "main", "make_cli", "read_configuration", "run
 _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
-    "bench": "lightning_asyncpp.tools.bench.bench",
     "check": "lightning_asyncpp.tools.check.check",
     "checkpoint": "lightning_asyncpp.tools.checkpoint.checkpoint",
     "doctor": "lightning_asyncpp.tools.doctor.doctor",

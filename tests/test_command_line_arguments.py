@@ -279,16 +279,6 @@ def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
         (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--text_ke=3"], "did you mean --text-key?"),
         (["prepare", "x", "--tokenizer", "byte"], "asyncpp prepare: error: missing: --output\n"),
         (["trace", "x", "--from-mini-batch", "-1"], "--from-mini-batch -1: must be a whole number, 0 or more\n"),
-        (
-            ["bench", "draw", "--svg", "x.svg", "--stages", "two"],
-            "error: --stages: must be a whole number, 1 or more\n",
-        ),
-        (
-            ["bench", "draw", "--svg", "x.svg", "--stages", "-2"],
-            "--stages: must be a whole number, 1 or more, got -2\n",
-        ),
-        (["bench", "schedule", "--stges", "-2"], "there is no option --stges; did you mean --stages?\n(`asyncpp"),
-        (["bench", "schedul"], "there is no benchmark 'schedul'; did you mean schedule?"),
         (["checkpoint", "inf"], "there is no command 'inf'; did you mean info?"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
@@ -314,7 +304,6 @@ def test_options_of_tools_have_hyphens() -> None:
         ("check", ["--micro_batches", "3"], "micro_batches", 3),
         ("plan", ["r", "--devices_per_node=3"], "devices_per_node", 3),
         ("prepare", ["x_y", "--output", "a_b", "--tokenizer", "byte", "--text_key", "body"], "text_key", "body"),
-        ("bench schedule", ["--micro_batches=3"], "micro_batches", 3),
     ],
 )
 def test_underscores_are_taken_for_hyphens(tool: str, arguments: list[str], name: str, value: int) -> None:

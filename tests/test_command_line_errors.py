@@ -175,12 +175,6 @@ def test_sections_that_are_missing_are_named(capsys: pytest.CaptureFixture[str])
 
 # A tool, what it cannot do without, and an option of its own that lacks the last letter.
 SHORTENED = [
-    ["bench", "schedule", "--stage=2"],
-    ["bench", "compute", "--micro-batche=2"],
-    ["bench", "optimizer", "--layer=1"],
-    ["bench", "network", "--repeat=1"],
-    ["bench", "time-to-loss", "--stage=2"],
-    ["bench", "draw", "--svg=x.svg", "--stage=2"],
     ["check", *RECIPE, "--stage=2"],
     ["checkpoint", "info", "x.ckpt", "--jso"],
     ["doctor", "--timeou=3"],

@@ -75,12 +75,14 @@ def test_what_internals_names_exists() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["`core/gone.py`", "`gone/`", "`core/updates/ticket.py:Gone`",
-     "`core/updates/ticket.py:TicketOffice.gone`", "`core/updates/ticket.py` and `TicketOffice.gone`"],
+    ["`core/gone.py`", "`gone/`", "`core/stage_optimizer.py:Gone`",
+     "`core/stage_optimizer.py:StageOptimizer.gone`", "`core/stage_optimizer.py` and `StageOptimizer.gone`"],
 )  # fmt: skip
 def test_what_is_gone_is_noticed(text: str) -> None:
     assert unknown_names(text)
-    assert not unknown_names("`core/updates/ticket.py:TicketOffice.file`, `TicketOffice.redeemed`, `tests/workers.py`")
+    assert not unknown_names(
+        "`core/stage_optimizer.py:StageOptimizer.step`, `StageOptimizer.release`, `tests/workers.py`"
+    )
 
 
 def test_the_files_in_the_diagram_of_internals_exist() -> None:

@@ -90,7 +90,6 @@ def test_commands_of_lightning_take_names(given: list[str], expected: list[str])
         ["validate", "--config=quikstart"],
         ["check", "--config", "quikstart"],
         ["plan", "quikstart"],
-        ["bench", "time-to-loss", "--config", "quikstart"],
         ["recipes", "--copy", "quikstart"],
     ],
     ids=lambda arguments: " ".join(arguments[:2]),

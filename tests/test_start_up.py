@@ -115,7 +115,7 @@ def test_every_tool_has_a_parser_of_its_own() -> None:
     assert {name.partition(" ")[0] for name in PARSERS} == set(TOOLS)
 
 
-@pytest.mark.parametrize("name", ["", "bench", "checkpoint", "fit", "validate", *PARSERS])
+@pytest.mark.parametrize("name", ["", "checkpoint", "fit", "validate", *PARSERS])
 def test_help_waits_for_neither_torch_nor_lightning(name: str) -> None:
     code, seconds, heavy, printed = command(*name.split(), "--help")
     assert code == 0

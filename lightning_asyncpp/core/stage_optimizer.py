@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.storage.nested import merged
 
 HyperParameters = list[dict[str, Any]]
 """Of every group, without its parameters."""
@@ -95,24 +94,18 @@ class StageOptimizer:
                 group.update((key, value) for key, value in now.items() if key not in changed)
 
     def state_dict(self) -> dict[str, Any]:
-        """This stage's part of the whole model's state, as torch numbers it; those of all stages can be merged."""
+        """This stage's part of the whole model's state, as torch numbers it; those of all stages can be merged.
+
+        What belongs to no parameter is every stage's.
+        """
         with self._installed():
             saved = self.optimizer.state_dict()
         numbers = {here: number for here, number in enumerate(self._numbers) if number in self._saved}
         groups = saved.pop("param_groups")
         return {**_renumbered(saved, numbers), "param_groups": self._whole_groups(groups)}
 
-    def rest(self) -> dict[str, Any]:
-        """What of the state belongs to no parameter: a stage may have its own."""
-        with self._installed():
-            return rest_of(self.optimizer.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this stage's part of a whole model's state.
-
-        Args:
-            state: of the whole model's optimizer, as torch numbers it.
-            rest: what belongs to no parameter.
 
         Raises:
             ConfigurationError: it has other groups.
@@ -130,7 +123,7 @@ class StageOptimizer:
             for group, members, numbers in zip(state["param_groups"], self._own, _counted(self._own))
         ]
         with self._installed():
-            self.optimizer.load_state_dict({**merged([own, rest]), "param_groups": groups})
+            self.optimizer.load_state_dict({**own, "param_groups": groups})
         for of_step in self._of_step:
             of_step.clear()
 
@@ -158,15 +151,6 @@ class StageOptimizer:
             {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
             for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
         ]
-
-
-def rest_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What of an optimizer's state belongs to no parameter and no group."""
-    return {
-        key: rest_of(value) if isinstance(value, Mapping) else value
-        for key, value in state.items()
-        if type(key) is not int and key != "param_groups"
-    }
 
 
 def name_of(optimizer: Optimizer) -> str:
@@ -200,11 +184,11 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renumbered(node: Mapping[Any, Any], numbers: Mapping[int, int]) -> dict[Any, Any]:
-    """What a state holds by numbers of parameters, under other numbers, and only that."""
+    """A state whose entries by numbers of parameters are those that are known, under other numbers."""
     found: dict[Any, Any] = {}
     for key, value in node.items():
-        if type(key) is not int and isinstance(value, Mapping):
-            found[key] = _renumbered(value, numbers)
+        if type(key) is not int:
+            found[key] = _renumbered(value, numbers) if isinstance(value, Mapping) else value
         elif key in numbers:
             found[numbers[key]] = value
     return found

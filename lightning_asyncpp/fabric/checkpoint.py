@@ -132,7 +132,7 @@ class CheckpointMixin(Strategy):
         self.checkpoints.settle()
         if isinstance(state, Optimizer):
             check_set_up(self.session, state)
-            load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only), None)
+            load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only))
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -155,7 +155,7 @@ class CheckpointMixin(Strategy):
         for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
             check_set_up(self.session, state[name])
             load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
-            load_optimizer_state(self.session, remainder.pop(name), progress)
+            load_optimizer_state(self.session, remainder.pop(name))
             self._note = MiniBatchNote()
             self._resumed_at = self.session.running().next_forward
         return remainder

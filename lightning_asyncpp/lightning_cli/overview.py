@@ -20,7 +20,6 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "look": {
         "trace": "show where the time of a run went that `asyncpp fit --trace` recorded",
-        "bench": "measure pipelines: schedule, compute, network, time-to-loss, optimizer; draw timelines",
     },
     "models in and out": {
         "export": "write a model as a folder of Hugging Face transformers",

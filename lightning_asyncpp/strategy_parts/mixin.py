@@ -64,7 +64,8 @@ class OneProcessMixin:
         self.session.connect(0, strategy.num_nodes * strategy.num_processes)
         assert strategy.accelerator is not None
         strategy.accelerator.setup_device(strategy.root_device)
-        strategy.set_world_ranks()
+        ranks = getattr(strategy, "set_world_ranks", None) or strategy._set_world_ranks  # the Trainer's, or Fabric's
+        ranks()
         reset_seed()  # as launchers do: what is drawn from the process's generators is the same as in a pipeline
 
 

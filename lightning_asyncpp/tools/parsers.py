@@ -1,7 +1,7 @@
 """What every tool of ``asyncpp`` takes: its parser, apart from what it does.
 
-``asyncpp TOOL --help`` is answered from here alone. So this module, ``bench/parsers.py`` and ``saved/parsers.py``
-import nothing that imports torch or Lightning: these take seconds.
+``asyncpp TOOL --help`` is answered from here alone. So this module and ``saved/parsers.py`` import
+nothing that imports torch or Lightning: these take seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from lightning_asyncpp.tools.bench import parsers as bench
 from lightning_asyncpp.tools.plan.devices import DEVICES
 from lightning_asyncpp.tools.saved import parsers as saved
 from lightning_asyncpp.tools.subcommands import chosen
@@ -190,12 +189,6 @@ def trace_parser() -> ToolParser:
 
 
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
-    "bench compute": bench.compute_parser,
-    "bench draw": bench.draw_parser,
-    "bench network": bench.network_parser,
-    "bench optimizer": bench.optimizer_parser,
-    "bench schedule": bench.schedule_parser,
-    "bench time-to-loss": bench.time_to_loss_parser,
     "check": check_parser,
     "checkpoint convert": convert_parser,
     "checkpoint info": info_parser,
@@ -223,9 +216,8 @@ def print_help(tool: str, argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with code 0 after the help; with code 2 if what comes before ``--help`` is wrong.
     """
-    groups = {"bench": bench.given_command, "checkpoint": checkpoint_command}
-    if tool in groups:
-        if (given := groups[tool](argv)) is None:
+    if tool == "checkpoint":
+        if (given := checkpoint_command(argv)) is None:
             sys.exit(0)
         command, argv = given
         tool = f"{tool} {command}"

@@ -1,4 +1,4 @@
-"""Commands of a tool, such as ``asyncpp bench schedule``: which was given, and what is said if none was."""
+"""Commands of a tool, such as ``asyncpp checkpoint info``: which was given, and what is said if none was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_asyncpp.lightning_cli.nearest import advice
 
 
 def chosen(
-    tool: str, commands: Mapping[str, str], argv: Sequence[str] | None, kind: str = "command", arguments: str = ""
+    tool: str, commands: Mapping[str, str], argv: Sequence[str] | None, arguments: str = ""
 ) -> tuple[str, list[str]] | None:
     """The command that was given, and its arguments; ``None`` after help was printed, for which none was needed.
 
@@ -17,7 +17,6 @@ def chosen(
         tool: its name after ``asyncpp``.
         commands: name -> what it does.
         argv: the arguments of the tool; ``None``: those of the process.
-        kind: what a command is called in messages.
         arguments: that every command takes, for the help.
 
     Raises:
@@ -31,7 +30,7 @@ def chosen(
         return None
     command, *rest = given
     if command not in commands:
-        said = f"asyncpp {tool}: error: there is no {kind} {command!r}{advice(command, commands)}"
+        said = f"asyncpp {tool}: error: there is no command {command!r}{advice(command, commands)}"
         print(f"{said}\n(`asyncpp {tool} --help` lists all)", file=sys.stderr)
         raise SystemExit(2)
     return command, rest

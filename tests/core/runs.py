@@ -132,7 +132,7 @@ class Training:
         other = Training(self.case, self.mesh, self.local_stages)
         other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
         state.load_pipeline_state(other.session, saved["pipeline"])
-        state.load_optimizer_state(other.session, saved["optimizer"], saved["pipeline"])
+        state.load_optimizer_state(other.session, saved["optimizer"])
         if other.scheduler is not None and self.scheduler is not None:
             other.scheduler.load_state_dict(self.scheduler.state_dict())
         other.losses, other.norms, other.statistics = self.losses, self.norms, self.statistics

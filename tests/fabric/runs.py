@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
+from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.fabric.strategy import PipelineStrategy
 from tests.core.cases import Case, make_model
 
@@ -36,22 +36,22 @@ class Run:
     precision: Any = "32-true"
     spoilt: bool = False  # other initial weights, which loading must replace
     options: dict[str, Any] = field(default_factory=dict)  # more of the strategy's
+    stages: int = 0  # all in this process, if there are any
 
     def __post_init__(self) -> None:
         case = self.case
-        self.strategy = (AsyncPipelineStrategy if case.delay else SyncPipelineStrategy)(
-            micro_batches=case.micro_batches,
-            lookahead=case.lookahead,
-            staleness=case.staleness,
-            slack=case.slack,
-            data_parallel_size=case.data_parallel_size,
-            partition=case.counts(world_size() // case.data_parallel_size),
-            placement=case.placement,
-            nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-            micro_batch_weight=case.weight,
-            weight_dtype="bf16" if case.bf16 else None,
-            **self.options,
-        )
+        options = {
+            "micro_batches": case.micro_batches, "lookahead": case.lookahead, "staleness": case.staleness,
+            "slack": case.slack, "partition": case.counts(self.stages or world_size() // case.data_parallel_size),
+            "nonfinite_gradients": "skip" if case.nan_at is not None else "stop", "micro_batch_weight": case.weight,
+            "weight_dtype": "bf16" if case.bf16 else None, **self.options,
+        }  # fmt: skip
+        if self.stages:
+            self.strategy = DelayedGradientStrategy(stages=self.stages, delay=case.delay, **options)
+        else:
+            self.strategy = (AsyncPipelineStrategy if case.delay else SyncPipelineStrategy)(
+                data_parallel_size=case.data_parallel_size, placement=case.placement, **options
+            )
         self.fabric = make_fabric(self.strategy, self.precision, seed=99 if self.spoilt else case.seed)
         model = case.make_model()
         if self.spoilt:

@@ -78,4 +78,4 @@ def made_too_early() -> None:
 def test_an_average_of_the_whole_model_is_refused(pools: Pools) -> None:
     for outcome in pools.outcomes(3, made_too_early):
         assert outcome.error == "ConfigurationError"
-        assert "after fabric.setup_module" in outcome.message
+        assert "after fabric.setup_optimizers" in outcome.message

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_asyncpp.tools.bench.harness import relay
-from lightning_asyncpp.tools.bench.harness.hosts import problems_of_hosts
+from research.benchmarks import link
 from tests.faults.launch import Hosts
 
 
 def why_not() -> str:
     """Why there can be none here; nothing if there can."""
-    return "; ".join(problems_of_hosts())
+    return link.missing()
 
 
 @contextmanager
@@ -24,11 +23,11 @@ def two_hosts() -> Iterator[tuple[Hosts, int]]:
 
     Stopped, it is as a cable that was cut: nothing arrives, and nobody is told.
     """
-    link = subprocess.Popen([sys.executable, relay.__file__, "0.1", "0"], stdout=subprocess.PIPE, text=True)
+    relay = subprocess.Popen([sys.executable, link.__file__, "0.1", "0"], stdout=subprocess.PIPE, text=True)
     try:
-        assert link.stdout is not None
-        namespaces = json.loads(link.stdout.readline())["namespaces"]
-        yield Hosts(tuple(namespaces), relay.ADDRESSES[0], {"GLOO_SOCKET_IFNAME": relay.INTERFACE}), link.pid
+        assert relay.stdout is not None
+        namespaces = json.loads(relay.stdout.readline())["namespaces"]
+        yield Hosts(tuple(namespaces), link.ADDRESSES[0], {"GLOO_SOCKET_IFNAME": link.INTERFACE}), relay.pid
     finally:
-        link.kill()
-        link.wait(10)
+        relay.kill()
+        relay.wait(10)

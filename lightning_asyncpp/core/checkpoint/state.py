@@ -8,21 +8,18 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_asyncpp.core.checkpoint.apart import fingerprint
 from lightning_asyncpp.core.checkpoint.gathering import gather_stages
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.tied_state import keep_once
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.core.stage_optimizer import name_of, rest_of
+from lightning_asyncpp.core.stage_optimizer import name_of
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.nested import merged
 
 PIPELINE = "pipeline"
 """Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
 OLDER, MASTERS = "older_weights", "masters"
-OPTIMIZER = "optimizer_of_stages"
-"""Stage -> what of the optimizer's state there belongs to no parameter."""
 _CUT = ("partition", "staleness", "slack")
 _OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
@@ -41,11 +38,8 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
 
 
 def stage_optimizer_state(session: PipelineSession) -> dict[str, Any]:
-    """This stage's part of the optimizer's state, numbered by the whole model; the first has what is no parameter's."""
-    assert session.stage is not None
-    own = session.stage_optimizer
-    state: dict[str, Any] = merged([own.state_dict(), own.rest() if session.stage.is_first else {}])
-    return state
+    """This stage's part of the optimizer's state, as torch numbers it in the whole model."""
+    return session.stage_optimizer.state_dict()
 
 
 def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
@@ -59,7 +53,6 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
         "engine": engine.state_dict(),
         OLDER: engine.weights.older() or {},
         MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
-        OPTIMIZER: {str(engine.mesh.stage): session.stage_optimizer.rest()},
     }
 
 
@@ -138,36 +131,13 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     engine.set_seed(session.seed)
 
 
-def load_optimizer_state(
-    session: PipelineSession, state: Mapping[str, Any], pipeline: Mapping[str, Any] | None
-) -> None:
+def load_optimizer_state(session: PipelineSession, state: Mapping[str, Any]) -> None:
     """Load this stage's part of the state of a whole model's optimizer, whoever wrote it.
-
-    What belongs to no parameter is the same stage's. Where stages had their own, and the model is cut in another way
-    now, an optimizer that corrects a delay begins anew with that, by ``optimizer.begin_anew()``.
-
-    Args:
-        session: the pipeline.
-        state: of the optimizer.
-        pipeline: what :func:`stage_pipeline_state` gave; None: no pipeline wrote the checkpoint.
 
     Raises:
         ConfigurationError: the optimizer had other groups.
     """
-    assert session.stage is not None
-    own, saved = session.stage_optimizer, {} if pipeline is None else pipeline.get(OPTIMIZER, {})
-    rests = [saved[stage] for stage in sorted(saved, key=int)]
-    is_same_cut = len(rests) == session.stage.num_stages and _cut(session) == {
-        name: (pipeline or {}).get(name) for name in _CUT
-    }
-    first = rest_of(state)
-    own.load_state_dict(state, rests[session.stage.index] if is_same_cut else first)
-    differ = any(fingerprint(rest) != fingerprint(rests[0]) for rest in rests)
-    if differ and not is_same_cut and callable(begin_anew := getattr(own.optimizer, "begin_anew", None)):
-        begin_anew()
-        rank_zero_info(
-            f"{name_of(own.optimizer)} begins anew: this run has other stages than the one that wrote the checkpoint"
-        )
+    session.stage_optimizer.load_state_dict(state)
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:

@@ -91,7 +91,7 @@ def _checked_update(average: AveragedModel, model: nn.Module) -> None:
         raise ConfigurationError(
             "AveragedModel.update_parameters: the average is of the whole model, and the model was cut to one stage, so"
             " layers would be mixed; keep it in the LightningModule or in a callback, where it is cut, too, or make it"
-            " after fabric.setup_module, of model.module"
+            " after fabric.setup_optimizers, of model.module"
         )
     _update(average, model)
 

@@ -202,4 +202,4 @@ class PipelineCheckpoints(Strategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load_optimizer_state(self.session, checkpoint["optimizer_states"][0], checkpoint.get(PIPELINE))
+        load_optimizer_state(self.session, checkpoint["optimizer_states"][0])

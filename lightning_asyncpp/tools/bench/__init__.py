@@ -1,1 +1,0 @@
-"""`asyncpp bench`: the pipeline measured against its rivals, and timelines drawn."""

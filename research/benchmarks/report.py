@@ -1,0 +1,119 @@
+"""From what the processes measured to a table: medians with the range over repeats, gains paired within a repeat."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+import lightning as L
+import torch
+
+from lightning_asyncpp.core.trace import utilisation
+from research.benchmarks.run import RankRun, Run
+
+
+class Spread(NamedTuple):
+    """A quantity over repeats."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of measured values."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self, digits: int) -> str:
+        """For a table."""
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}-{self.high:.{digits}f}]"
+
+    def percent(self) -> str:
+        """For a table, of a difference."""
+        return f"{self.median:+.1%} [{self.low:+.1%} to {self.high:+.1%}]"
+
+
+@dataclass
+class Figures:
+    """What was measured of a system, one number per repeat.
+
+    Attributes:
+        milliseconds: per mini-batch in the steady state, without warm-up and the last mini-batch; of the slowest rank.
+        utilisation: share of that time inside forwards and backwards, on the busiest stage; empty if not recorded.
+        losses: of the last mini-batch, the mean over replicas; empty where none is computed.
+    """
+
+    milliseconds: list[float]
+    utilisation: list[float]
+    losses: list[float]
+
+    @classmethod
+    def of(cls, run: Run, repeats: Sequence[Sequence[RankRun]]) -> Figures:
+        """Of all repeats of a system."""
+        first, last = run.warm_up - 1, run.warm_up - 1 + run.mini_batches
+        figures = cls([], [], [])
+        for ranks in repeats:
+            seconds = max(rank.marks[last] - rank.marks[first] for rank in ranks)
+            figures.milliseconds.append(seconds / run.mini_batches * 1e3)
+            if all(rank.spans for rank in ranks):
+                shares = [utilisation(rank.spans, rank.marks[first], rank.marks[last]) for rank in ranks]
+                figures.utilisation.append(max(shares))
+            if losses := [rank.loss for rank in ranks if rank.loss is not None]:
+                figures.losses.append(statistics.fmean(losses))
+        return figures
+
+
+def print_comparison(run: Run, measured: dict[str, list[list[RankRun]]]) -> None:
+    """The table, and the figures of every repeat in a file where one is given."""
+    figures = {system: Figures.of(run, repeats) for system, repeats in measured.items()}
+    print_table(["system", "ms per mini-batch", "utilisation", "gain over 1F1B", "of the floor", "time over async",
+                 "loss"], [_row(system, figures) for system in figures])  # fmt: skip
+    print(describe_machine())
+    if run.csv:
+        with open(run.csv, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["system", "repeat", "milliseconds", "utilisation", "loss"])
+            for system, own in figures.items():
+                columns = zip_longest(own.milliseconds, own.utilisation, own.losses)
+                writer.writerows([system, repeat, *row] for repeat, row in enumerate(columns))
+
+
+def _row(system: str, figures: dict[str, Figures]) -> list[str]:
+    own = figures[system]
+    of_floor, gain = (_ratios(figures, base, system) for base in ("floor", "1f1b"))
+    longer = [1 / ratio - 1 for ratio in _ratios(figures, "async", system)] if system.startswith("async+") else []
+    return [
+        system,
+        Spread.of(own.milliseconds).text(1),
+        Spread.of(own.utilisation).text(3) if own.utilisation else "",
+        Spread.of(gain).text(2) if gain else "",
+        Spread.of(of_floor).text(3) if of_floor else "",
+        Spread.of(longer).percent() if longer else "",
+        Spread.of(own.losses).text(4) if own.losses else "",
+    ]
+
+
+def _ratios(figures: dict[str, Figures], base: str, system: str) -> list[float]:
+    """Time of ``base`` over a system's, of each repeat; none if ``base`` did not run."""
+    if base not in figures:
+        return []
+    return [b / own for b, own in zip(figures[base].milliseconds, figures[system].milliseconds, strict=True)]
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """As Markdown, without the columns in which nothing stands."""
+    shown = [column for column in range(len(titles)) if any(row[column] for row in rows)]
+    for row in (titles, ["---"] * len(titles), *rows):
+        print("| " + " | ".join(row[column] for column in shown) + " |")
+
+
+def describe_machine() -> str:
+    """What the figures depend on."""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {L.__version__}"
+    return f"{os.cpu_count()} cores, {platform.platform()}, {versions}"

@@ -1,0 +1,8 @@
+"""Print the tables of docs/research/theory.md: ``python -m research.theory``."""
+
+from research.theory.tables import TABLES
+
+for name, table in TABLES.items():
+    print(f"<!-- table: {name} -->")
+    for label, numbers in table().items():
+        print(f"| {label} | " + " | ".join(f"{number:.4g}" for number in numbers) + " |")
