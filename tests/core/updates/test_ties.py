@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from torch import nn
 
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
@@ -29,7 +30,6 @@ from lightning_asyncpp.core.wire.link import Neighbours
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from tests.core.cases import DIM, Case
 from tests.core.compare import assert_same_norms, weights_of
 from tests.core.conftest import Pools
