@@ -14,13 +14,13 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_asyncpp import fabric, pytorch
+from lightning_asyncpp import fabric, trainer
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.arguments import _CHECKS as CHECKS
 
 STRATEGIES = [
     getattr(package, name)
-    for package in (pytorch, fabric)
+    for package in (trainer, fabric)
     for name in ("AsyncPipelineStrategy", "SyncPipelineStrategy")
 ]
 WRONG: list[tuple[str, Any, str]] = [
@@ -48,7 +48,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("parallel_devices", [], "a list of devices"),
     ("process_group_backend", "cpu:gloo,cuda:nccl", "one backend, such as 'nccl', and not several"),
 ]
-EMULATORS = [package.DelayedGradientStrategy for package in (pytorch, fabric)]
+EMULATORS = [package.DelayedGradientStrategy for package in (trainer, fabric)]
 OF_EVERY_STRATEGY = {"accelerator", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
 OF_MODELS = {"split_batch", "micro_batch_weight", "loss_reduction", "example_input_array"}
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "strategies.md"
@@ -80,10 +80,10 @@ def test_all_are_named_at_once(strategy: type) -> None:
 
 def test_a_partition_says_how_many_stages_there_are() -> None:
     with pytest.raises(ConfigurationError, match=r"micro_batches=2 is smaller than the number of stages \(3\)"):
-        pytorch.AsyncPipelineStrategy(partition=[1, 1, 1], micro_batches=2)
+        trainer.AsyncPipelineStrategy(partition=[1, 1, 1], micro_batches=2)
 
 
-@pytest.mark.parametrize("package", [pytorch, fabric], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [trainer, fabric], ids=lambda package: package.__name__)
 def test_what_does_not_fit_the_ranks_is_found_before_they_connect(
     package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +94,7 @@ def test_what_does_not_fit_the_ranks_is_found_before_they_connect(
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     strategy = package.AsyncPipelineStrategy(micro_batches=2, timeout=timedelta(seconds=5))
-    run = (L.Trainer if package is pytorch else L.Fabric)(strategy=strategy, devices=3, accelerator="cpu")
+    run = (L.Trainer if package is trainer else L.Fabric)(strategy=strategy, devices=3, accelerator="cpu")
     begin = functools.partial(run.fit, BoringModel()) if isinstance(run, L.Trainer) else run.launch
     with pytest.raises(ConfigurationError, match=r"micro_batches=2 is smaller than the number of stages \(3\)"):
         begin()
@@ -102,7 +102,7 @@ def test_what_does_not_fit_the_ranks_is_found_before_they_connect(
 
 def test_types_hide_nothing_else() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        pytorch.AsyncPipelineStrategy(micro_batches=2.5, lookahead=-1, nonfinite_gradients="no")
+        trainer.AsyncPipelineStrategy(micro_batches=2.5, lookahead=-1, nonfinite_gradients="no")
     for name in ("micro_batches=2.5", "lookahead=-1", "nonfinite_gradients='no'"):
         assert name in str(caught.value)
 

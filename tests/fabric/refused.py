@@ -23,6 +23,16 @@ def _parts(**options: Any) -> tuple[AsyncPipelineStrategy, L.Fabric, nn.Module]:
     return strategy, make_fabric(strategy), make_model()
 
 
+def optimizer_before_module() -> None:
+    _, fabric, model = _parts()
+    fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def two_optimizers() -> None:
+    run = Run(CASE)
+    run.fabric.setup_optimizers(torch.optim.SGD(run.model.parameters(), lr=0.1))
+
+
 def two_models() -> None:
     run = Run(CASE)
     run.fabric.setup_module(make_model())
