@@ -33,9 +33,10 @@ REFUSED_ONES = [idiom for idiom in TABLE if idiom.verdict == REFUSED]
 )
 def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
     """Weights equal to the last bit those of one process, and so does what is logged."""
-    run = replace(idiom.run(), strategy="default", options={"micro_batches": 3, "partition": "uniform"})
+    options = {"micro_batches": 3, "partition": "uniform", **idiom.options}
+    run = replace(idiom.run(), strategy="default", options=options)
     results = pools.run(stages, fit, run)
-    (expected,) = pools.run(1, fit, delayed(run, stages=stages, micro_batches=3, partition="uniform"))
+    (expected,) = pools.run(1, fit, delayed(run, stages=stages, **options))
     trained = results[0]["full_at_end"]
     apart = [name for name, array in expected["weights"].items() if not np.array_equal(array, trained[name])]
     assert not apart

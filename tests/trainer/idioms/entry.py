@@ -24,6 +24,7 @@ class Idiom:
         module: makes the LightningModule from the run.
         trainer: arguments of the Trainer.
         more: other fields of the run.
+        options: of the strategy.
         says: where it is refused, a part of what is said.
         metrics: whether what it logs equals what ``delayed_gradient`` logs.
         epochs: to train.
@@ -36,6 +37,7 @@ class Idiom:
     module: Callable[[Run], L.LightningModule] = Net
     trainer: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     says: str = ""
     metrics: bool = True
     epochs: int = 2

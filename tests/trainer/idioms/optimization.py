@@ -190,8 +190,10 @@ IDIOMS = [
     Idiom(
         "weights changed in the module's `on_train_batch_end`",
         WORKS,
-        "The hook comes once its batch's update has been applied.",
+        "The hook comes once its batch's update has been applied; `delayed_gradient` equals that with"
+        ' `staleness="uniform"`, under which all stages apply it together.',
         Projects,
+        options={"staleness": "uniform"},
     ),
     Idiom(
         "`AveragedModel(self.model)`, updated in `on_train_batch_end`",
