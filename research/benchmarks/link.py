@@ -78,11 +78,7 @@ def missing() -> str:
 
 @contextmanager
 def open_hosts(latency_ms: float, mbit: float) -> Iterator[Hosts]:
-    """Two hosts with a link between them.
-
-    Raises:
-        RuntimeError: this machine cannot have them.
-    """
+    """Two hosts with a link between them."""
     if problem := missing():
         raise RuntimeError(f"--hosts 2 needs {problem}. Run it as root on Linux, with iproute2 and the module tun.")
     command = [sys.executable, __file__, str(latency_ms), str(mbit)]
@@ -118,11 +114,8 @@ def _make_end(address: str, mbit: float) -> _End:
     _call_libc("unshare", _NEW_NETWORK)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
-    commands = [
-        "ip link set lo up",
-        f"ip addr add {address}/30 dev {INTERFACE}",
-        f"ip link set {INTERFACE} mtu {MTU} up",
-    ]
+    commands = ["ip link set lo up", f"ip addr add {address}/30 dev {INTERFACE}"]
+    commands.append(f"ip link set {INTERFACE} mtu {MTU} up")
     if mbit:
         burst = max(4 * MTU, round(mbit * 1e6 / 8 * 2e-3))  # 2 ms: with less, the kernel's clock would be the limit
         rate = f"rate {round(mbit * 1e6)} burst {burst} latency 400ms"

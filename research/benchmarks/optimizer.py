@@ -85,11 +85,7 @@ def make_gradients(stage: nn.Module) -> list[Tensor]:
 
 
 def make_optimizers(system: str, stage: nn.Module) -> Sequence[Optimizer]:
-    """The optimizers of a system, all with the same settings.
-
-    Raises:
-        ValueError: there is no such system.
-    """
+    """The optimizers of a system, all with the same settings."""
     if system in OURS:
         options: dict[str, Any] = {"lr": MUON_LR, "adamw_lr": ADAMW_LR, "weight_decay": DECAY}
         return [MuonAdamW(stage.named_parameters(), **options, adamw_betas=BETAS, **OURS[system])]

@@ -29,8 +29,7 @@ R = TypeVar("R", bound=Run)
 def measure(run: R) -> tuple[R, dict[str, list[list[RankRun]]]]:
     """Run all systems in new processes; how far they are goes to standard error.
 
-    Returns:
-        The run as it was prepared, and system -> repeats -> what each process measured.
+    Returns the run as it was prepared, and system -> repeats -> what each process measured.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning", "research.benchmarks.systems"])
     with tempfile.TemporaryDirectory() as name, _hosts(run) as hosts:

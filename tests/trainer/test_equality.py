@@ -41,7 +41,7 @@ def check(
     pools: Pools, run: Run, stages: int, mini_batches: list[list[Any]], name: str = "train_loss_step", **how: Any
 ) -> list[dict[str, Any]]:
     """Train over ``stages`` stages and compare the weights, and the logged losses, with the oracle's."""
-    micro_batches = run.options.get("micro_batches", 2 * stages if stages > 1 else 1)
+    micro_batches = run.options.get("micro_batches", stages)
     results = pools.run(stages, fit, replace(run, trainer=run.trainer | {"logger": "list"}))
     weights, losses = oracle(run, micro_batches, mini_batches, **how)
     assert_equal_weights(joined_weights(results, stages), weights)

@@ -134,20 +134,19 @@ class Estimate:
     def schedules(self) -> dict[str, list[Schedule]]:
         """The recipe's own schedule, and others: name -> schedule of each stage."""
         own = [self.stages.schedule(stage) for stage in range(self.settings.num_stages)]
-        flush = [replace(s, pipeline_rule=StalenessRule(0), lookahead=0) for s in own]
         delayed = [replace(s, pipeline_rule=StalenessRule(1)) for s in own]
-        least = own if self.settings.delay and self.settings.staleness == "least" else [
-            replace(s, staleness="least", slack=0) for s in delayed
-        ]  # fmt: skip
-        uniform = [replace(s, staleness="uniform", slack=0) for s in delayed]
-        return {"1F1B": flush, "least staleness": least, "2BW": uniform}
+        found = {
+            "1F1B": [replace(s, pipeline_rule=StalenessRule(0), lookahead=0) for s in own],
+            "least staleness": [replace(s, staleness="least", slack=0) for s in delayed],
+            "2BW": [replace(s, staleness="uniform", slack=0) for s in delayed],
+        }
+        return {**found, self.own: own} if self.settings.delay else found
 
     @property
     def own(self) -> str:
         """Name of the recipe's own schedule."""
-        return (
-            "1F1B" if not self.settings.delay else "2BW" if self.settings.staleness == "uniform" else "least staleness"
-        )
+        names = {"least": "least staleness", "uniform": "2BW"}
+        return names[self.settings.staleness] if self.settings.delay else "1F1B"
 
     @cached_property
     def paces(self) -> dict[str, Pace]:

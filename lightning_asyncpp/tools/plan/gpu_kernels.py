@@ -66,23 +66,17 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    normed: Tensor = _FusedRMSNorm.apply(_widened(input), weight)
-    return normed
+    return _FusedRMSNorm.apply(_widened(input), weight)  # type: ignore[no-any-return]
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or p == 0.0:
-        return input
-    kept: Tensor = torch.native_dropout(input, p, True)[0]
-    return kept
+    return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # As positional arguments a mask and the dropout come first.
-    names = ("attn_mask", "dropout_p", "is_causal")
-    kwargs = {**dict(zip(names, args)), **kwargs, "dropout_p": 0.0}
-    mixed: Tensor = _plain_attention(query, key, value, **kwargs)
-    return mixed
+    kwargs = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs, "dropout_p": 0.0}
+    return _plain_attention(query, key, value, **kwargs)
 
 
 def _in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -115,16 +115,15 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
 
 def _settings(strategy: Any) -> PipelineSettings:
     """Return the settings of the recipe's strategy, which must be a pipeline."""
-    name, arguments = (
-        (strategy["class_path"], strategy.get("init_args")) if isinstance(strategy, dict) else (strategy, {})
-    )
+    given = strategy if isinstance(strategy, dict) else {"class_path": strategy}
+    name = given["class_path"]
     kind: Any = resolve_name(name) if isinstance(name, str) and "." in name else None
     if not (isinstance(kind, type) and issubclass(kind, PipelineStrategy)):
         raise ConfigurationError(
             f"trainer.strategy={name!r} is no pipeline: give --trainer.strategy async_pipeline, or sync_pipeline"
         )
     with quiet():
-        made: PipelineStrategy = kind(**(arguments or {}))
+        made: PipelineStrategy = kind(**(given.get("init_args") or {}))
     return made.session.settings
 
 

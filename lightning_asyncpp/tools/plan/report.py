@@ -54,12 +54,10 @@ class Report:
 
     def _stage(self, index: int) -> dict[str, Any]:
         plan, memory, profile = self.estimate, self.estimate.memory[index], self.estimate.stages.profiles[index]
-        readings = {"forward": profile.forward, "backward": profile.backward, "update": profile.update}
         return {
             "layers": telling([unit.name for unit in plan.stages.units_of(index)]),
             "parameters": profile.num_parameters, "bytes": {**memory.parts, "total": memory.total},
             "in_flight": memory.in_flight, "during": memory.during, "seconds": asdict(plan.times[index]),
-            "per_micro_batch": {name: asdict(reading) for name, reading in readings.items()},
             "sent_bytes": 0 if profile.sent is None else profile.sent.num_bytes,
         }  # fmt: skip
 
@@ -128,10 +126,9 @@ class Report:
         for change in self.changes:
             verdict = "fits" if change.estimate.fits else "is not enough"
             step = _milliseconds(change.estimate.step)
-            lines += [
-                f"  {change.arguments}",
-                f"    {verdict}: {change.estimate.most / GIB:.2f} GiB, {step} ms per update",
-            ]
+            lines.append(
+                f"  {change.arguments}\n    {verdict}: {change.estimate.most / GIB:.2f} GiB, {step} ms per update"
+            )
         if not self.changes or not self.changes[-1].estimate.fits:
             lines.append("None of them is enough: use devices with more memory, or a smaller model or batch")
         return lines
