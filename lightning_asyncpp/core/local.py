@@ -85,7 +85,8 @@ class LocalPipeline(Engine):
         self._draws: list[tuple[Any, Any]] = []
         self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
-        self.schedule, self.updates = self.engines[0].schedule, self.engines[0].updates  # the last that applies
+        self.schedule = self.engines[-1].schedule  # that of the stage which has the loss and logs
+        self.updates = self.engines[0].updates  # of the stage that applies an update last
         self.weights: AllWeights = AllWeights(self.engines, self._shared)
 
     def _engine(self, stage: Stage, seed: int, device: torch.device, hooks: UserHooks) -> Engine:

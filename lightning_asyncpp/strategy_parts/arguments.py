@@ -298,7 +298,6 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "start_method": _start_method,
     "process_group_backend": _backend,
     "parallel_devices": _devices,
-    "find_unused_parameters": _switch,
     "async_checkpoints": _switch,
     "split_batch": _function,
     "micro_batch_weight": _function,

@@ -73,8 +73,8 @@ TABLE = [
     ),
     Entry("BatchSizeFinder", REFUSED, "It needs an out-of-memory error on all ranks at once."),
     Entry("Callback", BASE, "Yours: hooks run on every rank; metrics are the same on all, weights the stage's own."
-        " **Between two batches weights are one update old**, with a warning that names who reads them:"
-        " `after_own_update(callback)`, see above. Checkpoints have every stage's state."),
+        " **Between two batches weights are one update old**: `after_own_update(callback)`, see above."
+        " Checkpoints have every stage's state."),
     Entry("Checkpoint", BASE, "A checkpoint callback of your own must call `trainer.save_checkpoint` on every rank."),
     Entry("DeviceStatsMonitor", NOTE, "Logs the device of rank 0, the last stage.", {"cpu_stats": False}),
     Entry(
@@ -133,7 +133,7 @@ def make(name: str) -> callbacks.Callback:
 OF_YOURS = (
     "**A callback of yours that reads weights in `on_train_batch_end` sees them one update old** under",
     "`async_pipeline`: the batch's own update is applied in the middle of the next batch. A hand-written EMA,",
-    "norms of updates or swaps of weights come out wrong; a warning names the callback. Give the Trainer",
+    "norms of updates or swaps of weights come out wrong. Give the Trainer",
     "`callbacks=[lightning_asyncpp.after_own_update(MyEMA())]`: its `on_train_batch_end` is then called once the",
     "update has been applied (there it may not save or evaluate). Or put it into the LightningModule's own",
     "`on_train_batch_end`, or use `EMAWeightAveraging`. In `on_train_epoch_end` and in validations all updates",

@@ -10,7 +10,7 @@ import lightning as L
 
 from tests.trainer.runs import Net, Run
 
-WORKS, NOTE, REFUSED = "works", "works, with a note", "refused"
+WORKS, NOTE, REFUSED, NO = "works", "works, with a note", "refused", "no"
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,12 @@ class Idiom:
 
     Attributes:
         code: as a user writes it.
-        verdict: one of the three above.
-        note: what a user should know; where it is refused, what to do instead.
+        verdict: one of the four above.
+        note: what a user should know; where it is refused or does not work, what to do instead.
         module: makes the LightningModule from the run.
         trainer: arguments of the Trainer.
         more: other fields of the run.
+        options: of the strategy.
         says: where it is refused, a part of what is said.
         metrics: whether what it logs equals what ``delayed_gradient`` logs.
         epochs: to train.
@@ -36,6 +37,7 @@ class Idiom:
     module: Callable[[Run], L.LightningModule] = Net
     trainer: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     says: str = ""
     metrics: bool = True
     epochs: int = 2

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 
+from lightning_asyncpp import after_own_update
 from tests.core.cases import DIM
-from tests.trainer.hooks.reads import Ema, ReadsAsModule, marked_ema
-from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
+from tests.trainer.idioms.entry import NO, NOTE, REFUSED, WORKS, Idiom
 from tests.trainer.idioms.optimizers import (
     DecaysByLayer,
     DecaysByPosition,
@@ -27,7 +27,6 @@ from tests.trainer.idioms.optimizers import (
     StepsEverySecond,
     TrainedParts,
     TwoOptimizers,
-    UnwrappedOptimizerStep,
     WarmUp,
     ZeroesInPlace,
 )
@@ -42,13 +41,6 @@ class ClipsLater(Net):
     ) -> None:
         value = 0.01 if self.current_epoch == 0 and self.trainer.global_step < 3 else 0.5
         self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm="norm")
-
-
-class ClipsByHand(Net):
-    """Clipping by torch's own function, which would know one stage."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
 class LogsGradientNorm(Net):
@@ -67,28 +59,6 @@ class LooksAtGradients(Net):
         self.seen = [p.grad.norm() for p in self.parameters() if p.grad is not None]
 
 
-class Prunes(Net):
-    """Masks small weights as the second epoch begins."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            for layer in self.model.modules():
-                if isinstance(layer, nn.Linear):
-                    prune.l1_unstructured(layer, "weight", 0.3)
-
-
-class Unfreezes(Net):
-    """A layer that is trained from the second epoch on."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model[-1].requires_grad_(False)  # type: ignore[index]
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.model[-1].requires_grad_(True)  # type: ignore[index]
-
-
 class Projects(Net):
     """Weights that are projected after every step."""
 
@@ -97,16 +67,6 @@ class Projects(Net):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 parameter.copy_(F.normalize(parameter, dim=1))
-
-
-class ProjectsInOptimizerStep(Net):
-    """Weights that are clamped after the step, in the hook around it."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.clamp_(-0.05, 0.05)
 
 
 class Averages(Net):
@@ -121,32 +81,6 @@ class Averages(Net):
         self.ema.update_parameters(self.model)
 
 
-class Penalized(Net):
-    """A penalty on the weights, in the loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.abs().sum() for p in self.parameters())
-
-
-class BackwardInTheStep(Net):
-    """A backward of one's own in automatic optimization."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        loss.backward(retain_graph=True)
-        return loss
-
-
-class InputGradient(Net):
-    """A penalty on the gradient with respect to the input."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch["x"].requires_grad_(True)
-        energy = self.model(x)
-        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-        return F.mse_loss(energy, batch["y"]) + force.pow(2).mean()
-
-
 class Backbone(Net):
     """Layers in several attributes, as the page on transfer learning has them."""
 
@@ -157,6 +91,20 @@ class Backbone(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.mse_loss(self.head(self.backbone(batch["x"])), batch["y"])
+
+
+class KeepsAMean(L.Callback):
+    """A mean of the weights after every update."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        weights = [p.detach().clone() for p in pl_module.parameters()]
+        means = getattr(self, "means", weights)
+        self.means = [mean.lerp(weight, 0.5) for mean, weight in zip(means, weights)]
+
+
+def averaging_callback() -> L.Callback:
+    """One that reads weights when the batch's own update has been applied."""
+    return after_own_update(KeepsAMean())
 
 
 SCHEDULER = "A schedule sees batches as a single process does."
@@ -175,20 +123,16 @@ IDIOMS = [
     ),
     Idiom(
         "... weights changed after `optimizer.step(...)`",
-        REFUSED,
-        "Put it into `on_train_batch_end` of the module, or `optimizer.register_step_post_hook`.",
-        ProjectsInOptimizerStep,
+        NO,
+        "The update comes later: `on_train_batch_end` of the module, or `optimizer.register_step_post_hook`.",
     ),
-    Idiom(
-        "... `optimizer.optimizer.step(...)`", REFUSED, "Step the optimizer that the hook gets.", UnwrappedOptimizerStep
-    ),
+    Idiom("... `optimizer.optimizer.step(...)`", NO, "Step the optimizer that the hook gets."),
     Idiom("`optimizer_zero_grad`: `optimizer.zero_grad(set_to_none=False)`", WORKS, "", ZeroesInPlace),
     Idiom("`configure_gradient_clipping` with `self.clip_gradients(...)`", WORKS, "", ClipsLater),
     Idiom(
         "`torch.nn.utils.clip_grad_norm_` in `on_before_optimizer_step`",
-        REFUSED,
-        "It would know one stage: `gradient_clip_val`, or `self.clip_gradients(...)`.",
-        ClipsByHand,
+        NO,
+        "It knows the norm of one stage: `gradient_clip_val`, or `self.clip_gradients(...)`.",
     ),
     Idiom(
         "`self.log_dict(grad_norm(...))` in `on_before_optimizer_step`",
@@ -235,23 +179,21 @@ IDIOMS = [
     ),
     Idiom(
         "layers frozen or unfrozen during the training",
-        REFUSED,
+        NO,
         "Freeze before, or train in two parts.",
-        Unfreezes,
-        says="frozen or unfrozen",
     ),
     Idiom(
         "`torch.nn.utils.prune` in a hook",
-        REFUSED,
+        NO,
         "Before the training, or between two.",
-        Prunes,
-        says="another parameter, or none, is there since the training started",
     ),
     Idiom(
         "weights changed in the module's `on_train_batch_end`",
         WORKS,
-        "The hook comes once its batch's update has been applied.",
+        "The hook comes once its batch's update has been applied; `delayed_gradient` equals that with"
+        ' `staleness="uniform"`, under which all stages apply it together.',
         Projects,
+        options={"staleness": "uniform"},
     ),
     Idiom(
         "`AveragedModel(self.model)`, updated in `on_train_batch_end`",
@@ -261,44 +203,35 @@ IDIOMS = [
     ),
     Idiom(
         "weights read in a callback's `on_train_batch_end` (a mean, the norm of an update, a swap)",
-        NOTE,
-        "**One update old there**, with a warning: `after_own_update(callback)`, or the module's `on_train_batch_end`.",
-        more={"callbacks": ((Ema, {}),)},
-        label="reads-in-a-callback",
+        NO,
+        "**One update old there**: `after_own_update(callback)`, or the module's `on_train_batch_end`.",
     ),
     Idiom(
         "... of `lightning_asyncpp.after_own_update(callback)`",
         WORKS,
         "Called once its batch's update has been applied.",
-        more={"callbacks": ((marked_ema, {}),)},
+        more={"callbacks": ((averaging_callback, {}),)},
         label="reads-in-a-marked-callback",
     ),
     Idiom(
         "weights read after `super().optimizer_step(...)`, in `on_train_batch_start` or `on_before_zero_grad`",
-        NOTE,
-        "**One update old there**, with a warning: read in the module's `on_train_batch_end`.",
-        ReadsAsModule,
+        NO,
+        "**One update old there**: read in the module's `on_train_batch_end`.",
     ),
     Idiom(
         "a penalty on `self.parameters()` in the step",
-        REFUSED,
-        "Compute it in a layer, or use weight decay.",
-        Penalized,
-        says="used directly in training_step",
+        NO,
+        "The last stage has only its own: `add_auxiliary_loss` in the layers, or weight decay.",
     ),
     Idiom(
         "`loss.backward()` in `training_step`",
-        REFUSED,
+        NO,
         "The pipeline runs the backward, on all stages: leave it out.",
-        BackwardInTheStep,
-        says="a backward through self.model in the step",
     ),
     Idiom(
         "`torch.autograd.grad(..., batch)` in the step",
-        REFUSED,
-        "Input and loss are on different stages: `delayed_gradient`, or within one layer.",
-        InputGradient,
-        says="the input lives on the first stage",
+        NO,
+        "Input and loss are on different stages: within one layer.",
     ),
     Idiom(
         "`self.backbone` and `self.head`, called one by one in the step, no `self.model`",

@@ -48,13 +48,6 @@ class OwnOptimizerStep(Net):
         optimizer.step(closure=optimizer_closure)
 
 
-class UnwrappedOptimizerStep(Net):
-    """The page's way to one's own optimizer, past Lightning."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.optimizer.step(closure=optimizer_closure)
-
-
 class EverySecondBatch(Net):
     """A step at arbitrary intervals; the other gradients are dropped."""
 

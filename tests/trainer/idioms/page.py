@@ -17,10 +17,11 @@ TABLE = [idiom for section in SECTIONS.values() for idiom in section]
 _INTRODUCTION = """# Idioms of Lightning's documentation under a pipeline
 
 *works*: it trains, bit for bit, what one process trains that cuts its batches the same way
-(`DelayedGradientStrategy("least", stages=P, micro_batches=m)`), and logs the same. *refused*: on every rank, with the
-reason and a fix, before the update that it would have spoiled. Callbacks have [their own table](callbacks.md).
+(`DelayedGradientStrategy(stages=P, micro_batches=m)`), and logs the same. *refused*: on every rank, with the reason and
+what to do instead. *no*: it does not work, and often nothing says so; `check_model` finds what shows in the first
+updates. Callbacks have [their own table](callbacks.md).
 
-Made from `tests/trainer/idioms/`, where every row is tested (`pytest -m "slow or not slow"
+Made from `tests/trainer/idioms/`, where every row is tested but those with *no* (`pytest -m "slow or not slow"
 tests/trainer/test_idioms.py`, with three stages and with two); do not edit.
 """
 

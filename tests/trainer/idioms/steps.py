@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 from tests.core.cases import DIM
-from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
+from tests.trainer.idioms.entry import NO, NOTE, REFUSED, WORKS, Idiom
 from tests.trainer.runs import Net, Run
 
 
@@ -101,22 +101,6 @@ class Buffered(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.mse_loss(self.model(batch["x"] * self.scale), batch["y"])
-
-
-class Autocasts(Net):
-    """Autocast around the model alone."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return F.mse_loss(self.model(batch["x"]).float(), batch["y"])
-
-
-class EvaluatesInTheStep(Net):
-    """A mode that the step changes."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.model.eval()
-        return super().training_step(batch, batch_idx)
 
 
 class TrainsInEvaluationMode(Net):
@@ -263,15 +247,6 @@ class StopsItself(Net):
             self.trainer.should_stop = True
 
 
-class SetsTheGraph(Net):
-    """Gradient of the output with respect to the weights in the step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.mse_loss(self.model(batch["x"]), batch["y"])
-        grads = torch.autograd.grad(loss, list(self.parameters()), create_graph=True, allow_unused=True)
-        return loss + 1e-3 * sum(g.pow(2).sum() for g in grads if g is not None)
-
-
 IDIOMS = [
     Idiom("`self(x)` with `forward` calling `self.model(x)`", WORKS, "", CallsItself),
     Idiom('`return {"loss": loss, ...}`', WORKS, "", ReturnsMore),
@@ -307,17 +282,14 @@ IDIOMS = [
         Buffered,
     ),
     Idiom(
-        "`torch.autocast(...)` around `self.model(...)`",
-        NOTE,
-        "It, and `sdpa_kernel(...)`, go to all stages with the micro-batch. Other modes around the model are refused.",
-        Autocasts,
+        "`torch.autocast(...)`, `sdpa_kernel(...)` or `torch.no_grad()` around `self.model(...)`",
+        NO,
+        "It does not reach layers of other stages: `precision=` of the Trainer, or inside the layers.",
     ),
     Idiom(
         "`self.model.eval()` in a step",
-        REFUSED,
-        "It would hold only on the first and the last stage: use `on_train_epoch_start`.",
-        EvaluatesInTheStep,
-        says="train() or eval() on self.model",
+        NO,
+        "It holds on the first and the last stage only: use `on_train_epoch_start`.",
     ),
     Idiom("`self.model.eval()` in `on_train_epoch_start`", WORKS, "", TrainsInEvaluationMode),
     Idiom(
@@ -337,9 +309,8 @@ IDIOMS = [
     Idiom(
         '`self.log(..., reduce_fx="max")` in `validation_step`',
         NOTE,
-        "Of micro-batches; `delayed_gradient(micro_batches=...)` evaluates whole batches.",
+        "Of micro-batches.",
         LogsTheLargest,
-        metrics=False,
     ),
     Idiom("`torchmetrics`, `MetricCollection`", WORKS, "", Measures),
     Idiom(
@@ -362,9 +333,7 @@ IDIOMS = [
     Idiom("`self.trainer.should_stop = True` at an epoch's end", WORKS, "", StopsItself, epochs=4),
     Idiom(
         "`torch.autograd.grad(loss, self.parameters())` in the step",
-        REFUSED,
-        "A stage has only its own layers: `delayed_gradient`, or within one layer.",
-        SetsTheGraph,
-        says="torch.autograd.grad(..., parameters)",
+        NO,
+        "A stage has only its own layers: within one layer.",
     ),
 ]
