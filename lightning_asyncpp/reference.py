@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,10 +223,11 @@ def gradient_of(
     weight: Callable[[Any], float],
     seed: int,
     first: int,
+    by_layers: bool = True,
 ) -> MeanGradient:
     """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
 
-    Before number i of them, ``go_to(i)`` puts the weights in place.
+    Before number i of them, ``go_to(i)`` puts the weights in place. Without ``by_layers`` the model's own forward runs.
     """
     found, sums = MeanGradient(), Weights()
     with _uses_apart(model) as further_uses:
@@ -237,7 +238,11 @@ def gradient_of(
                 go_to(k - first)
                 for parameter, leaf in further_uses:
                     leaf.data.copy_(parameter.data)
-                with layer_by_layer(model), _derived_randomness(model, seed, k), collecting() as said:
+                with (
+                    layer_by_layer(model) if by_layers else nullcontext(),
+                    _derived_randomness(model, seed, k),
+                    collecting() as said,
+                ):
                     loss = step(micro_batch)
                 ((loss + said.total_loss()) * w).backward()
                 found.weight += w

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.elsewhere import second_names, uses_of
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
@@ -81,13 +82,18 @@ class LocalSession(PipelineSession):
             raise ConfigurationError.from_problems(problems)
         materialize(units, range(len(units)), seed, device)
         ends = list(accumulate(partition.counts))
+
+        def stage(index: int, num_stages: int, own: list[Unit], first: int, whole: WholeModel) -> Stage:
+            outside = second_names(around, units, uses_of(own))
+            return Stage(model, index, num_stages, own, first, whole, around, outside)
+
         self._stages = [
-            Stage(model, index, self.num_stages, units[end - count : end], end - count, whole, around)
+            stage(index, self.num_stages, units[end - count : end], end - count, whole)
             for index, (end, count) in enumerate(zip(ends, partition.counts))
         ]
-        self.stage = Stage(model, 0, 1, units, 0, WholeModel.of(units, [len(units)], around)[0], around)
-        for stage in (self.stage, *self._stages):
-            stage.runs_whole_step = not is_cut
+        self.stage = stage(0, 1, units, 0, WholeModel.of(units, [len(units)], around)[0])
+        for part in (self.stage, *self._stages):
+            part.runs_whole_step = not is_cut
         self.partition, self.seed = partition, seed
         return self.stage
 

@@ -454,7 +454,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr("sys.argv", ["asyncpp"])
     check.main(arguments(tmp_path, "--updates", "2"))
     printed = capsys.readouterr().out
-    assert "stage 1: model.blocks.2, model.blocks.3, model.head" in printed
+    assert "stage 1: blocks.2, blocks.3, head" in printed
     assert printed.count("equal to the last bit") == 2
     with pytest.raises(SystemExit) as ended:
         check.main(arguments(tmp_path, "--stages", "9", "--updates", "1"))

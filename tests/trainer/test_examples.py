@@ -79,8 +79,7 @@ def test_a_llama_without_padding_and_with_checkpointing(reentrant: bool | None) 
     full = [batch for batch in full if bool(batch["attention_mask"].all())][:2]
     assert len(full) == 2
     report = check_model(module, full, stages=3)
-    assert report.bitwise, report.differences
-    assert [info.dtype for info in report.crossings[0]] == [torch.float32] * 3, "a mask crossed the cut"
+    assert report.bitwise, str(report)
 
 
 def test_a_llama_with_tied_embeddings() -> None:
@@ -99,10 +98,7 @@ def test_the_layers_of_the_llama_are_its_forward() -> None:
     script = example("transformers_llama")
     batch = transformers.BatchEncoding(next(iter(script.loader(40, 16))))
     report = check_model(script.build(), [batch], stages=2, updates=1)
-    assert report.bitwise
-    shapes = [info.shape for info in report.crossings[0]]
-    time = batch["input_ids"].shape[1]
-    assert shapes == [(8, time, 64), (8, 1, time, time), (1, time, 16), (1, time, 16)]
+    assert report.bitwise, str(report)
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -171,7 +171,7 @@ class _Check:
         assert session.stage is not None and network is not None and module is not None  # noqa: PT018
         self.settings, self._counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
         self._stages = {prefix + name: stage for name, stage in stages_of_parameters(network, self._counts).items()}
-        units = iter([prefix + unit.name for unit in session.stage.units])
+        units = iter([unit.name for unit in session.stage.units])
         self.layers = [telling(list(itertools.islice(units, count))) for count in self._counts]
 
     def _placed(self, comparison: str, apart: Difference | None, hint: str = "") -> Difference | None:

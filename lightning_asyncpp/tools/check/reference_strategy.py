@@ -41,7 +41,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         seed: of the run.
         device: where it trains.
         at_first: take every gradient at the first weights, without the losses that layers add: a balance of experts is
-            one of each microbatch. With one microbatch batches are not split.
+            one of each microbatch. One microbatch is the whole batch, and runs the model's own forward.
     """
 
     applies_statistics = materializes_stages = True
@@ -113,14 +113,15 @@ class ReferenceStrategy(SingleDeviceStrategy):
     def _gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> reference.MeanGradient:
         """Return the gradient of a batch, of which every microbatch runs on the weights that the rule gives it."""
         parts = self.settings.micro_batches
-        slots = [batch] if self.at_first and parts == 1 else self.hooks.split_batch(batch, parts)
+        is_whole = self.at_first and parts == 1
+        slots = [batch] if is_whole else self.hooks.split_batch(batch, parts)
         if not (self.at_first and self._newest):
             self._newest = reference.values_of(self.schedules if self.at_first or self.settings.delay else ())
         for parameter in self.parameters:
             parameter.grad = None  # of the update before
         gradient = reference.gradient_of(
             self.network, {p: p for p in self.parameters}, step, slots, self._go_to, self.hooks.micro_batch_weight,
-            self.seed, self.update * parts,
+            self.seed, self.update * parts, by_layers=not is_whole,
         )  # fmt: skip
         reference.load(self._newest)
         return gradient

@@ -16,6 +16,7 @@ _BETWEEN = (
     "7. Only the optimizer changes weights, and hooks between batches may be one update behind: call strategy.drain()"
     " first, or use after_own_update(callback)"
 )
+_LAYERS = "4. Layers run once per microbatch, one after the other, and forward() does nothing else"
 _MEAN = (
     "2. The loss is a mean over a microbatch's samples, or micro_batch_weight says by what to weigh it, or"
     " loss_reduction = 'sum'; a loss that needs the whole batch at once does not fit. split_batch cuts batches whose"
@@ -25,13 +26,13 @@ _MEAN = (
 _SENTENCES = {
     ("pieces", "loss"): (_ARGUMENTS, f"{_STEP}: an optimizer that calls its closure again does not fit"),
     ("pieces", "gradient used"): (_ARGUMENTS, f"{_STEP}: a hook sees those of one stage at a time"),
-    ("pieces", "value at the end"): ("4. Layers run once per microbatch, in the same order for every batch", _BETWEEN),
+    ("pieces", "value at the end"): (_LAYERS, _BETWEEN),
     ("delayed", "loss"): (_ARGUMENTS, _BETWEEN),
     ("delayed", "gradient used"): (_ARGUMENTS, _BETWEEN),
     ("delayed", "weights"): (_BETWEEN, _STEP),
     ("delayed", "value at the end"): (_BETWEEN,),
-    ("whole", "loss"): (_MEAN,),
-    ("whole", "gradient used"): (_MEAN,),
+    ("whole", "loss"): (_MEAN, _LAYERS),
+    ("whole", "gradient used"): (_MEAN, _LAYERS),
 }
 _MEANINGS = {
     "pieces": "cutting the model, in {1} stages against the whole, both in {2} microbatches",
@@ -89,6 +90,11 @@ class CheckReport:
     def ok(self) -> bool:
         """Whether nothing differs, and losses are finite."""
         return not self.differences and all(map(math.isfinite, self.losses))
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether the pipeline trains to the last bit what the whole model does with its microbatches."""
+        return all(difference.comparison == "whole" for difference in self.differences)
 
     def __str__(self) -> str:
         lines = [f"stage {number}: {_shortened(names)}" for number, names in enumerate(self.stages)]
