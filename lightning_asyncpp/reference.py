@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.core.cut.units import layer_by_layer, pipeline_units
-from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 Held = tuple[Sequence[nn.Parameter], int]  # parameters of a stage; how many micro-batches it holds back
@@ -96,7 +96,7 @@ def train_reference(
         older = max(t - delay, synchronous_start) if is_async else t
         slots = [piece for batch in batches for piece in split(batch, micro_batches)]
         go_to = functools.partial(run.go_to, older, [_place(i, micro_batches, replicas) for i in range(len(slots))])
-        gradient = _gradient(model, run.masters, step, slots, go_to, weight, seed, k)
+        gradient = gradient_of(model, run.masters, step, slots, go_to, weight, seed, k)
         losses.append(gradient.mean_loss())
         k += len(slots)
         run.stay()
@@ -108,7 +108,7 @@ def train_reference(
 
 
 @dataclass
-class _Gradient:
+class MeanGradient:
     """Sums over the micro-batches k of a mini-batch, in order.
 
     Attributes:
@@ -124,10 +124,12 @@ class _Gradient:
     counts: Collected = field(default_factory=Collected)
 
     def mean_loss(self) -> float:
+        """Weighted mean of the losses that are numbers."""
         numbers = [(loss, w) for loss, w in self.losses if not math.isnan(loss)]
         return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
 
     def is_usable(self, skip_nonfinite: bool) -> bool:
+        """Whether there is an update."""
         finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
         if not finite and not skip_nonfinite:
             raise FloatingPointError("a gradient is not finite")
@@ -156,12 +158,11 @@ class _Trajectory:
         exact_norm: bool,
         dtype: torch.dtype | None,
     ) -> None:
-        self.optimizer, self.dtype = optimizer, dtype
+        self.model, self.optimizer, self.dtype = model, optimizer, dtype
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self.layers = [layer for layer in model.modules() if isinstance(layer, StatisticsLayer)]
-        self.buffers = [getattr(layer, name) for layer in self.layers for name in layer.versioned_buffers]
-        self.masters = _values(self.parameters)  # Y_t; without a dtype they are W_t
-        self.versions = [_rounded(self.masters, dtype) | _values(self.buffers)]
+        self.buffers = versioned_buffers(model)
+        self.masters = values_of(self.parameters)  # Y_t; without a dtype they are W_t
+        self.versions = [_rounded(self.masters, dtype) | values_of(self.buffers)]
         self.exact_norm = exact_norm
         numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
         self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.versions[0]}
@@ -171,15 +172,15 @@ class _Trajectory:
     def go_to(self, older: int, places: Sequence[int], slot: int) -> None:
         """Let the model hold the weights that a micro-batch of the next mini-batch is taken at."""
         newest = {tensor: self.versions[-1][tensor] for tensor, h in self.held.items() if places[slot] >= h}
-        _load(self.versions[older] | newest)
+        load(self.versions[older] | newest)
 
     def stay(self) -> None:
         """W_{t+1} = W_t, which the model holds from now on, or its masters."""
         self.versions.append(self.versions[-1])
-        _load(self.versions[-1] | self.masters)
+        load(self.versions[-1] | self.masters)
 
     def update(
-        self, gradient: _Gradient, max_norm: float | None, strength: float | None, is_async: bool, count: int
+        self, gradient: MeanGradient, max_norm: float | None, strength: float | None, is_async: bool, count: int
     ) -> None:
         """Make W_{t+1} another one than W_t."""
         norm = gradient.norm(self.parameters)
@@ -196,22 +197,24 @@ class _Trajectory:
             strengths = {p: strength * min(self.held.get(p, count) / count, 1.0) for p in step}
             ahead = (_feed_back if self.dtype is None else _look_ahead)(step, self.step_before, strengths)
             self.step_before = step
-        self._update_buffers(gradient.counts)
-        self.masters = _values(self.parameters)
-        self.versions[-1] = _rounded(self.masters | ahead, self.dtype) | _values(self.buffers)
-
-    @torch.no_grad()
-    def _update_buffers(self, counts: Collected) -> None:
-        for layer in self.layers:
-            buffers = {name: getattr(layer, name) for name in layer.versioned_buffers}
-            nothing = torch.zeros(layer.num_statistics, dtype=torch.float64)
-            layer.update_from_statistics(counts.statistics.get(layer, nothing).cpu())
-            for name, buffer in buffers.items():  # a layer may have put another tensor in its place
-                buffer.data = getattr(layer, name).detach().clone()
-                setattr(layer, name, buffer)
+        update_buffers(self.model, gradient.counts)
+        self.masters = values_of(self.parameters)
+        self.versions[-1] = _rounded(self.masters | ahead, self.dtype) | values_of(self.buffers)
 
 
-def _gradient(
+@torch.no_grad()
+def update_buffers(model: nn.Module, counts: Collected) -> None:
+    """Let layers learn from what they counted in a mini-batch."""
+    for layer in (layer for layer in model.modules() if isinstance(layer, StatisticsLayer)):
+        buffers = {name: getattr(layer, name) for name in layer.versioned_buffers}
+        nothing = torch.zeros(layer.num_statistics, dtype=torch.float64)
+        layer.update_from_statistics(counts.statistics.get(layer, nothing).cpu())
+        for name, buffer in buffers.items():  # a layer may have put another tensor in its place
+            buffer.data = getattr(layer, name).detach().clone()
+            setattr(layer, name, buffer)
+
+
+def gradient_of(
     model: nn.Module,
     masters: Weights,
     step: Callable[[Any], Tensor],
@@ -220,12 +223,12 @@ def _gradient(
     weight: Callable[[Any], float],
     seed: int,
     first: int,
-) -> _Gradient:
+) -> MeanGradient:
     """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
 
     Before number i of them, ``go_to(i)`` puts the weights in place.
     """
-    found, sums = _Gradient(), Weights()
+    found, sums = MeanGradient(), Weights()
     with _uses_apart(model) as further_uses:
         uses = [*((p, p) for p in masters), *further_uses]
         for k, micro_batch in enumerate(slots, first):
@@ -312,21 +315,22 @@ def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 @contextmanager
 def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
     """Seed the step from k, every unit from (unit, k), and go on with the step's own generator after the model."""
-    state: list[Tensor] = []
-    hooks = [model.register_forward_pre_hook(lambda *_: state.append(torch.get_rng_state()))]
+    state: list[tuple[Tensor, Tensor | None]] = []
+    device = next(model.parameters()).device
+    hooks = [model.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))]
     seeds: dict[nn.Module, list[int]] = {}  # one module may be several units
     for index, unit in enumerate(pipeline_units(model)):
         seeds.setdefault(unit.module, []).append(derive(seed, "layer", index, 0, k))
     for module, in_turn in seeds.items():
         next_seed = itertools.cycle(in_turn).__next__
-        hooks.append(module.register_forward_pre_hook(lambda *_, s=next_seed: torch.manual_seed(s()) and None))
-    hooks.append(model.register_forward_hook(lambda *_: torch.set_rng_state(state.pop())))
-    outside = torch.get_rng_state()
-    torch.manual_seed(derive(seed, "train", 0, k))
+        hooks.append(module.register_forward_pre_hook(lambda *_, s=next_seed: seed_generators(s(), device)))
+    hooks.append(model.register_forward_hook(lambda *_: set_generator_states(state.pop(), device)))
+    outside = generator_states(device)
+    seed_generators(derive(seed, "train", 0, k), device)
     try:
         yield
     finally:
-        torch.set_rng_state(outside)
+        set_generator_states(outside, device)
         for hook in hooks:
             hook.remove()
 
@@ -352,17 +356,24 @@ def _with_buffers(model: nn.Module, held: Mapping[Tensor, int]) -> dict[Tensor, 
     found = dict(held)
     for unit in pipeline_units(model):
         numbers = [held[p] for p in unit.module.parameters() if p in held]
-        layers = [layer for layer in unit.module.modules() if isinstance(layer, StatisticsLayer)]
-        for layer in layers if numbers else ():
-            found |= {getattr(layer, name): numbers[0] for name in layer.versioned_buffers}
+        if numbers:
+            found |= dict.fromkeys(versioned_buffers(unit.module), numbers[0])
     return found
 
 
-def _values(tensors: Iterable[Tensor]) -> Weights:
+def versioned_buffers(model: nn.Module) -> list[Tensor]:
+    """Buffers that layers change once per update: they are part of W."""
+    layers = [layer for layer in model.modules() if isinstance(layer, StatisticsLayer)]
+    return [getattr(layer, name) for layer in layers for name in layer.versioned_buffers]
+
+
+def values_of(tensors: Iterable[Tensor]) -> Weights:
+    """Copies of tensors."""
     return {tensor: tensor.detach().clone() for tensor in tensors}
 
 
-def _load(values: Weights) -> None:
+def load(values: Weights) -> None:
+    """Give tensors these values."""
     for tensor, value in values.items():
         tensor.data = value.clone()
 

@@ -276,7 +276,7 @@ def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
     [
         (["check", RECIPE, "--micro-batchs", "2"], "there is no option --micro-batchs; did you mean --micro-batches"),
         (["plan", RECIPE, "--devices-per-nod=2"], "did you mean --devices-per-node?"),
-        (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--vocab_siz=3"], "did you mean --vocab-size?"),
+        (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--text_ke=3"], "did you mean --text-key?"),
         (["prepare", "x", "--tokenizer", "byte"], "asyncpp prepare: error: missing: --output\n"),
         (["trace", "x", "--from-mini-batch", "-1"], "--from-mini-batch -1: must be a whole number, 0 or more\n"),
         (["checkpoint", "inf"], "there is no command 'inf'; did you mean info?"),
@@ -303,7 +303,7 @@ def test_options_of_tools_have_hyphens() -> None:
     [
         ("check", ["--micro_batches", "3"], "micro_batches", 3),
         ("plan", ["r", "--devices_per_node=3"], "devices_per_node", 3),
-        ("prepare", ["x_y", "--output", "a_b", "--tokenizer", "byte", "--vocab_size", "300"], "vocab_size", 300),
+        ("prepare", ["x_y", "--output", "a_b", "--tokenizer", "byte", "--text_key", "body"], "text_key", "body"),
     ],
 )
 def test_underscores_are_taken_for_hyphens(tool: str, arguments: list[str], name: str, value: int) -> None:

@@ -65,7 +65,7 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_data_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = said(capsys, "--data.source", str(tmp_path / "nowhere"))
-    assert printed.startswith(f"source='{tmp_path / 'nowhere'}': there is no such folder; give ")
+    assert printed.startswith(f"source='{tmp_path / 'nowhere'}': there is no such folder. Give ")
     assert printed.count("\n") == 1
     assert "holds no text file" in said(capsys, "--data.source", str(tmp_path))
 

@@ -8,10 +8,12 @@ ever are an error at once.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -79,9 +81,12 @@ class LocalPipeline(Engine):
         self.host_batch, self.generators, self.evaluated = HostBatch(), CallersGenerators(device), 0
         self._shared = share(stages)
         self._mailbox = Mailbox(len(stages))
+        # Within a batch every stage has states of Python's and NumPy's generators: first and last draw the same.
+        self._draws: list[tuple[Any, Any]] = []
         self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
-        self.schedule, self.updates = self.engines[0].schedule, self.engines[0].updates  # the last that applies
+        self.schedule = self.engines[-1].schedule  # that of the stage which has the loss and logs
+        self.updates = self.engines[0].updates  # of the stage that applies an update last
         self.weights: AllWeights = AllWeights(self.engines, self._shared)
 
     def _engine(self, stage: Stage, seed: int, device: torch.device, hooks: UserHooks) -> Engine:
@@ -125,8 +130,12 @@ class LocalPipeline(Engine):
         """Run a training batch on all stages; arguments as for :meth:`Engine.run`."""
         for number in range(len(self.engines)):
             self._follow_owners(number)  # hooks may have changed weights
+        self._draws = [_python_draws()] * len(self.engines)
         with self.generators.set_aside():
-            return self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
+            output = self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
+        _set_python_draws(self._draws[-1])
+        self._draws = []
+        return output
 
     def drop(self) -> None:
         """Throw away the gradient of the batches since the last :meth:`close`."""
@@ -185,10 +194,14 @@ class LocalPipeline(Engine):
 
         def advance(number: int) -> None:
             action = waiting.pop(number, None)
+            if self._draws:
+                _set_python_draws(self._draws[number])
             try:
                 waiting[number] = next(of_stages[number])
             except StopIteration as end:
                 results[number] = end.value
+            if self._draws:
+                self._draws[number] = _python_draws()
             if action is not None and action.kind is Kind.UPDATE:
                 self._follow_owners(number)
 
@@ -232,6 +245,15 @@ class LocalPipeline(Engine):
                 if own.newest == owners.newest:
                     value = owners.leaves(owners.newest)[tie.owners_name]
                     own.leaves(own.newest)[tie.name].data.copy_(value.data)
+
+
+def _python_draws() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_python_draws(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 class AllWeights(WeightVersions):

@@ -98,7 +98,7 @@ class LocalSession(PipelineSession):
             stage.refresh()
         settings = self.settings if training else self.settings.with_delay(0)
         self._release_optimizer()
-        self.watch.failure, self._stage_optimizer = None, None
+        self.watch.failure, self._trains = None, False
         self.engine = LocalPipeline(
             self.stage, self._stages, settings.resolved(self.num_stages), self.seed, device, hooks
         )

@@ -60,7 +60,8 @@ class PipelineSession:
         self.stage: Stage | None = None
         self.averages: Averages | None = None
         self.seed = 0
-        self._stage_optimizer: StageOptimizer | None = None
+        self._stage_optimizer: StageOptimizer | None = None  # stays after a training, to be saved
+        self._trains = False
         self._attached: list[AttachedOptimizer] = []
 
     def connect(self, rank: int, world_size: int) -> Mesh:
@@ -124,7 +125,7 @@ class PipelineSession:
             self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
         self._release_optimizer()
-        self.watch.failure, self._stage_optimizer = None, None
+        self.watch.failure, self._trains = None, False
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
@@ -171,6 +172,7 @@ class PipelineSession:
         with stage.whole_model():
             name_parameters(optimizer, {p: name for name, p in stage.root.named_parameters()})
         self._stage_optimizer = StageOptimizer(optimizer, stage.parameters.values(), stage.copies())
+        self._trains = True
         self._attach_parts(engine, step)
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
@@ -181,7 +183,7 @@ class PipelineSession:
     @property
     def optimizer(self) -> Optimizer | None:
         """The attached one."""
-        return None if self._stage_optimizer is None else self._stage_optimizer.optimizer
+        return self.stage_optimizer.optimizer if self._trains else None
 
     @property
     def stage_optimizer(self) -> StageOptimizer:

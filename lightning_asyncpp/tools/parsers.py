@@ -26,8 +26,8 @@ _CHECKPOINT = {
     "verify": "compare all of it with its checksums",
 }
 _CHECK = (
-    "Print how the model is cut and how near the results are. What is to be mended ends with code 1; where nothing is,"
-    " but something could not be compared, with code 3."
+    "Train the first updates of a recipe several ways, as a pipeline and as a single process does, and print where they"
+    " differ: a difference ends with code 1."
 )
 
 
@@ -39,12 +39,12 @@ def check_parser() -> KnownPartParser:
         description=_CHECK,
         epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer...), as for"
         " `asyncpp fit`; --config RECIPE names it, too. The model is trained on the"
-        " CPU, in this process, with plain SGD: make it small if it is not.",
+        " CPU, in this process: make it small if it is not.",
         allow_abbrev=False,
     )
     parser.add_argument("--stages", type=int, help="number of stages; default: the recipe's")
     parser.add_argument("--micro-batches", type=int, help="pieces of a batch; default: the recipe's")
-    parser.add_argument("--updates", type=int, default=4, help="number of mini-batches to train")
+    parser.add_argument("--updates", type=int, default=4, help="number of updates")
     parser.add_argument("--seed", type=int, default=0, help="of dropout and of layers made on the meta device")
     return parser
 

@@ -23,27 +23,9 @@ def _parts(**options: Any) -> tuple[AsyncPipelineStrategy, L.Fabric, nn.Module]:
     return strategy, make_fabric(strategy), make_model()
 
 
-def joint_setup() -> None:
-    _, fabric, model = _parts()
-    fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def optimizer_before_module() -> None:
     _, fabric, model = _parts()
     fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def optimizer_made_before_module() -> None:
-    _, fabric, model = _parts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fabric.setup_module(model)
-    fabric.setup_optimizers(optimizer)
-
-
-def optimizer_of_a_part() -> None:
-    _, fabric, model = _parts()
-    wrapped = fabric.setup_module(model)
-    fabric.setup_optimizers(torch.optim.SGD(list(wrapped.parameters())[1:], lr=0.1))
 
 
 def two_optimizers() -> None:
@@ -122,28 +104,6 @@ def backward_in_step() -> None:
     run.strategy.training_step(step, CASE.batch(0))
 
 
-def collective_in_step() -> None:
-    run = Run(CASE)
-
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        loss = CASE.step(run.model)(batch)
-        run.fabric.all_reduce(loss)
-        return loss
-
-    run.strategy.training_step(step, CASE.batch(0))
-
-
-def save_in_step(path: str) -> None:
-    run = Run(CASE)
-
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        loss = CASE.step(run.model)(batch)
-        run.fabric.save(path, run.state)
-        return loss
-
-    run.strategy.training_step(step, CASE.batch(0))
-
-
 def during_an_update(case: Case, path: str) -> tuple[dict[str, Any], list[set[str]]]:
     """Save, flush, gather and evaluate where the optimizer steps, and go on; what each was told, over all updates."""
     run, told = Run(case), [set[str]() for _ in range(5)]
@@ -185,19 +145,6 @@ def step_without_batch() -> None:
     run = Run(CASE)
     run.train()
     run.optimizer.step()
-
-
-def raw_step() -> None:
-    run = _after_a_batch()
-    run.optimizer.optimizer.step()
-
-
-def weights_changed_between_two_batches() -> None:
-    run = _after_a_batch()
-    with torch.no_grad():
-        for parameter in run.model.parameters():
-            parameter.mul_(0.5)
-    run.train()
 
 
 def clip_without_batch() -> None:

@@ -32,7 +32,11 @@ def initial_weights(empty_init: bool) -> tuple[dict[str, Any], int, str]:
     device = next(model.parameters()).device.type
     wrapped = fabric.setup_module(model)
     state = strategy.full_state_dict()
-    return {name: value.numpy() for name, value in state.items()}, len(list(wrapped.parameters())), device
+    return (
+        {name: value.numpy() for name, value in state.items()},
+        sum(1 for p in wrapped.parameters() if p.stride() != (0,) * p.ndim),
+        device,
+    )
 
 
 def measured_layers(given: bool) -> tuple[tuple[int, ...], str]:

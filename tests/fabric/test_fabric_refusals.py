@@ -17,6 +17,8 @@ from tests.trainer.pool import Outcome, Pools
 from tests.trainer.reference import assert_equal_weights
 
 CONFIGURATION = [
+    (refused.optimizer_before_module, "one model, which is set up first, and one optimizer"),
+    (refused.two_optimizers, "one optimizer. Call .*parameter groups"),
     (refused.two_models, r"a second model \(Sequential\)"),
     (refused.fp16, "precision='16-true' is not supported: .*bf16-mixed"),
     (refused.wrong_reduction, "loss_reduction='max' must be"),

@@ -20,7 +20,6 @@ from lightning_asyncpp.storage.nested import merged
 PIPELINE = "pipeline"
 """Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
 OLDER, MASTERS = "older_weights", "masters"
-_CUT = ("partition", "staleness", "slack")
 _OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
 
@@ -184,10 +183,6 @@ def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> Non
         rank_zero_info(f"{text}, so the trajectory is another")
     else:
         rank_zero_info(text)
-
-
-def _cut(session: PipelineSession) -> dict[str, Any]:
-    return {name: value for name, value in facts(session).items() if name in _CUT}
 
 
 def _partition(session: PipelineSession) -> Partition:

@@ -1,6 +1,6 @@
-"""Verifying a model of one's own: what would a pipeline make of it?"""
+"""The first updates of a module, compared: does a pipeline train it as one process does?"""
 
-from lightning_asyncpp.tools.check.check_report import CheckReport
 from lightning_asyncpp.tools.check.model_check import check_model
+from lightning_asyncpp.tools.check.report import CheckReport, Difference
 
-__all__ = ["CheckReport", "check_model"]
+__all__ = ["CheckReport", "Difference", "check_model"]

@@ -182,9 +182,14 @@ class BatchEnds(ModuleFirst):
         super().release()
 
     def meets_gradients(self) -> bool:
-        """Whether the hooks after this batch may change weights that its mini-batch is still running at."""
+        """Whether the hooks after this batch may change weights that its mini-batch is still running at.
+
+        So they do where one process has all stages, which apply an update one after the other: there a drain costs no
+        time, and never changes the trajectory.
+        """
         engine = self._session.running()
-        return self._may_change_weights and engine.accumulating and engine.at_newest
+        meets = engine.at_newest if engine.accumulating else len(engine.parts) > 1
+        return self._may_change_weights and meets
 
     def check_drain(self) -> None:
         """Refuse a drain by a hook that is called in the middle of another batch: it would meet that batch's update.

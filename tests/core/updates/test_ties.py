@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import socket
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +30,10 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
-from lightning_asyncpp.core.wire.link import Neighbours
+from lightning_asyncpp.core.wire.link import Link, Neighbours
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.tools.check.in_turns import run_in_turns
 from tests.core.cases import DIM, Case
 from tests.core.compare import assert_same_norms, weights_of
 from tests.core.conftest import Pools
@@ -148,6 +152,36 @@ def test_more_than_two_stages_may_share(trained: bool) -> None:
     assert [tie.behind(stage) for stage in tie.stages] == [1, 2, None]
 
 
+class QueueMesh(Mesh):
+    """The place of a stage that is a thread: host data goes through queues."""
+
+    def __init__(self, boxes: defaultdict[tuple[int, int, int], queue.Queue], stage: int) -> None:
+        super().__init__(3, 1, 2 - stage)
+        self._boxes = boxes
+
+    def send(self, copy: Any, rank: int, tag: int) -> Any:
+        self._boxes[self.rank, rank, tag].put(copy.wait().clone())
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        box = self._boxes[rank, self.rank, tag]
+        return SimpleNamespace(wait=lambda: tensor.copy_(box.get(timeout=5)), is_completed=lambda: False)
+
+
+def in_threads(work: Callable[[Mesh, Neighbours], dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Run three stages, each in a thread, connected by sockets."""
+    boxes: defaultdict[tuple[int, int, int], queue.Queue] = defaultdict(queue.Queue)
+    (a, b), (c, d) = socket.socketpair(), socket.socketpair()
+    first, middle, last = QueueMesh(boxes, 0), QueueMesh(boxes, 1), QueueMesh(boxes, 2)
+    neighbours = [
+        Neighbours(None, Link(a, "stage 1")),
+        Neighbours(Link(b, "stage 0"), Link(c, "stage 2")),
+        Neighbours(Link(d, "stage 1"), None),
+    ]
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(work, (first, middle, last), neighbours))
+
+
 def middle_shares(first_too: bool = False) -> nn.Sequential:
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)), nn.Linear(DIM, 1))
@@ -187,7 +221,7 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(
         engine.drain()
         return {name: p.detach() for name, p in stage.parameters.items()}
 
-    trained = {name: p for stage in run_in_turns(3, train, CPU) for name, p in stage.items()}
+    trained = {name: p for stage in in_threads(train) for name, p in stage.items()}
     expected, _ = run_oracle(case)
     first = "0.weight" if first_too else "1.weight"
     copies = [trained.pop(name) for name in ("1.weight", "3.weight") if name != first]

@@ -160,7 +160,7 @@ def test_tokenizer_of_the_data(tmp_path: Path) -> None:
     )  # fmt: skip
     module = GPTModule(GPTConfig(vocab_size=280, context_length=16, num_layers=1, dim=16, num_heads=2))
     trainer.fit(module, datamodule=data)
-    assert callback._tokenizer(trainer).vocab_size == 280
+    assert 256 < callback._tokenizer(trainer).vocab_size <= 280
     text = callback._continued(trainer, module, data.tokenizer, "number 3")
     assert text.startswith("number 3")
     assert len(text) > len("number 3")

@@ -90,16 +90,6 @@ def test_fabric_reads_what_the_trainer_reads(pools: Pools, name: str) -> None:
         assert pools.run(world, fabric_batches, RUN, plan, timeout=PATIENT) == [expected] * world
 
 
-@pytest.mark.parametrize("name", READING)
-def test_an_emulated_delay_reads_what_a_plain_trainer_reads(pools: Pools, name: str) -> None:
-    plain, delayed = (
-        pools.run(1, trainer_batches, replace(RUN, strategy=strategy, options={}), READING[name], timeout=PATIENT)
-        for strategy in ("plain", "delayed")
-    )
-    assert delayed == plain
-    assert len(plain[0]) == 8
-
-
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_deterministic_algorithms_are_those_of_every_rank(pools: Pools, strategy: str) -> None:
     run = replace(RUN, strategy=strategy, options={"micro_batches": 2}, trainer={"max_epochs": 1})
