@@ -203,8 +203,10 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(
     monkeypatch.setattr(TiedGradients, "have_arrived", lambda self: False)  # a large matrix over a slow network
     case = Case(3, model=lambda _: middle_shares(first_too), batch_sizes=(6,) * 4)
 
+    models = [middle_shares(first_too) for _ in range(3)]  # threads would draw from one generator
+
     def train(mesh: Mesh, neighbours: Neighbours) -> dict[str, torch.Tensor]:
-        model = middle_shares(first_too)
+        model = models[mesh.stage]
         model[1].weight.requires_grad_(not unfrozen)
         stage = cut(model, mesh.stage, 3, case.seed, CPU, counts=(1, 2, 2))
         for parameter in stage.parameters.values():
