@@ -366,5 +366,3 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"lacks: head\.norm\.weight"):
         write_hf(replace(model, shapes=shapes), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["used"]
-
-

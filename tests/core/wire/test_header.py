@@ -75,9 +75,7 @@ def test_headers_that_announce_nothing(kind: int) -> None:
 
 
 VALID = Header(3, Header.TENSOR, 2.5, 77, (TensorInfo((2, 3), torch.float32, True),))
-FIRST_TENSOR = (
-    7  # magic, kind, k, weight, fingerprint, count, length of the structure
-)
+FIRST_TENSOR = 7  # magic, kind, k, weight, fingerprint, count, length of the structure
 MALFORMED = {
     "not a header": (0, 12345, "not an activation header"),
     "negative kind": (1, -1, "not an activation header"),
