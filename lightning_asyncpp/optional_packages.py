@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import Any
 
 EXTRAS = {
-    "matplotlib": "plots",
     "peft": "lora",
     "pyarrow": "prepare",
     "transformers": "hf",

@@ -42,8 +42,8 @@ def test_what_is_there_is_returned() -> None:
 
 
 def test_several_at_once() -> None:
-    said = needed("this", ["matplotlib", "pyarrow", "frobnicate"])
-    assert said.endswith('pip install "lightning-asyncpp[plots,prepare]" frobnicate')
+    said = needed("this", ["peft", "pyarrow", "frobnicate"])
+    assert said.endswith('pip install "lightning-asyncpp[lora,prepare]" frobnicate')
 
 
 def test_the_extras_are_those_of_the_package() -> None:

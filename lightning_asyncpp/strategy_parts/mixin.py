@@ -54,6 +54,11 @@ class OneProcessMixin:
     def _configure_launcher(self) -> None:
         """One process needs no launcher."""
 
+    @property
+    def local_rank(self) -> int:
+        """The first, also in a process that others were launched with: it has a device for itself."""
+        return 0
+
     def setup_environment(self) -> None:
         """Take the device; a pipeline starts processes here.
 

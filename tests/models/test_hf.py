@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -367,11 +366,3 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"lacks: head\.norm\.weight"):
         write_hf(replace(model, shapes=shapes), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["used"]
-
-
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("safetensors", "safetensors.torch"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r'pip install "lightning-asyncpp\[hf\]"'):
-        exported(CASES["llama"][1], tmp_path / "out")
-    assert not list(tmp_path.iterdir())

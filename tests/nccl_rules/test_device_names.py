@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
@@ -36,6 +35,7 @@ from lightning_asyncpp.core.wire.header import DTYPES, Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
+from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode  # which cross cuts
 
 CUDA = torch.device("cuda", 0)
 CONFIG = GPTConfig(vocab_size=16, context_length=8, num_layers=4, dim=8, num_heads=2, mlp_dim=16)
@@ -147,11 +147,10 @@ def test_a_forward_and_where_its_backward_begins(index: int, bf16: bool) -> None
     weights = WeightVersions(stage.parameters, 2, stage.uses, stage.buffers, torch.bfloat16 if bf16 else None)
     slot = None if 0 < index < STAGES - 1 else torch.zeros(TOKENS, dtype=torch.int64, device=CUDA)
 
-    def step(batch: Tensor, weight: float) -> Tensor:
+    def step(batch: Tensor, weight: float | None) -> Tensor:
         logits = stage.model(batch)
         return F.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
 
-    runner.begin()
     flight: Flight = runner.forward(Task(0, 0, weights.leaves(0), slot, 0, step))
     gradients = runner._output_gradients(flight)
     assert [g.device for g in gradients] == [o.device for o in flight.outputs] == [CUDA]

@@ -16,7 +16,7 @@ STAGES = [3, pytest.param(2, marks=pytest.mark.slow)]
 # What another row, or another test, has the same paths through the pipeline for.
 ALIKE = (
     *("ReturnsMore", "Distils", "Contrasts", "TrainsInEvaluationMode", "LogsAll", "LogsOnRankZero", "Measures"),
-    *("GathersAtTheEnd", "SavesMore", "Curriculum", "NothingToCollate", "Streams", "Combines", "TransfersItself"),
+    *("SavesMore", "Curriculum", "NothingToCollate", "Streams", "Combines", "TransfersItself"),
     *("limit_train_batches", "overfit_batches", "num_sanity_val_steps", "check_val_every_n_epoch", "max_steps"),
     *("min_epochs-max_time", "detect_anomaly", "deterministic", "profiler", "enable_model_summary", "inference_mode"),
     *("OneCycle", "WarmUp", "LogsTheRate", "DecaysMatricesOnly", "LogsGradientNorm", "ClipsLater", "gradient_clip_val"),

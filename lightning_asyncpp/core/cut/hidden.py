@@ -115,9 +115,10 @@ def fill(parameter: nn.Parameter, value: Tensor) -> bool:
     """Give a parameter on the meta device memory in place, so that it is the same for whoever holds it.
 
     Returns:
-        Whether that is possible: something may hold a weak reference to it, as RNNs of torch do.
+        Whether that is possible: not where something holds a weak reference to it, as RNNs of torch do, nor where the
+        value is of a class of its own, such as a fake tensor.
     """
-    if weakref.getweakrefcount(parameter):
+    if type(value) is not Tensor or weakref.getweakrefcount(parameter):
         return False
     filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
     vars(filled).update(vars(parameter))

@@ -63,7 +63,7 @@ SHARED_BY_ALL = ("linear", "projection", "as first", "as first", "experts", "as 
         ((3, 1, 1, 3), {"error_feedback": 0.7, "max_norm": 0.3, "accumulate": 2, "batch_sizes": (8,) * 6}),
         ((2, 1, 2, 3), {"bf16": True, "checkpointing": True}),
         ((4, 1, 3), {"delay": 0, "max_norm": 0.3}),
-        ((4, 4), {"start": 2}),
+        ((4, 4), {"drains": (1,)}),
         ((8,), {"max_norm": 0.3}),
     ],
 )
@@ -114,7 +114,7 @@ def counting_sometimes(_: float) -> nn.Sequential:
     return nn.Sequential(nn.Linear(DIM, DIM), *counting, nn.Linear(DIM, 1))
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "resumes": (1,)}, {"start": 2, "drains": (1,)}])
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "resumes": (1,)}, {"drains": (1,)}])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_layer_that_counts_nothing_in_a_mini_batch_learns_from_that(
     pools: Pools, num_stages: int, options: dict

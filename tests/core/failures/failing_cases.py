@@ -161,21 +161,6 @@ def shorter_batch(mesh: Mesh, stage: int, own_split: bool) -> None:
     run.train(0, {name: value[:length] for name, value in batch.items()})
 
 
-def parameter_used_directly(mesh: Mesh, layer: int) -> None:
-    """A parameter of the first or the last layer enters the user's step beside the model."""
-    run = Run(mesh)
-    weight = getattr(run.model[layer], "weight", None)
-
-    def step(micro_batch: Batch, _: float) -> Tensor:
-        if weight is None:
-            return run.step(micro_batch)
-        if layer == 0:
-            return run.step({**micro_batch, "x": micro_batch["x"] * weight.sum()})
-        return run.step(micro_batch) + weight.square().sum()
-
-    run.train(0, step=step)
-
-
 def ends_early(mesh: Mesh, stage: int, evaluates: bool) -> None:
     """One stage has three batches, the others four; all were drained after the third."""
     run = Run(mesh)

@@ -97,18 +97,6 @@ def test_a_stage_with_a_batch_less_keeps_no_other_waiting(stage: int, evaluates:
         assert re.match(rf"{expected}.* while this rank has a further batch", outcomes[later].text)
 
 
-BEFORE_THE_MODEL = r"an argument of self.model\(...\) requires a gradient .* computed from"
-AFTER_IT = "a parameter of self.model was used directly in training_step"
-
-
-@pytest.mark.parametrize(("layer", "said"), [(0, BEFORE_THE_MODEL), (-1, AFTER_IT)])
-def test_a_parameter_used_directly_is_refused_on_every_rank(layer: int, said: str) -> None:
-    outcomes = run_ranks(failing_cases.parameter_used_directly, STAGES, layer)
-    assert errors(outcomes) == ["ConfigurationError"] * STAGES
-    assert {outcome.text for outcome in outcomes} == {outcomes[0].text}
-    assert re.match(said, outcomes[0].text)
-
-
 @pytest.mark.parametrize("rank", range(STAGES))
 def test_the_others_end_when_a_rank_is_killed(rank: int) -> None:
     outcomes = run_ranks(failing_cases.killed, STAGES, rank)

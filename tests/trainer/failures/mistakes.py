@@ -65,9 +65,6 @@ class Synchronises(Net):
         self.model = nn.Sequential(nn.Linear(DIM, DIM), nn.SyncBatchNorm(DIM), nn.Linear(DIM, 1))
 
 
-class UsesParameter(Net):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.model.parameters())
 
 
 class CallsTwice(Net):
@@ -196,10 +193,6 @@ class LogsVector(Net):
         return super().training_step(batch, batch_idx)
 
 
-class Gathers(Net):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        out = self.model(batch["x"])
-        return (out - self.all_gather(out).mean()).square().mean()
 
 
 class TakesIterator(Net):

@@ -190,10 +190,8 @@ IDIOMS = [
     Idiom(
         "weights changed in the module's `on_train_batch_end`",
         WORKS,
-        "The hook comes once its batch's update has been applied; `delayed_gradient` equals that with"
-        ' `staleness="uniform"`, under which all stages apply it together.',
+        "The hook comes once its batch's update has been applied.",
         Projects,
-        options={"staleness": "uniform"},
     ),
     Idiom(
         "`AveragedModel(self.model)`, updated in `on_train_batch_end`",

@@ -207,15 +207,6 @@ class Collects(Net):
             self.outputs.clear()
 
 
-class GathersAtTheEnd(Collects):
-    """The same, gathered over the ranks."""
-
-    def on_validation_epoch_end(self) -> None:
-        if self.outputs:
-            self.log("val_mean", self.all_gather(torch.stack(self.outputs)).mean())  # type: ignore[union-attr]
-            self.outputs.clear()
-
-
 class LogsOnRankZero(Net):
     """What only rank 0 does."""
 
@@ -320,7 +311,11 @@ IDIOMS = [
         Collects,
         metrics=False,
     ),
-    Idiom("`self.all_gather(...)` there", NOTE, "Over the replicas.", GathersAtTheEnd, metrics=False),
+    Idiom(
+        "`self.all_gather(...)` there",
+        NO,
+        "It is over all ranks, so every rank must call it; what `self.log` logs there on rank 0 counts for all.",
+    ),
     Idiom("`if self.trainer.is_global_zero:`, `self.print`, `self.current_epoch`", WORKS, "", LogsOnRankZero),
     Idiom(
         "`self.model(...)` in a hook",
