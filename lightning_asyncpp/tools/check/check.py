@@ -55,6 +55,4 @@ def _batches(cli: LightningCLI) -> Iterator[Any]:
     data: Any = cli.datamodule
     data.prepare_data()
     data.setup("fit")
-    loaders = data.train_dataloader()
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-    return (batch for batch, _, _ in combined)
+    return (batch for batch, _, _ in CombinedLoader(data.train_dataloader(), "max_size_cycle"))

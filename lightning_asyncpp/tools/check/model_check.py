@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
@@ -56,14 +57,10 @@ def check_model(
 ) -> CheckReport:
     """Train the first updates of a module several ways, in this process, and compare them.
 
-    Each is a ``Trainer`` of its own with a copy of the module, its optimizer, schedulers and hooks:
-
-    * ``pieces``: a pipeline without delay against the whole model. To the last bit; what differs, cutting the model
-      changes.
-    * ``delayed``: a pipeline with the delay against the rule that it trains by, on the whole model. To the last bit;
-      what differs, the delay changes.
-    * ``whole``: losses and gradients of whole batches against those of their microbatches, up to rounding; what
-      differs, cutting batches changes.
+    Each is a ``Trainer`` of its own with a copy of the module, its optimizer, schedulers and hooks. ``pieces``: a
+    pipeline without delay against the whole model, to the last bit: whether cutting the model changes something.
+    ``delayed``: a pipeline against the rule that it trains by, on the whole model: whether the delay does. ``whole``:
+    losses and gradients of whole batches against those of their microbatches, up to rounding.
 
     Args:
         module: a LightningModule; it is not changed.
@@ -74,8 +71,7 @@ def check_model(
         delay: 0 for ``sync_pipeline``.
         updates: number of updates.
         seed: of the run.
-        **trainer: of the Trainers, such as ``gradient_clip_val``, ``precision``, ``callbacks``; ``accelerator`` is the
-            CPU if it is not given.
+        **trainer: of the Trainers, such as ``gradient_clip_val``, ``precision``, ``callbacks``; default: on the CPU.
 
     Raises:
         ConfigurationError: the pipeline cannot train the module, with every problem that was found.
@@ -84,12 +80,12 @@ def check_model(
     if not batches:
         raise ConfigurationError("check_model got no batch: give it a loader or a list with one or more")
     asked = {"stages": stages, "micro_batches": micro_batches, "partition": partition}
-    delayed = {"staleness": staleness, "slack": slack, "lookahead": lookahead}
+    delayed = {**asked, "staleness": staleness, "slack": slack, "lookahead": lookahead}
     check = _Check(module, batches, updates, seed, trainer)
     with _quietly():
         comparisons = [check.compare_stages("pieces", delay=0, **asked)]
         if delay and comparisons[0].difference is None:
-            comparisons.append(check.compare_stages("delayed", delay=1, **asked, **delayed))
+            comparisons.append(check.compare_stages("delayed", delay=1, **delayed))
         comparisons.append(check.compare_whole())
     return CheckReport(check.layers, check.settings.micro_batches, check.losses, comparisons)
 
@@ -125,19 +121,12 @@ class _Check:
             return Comparison("whole", remark="losses and gradients are equal up to rounding")
         if first_difference(self._plain(1)[0], *self._plain(1, seed=self.seed + 1)):
             return Comparison("whole", remark="not compared: the step draws a permutation, or not with torch")
-        has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
-        if has_batch_norm and self._apart_from_whole(_freeze) is None:
+        if self._apart_from_whole(_freeze) is None:
             return Comparison("whole", remark="equal but for BatchNorm, whose statistics are those of a microbatch")
-        weights = (text for text, weight in _possible_weights(self.batches[0]) if self._is_right(weight))
+        tried = _possible_weights(self.batches[0])
+        weights = (text for text, w in tried if self._apart_from_whole(partial(_freeze, weight=w)) is None)
         hint = "They agree with `def micro_batch_weight(self, micro_batch): return float({})`."
         return Comparison("whole", self._placed("whole", apart, next((hint.format(text) for text in weights), "")))
-
-    def _is_right(self, weight: Callable[[Any], float]) -> bool:
-        def weigh(module: L.LightningModule) -> None:
-            _freeze(module)
-            module.micro_batch_weight = weight  # type: ignore[assignment]
-
-        return self._apart_from_whole(weigh) is None
 
     def _apart_from_whole(self, change: Change = lambda module: None) -> Difference | None:
         whole, _ = self._plain(1, change)
@@ -179,10 +168,13 @@ class _Check:
         return apart and replace(apart, comparison=comparison, stage=stage, hint=hint)
 
 
-def _freeze(module: nn.Module) -> None:
+def _freeze(module: L.LightningModule, weight: Callable[[Any], float] | None = None) -> None:
+    """Freeze the statistics of BatchNorm, and weigh microbatches."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
             layer.eval()
+    if weight is not None:
+        module.micro_batch_weight = weight  # type: ignore[assignment]
 
 
 def _possible_weights(batch: Any) -> Iterator[tuple[str, Callable[[Any], float]]]:

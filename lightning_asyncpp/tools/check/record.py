@@ -17,10 +17,8 @@ from typing_extensions import override
 from lightning_asyncpp.tools.check.report import Difference
 
 # In the order in which they are compared.
-UPDATES, OPTIONS, LOSS, GRADIENT, WEIGHTS, END = (
-    "number of updates", "options of the group", "loss", "gradient used", "weights", "value at the end",
-)  # fmt: skip
-_KINDS = (UPDATES, OPTIONS, LOSS, GRADIENT, WEIGHTS, END)
+_KINDS = ("number of updates", "options of the group", "loss", "gradient used", "weights", "value at the end")
+UPDATES, OPTIONS, LOSS, GRADIENT, WEIGHTS, END = _KINDS
 # What is rounding: three quarters of the digits of a dtype for a loss, half of them for a gradient, where terms cancel.
 _DIGITS = {LOSS: 0.75, GRADIENT: 0.5}
 _PLAIN = (bool, int, float, str, tuple, Tensor)

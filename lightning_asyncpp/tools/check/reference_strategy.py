@@ -33,15 +33,10 @@ from lightning_asyncpp.core.updates.clipping import clip_by_norm
 
 
 class ReferenceStrategy(SingleDeviceStrategy):
-    """Trains a module as the reference does.
+    """Trains a module as the reference does, with the settings of a pipeline, and ``counts`` layers on its stages.
 
-    Args:
-        settings: of the pipeline that it is compared with.
-        counts: number of layers of each of its stages.
-        seed: of the run.
-        device: where it trains.
-        at_first: take every gradient at the first weights, without the losses that layers add: a balance of experts is
-            one of each microbatch. One microbatch is the whole batch, and runs the model's own forward.
+    ``at_first`` takes every gradient at the first weights, without the losses that layers add: a balance of experts is
+    one of each microbatch. One microbatch is then the whole batch, and runs the model's own forward.
     """
 
     applies_statistics = materializes_stages = True
@@ -153,11 +148,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
         return result
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the gradient as hooks left it; where a stage steps before it is known, by the last one.
-
-        The norm of a gradient that no hook changed is the reference's, which rounds as a pipeline does.
-        """
-        norm = self._gradient.norm(self.parameters)
+        """Clip by the norm of the gradient as hooks left it; where a stage steps before that is known, by the last."""
+        norm = self._gradient.norm(self.parameters)  # which rounds as a pipeline does
         raw = [g for p in self.parameters if (g := self._gradient.mean(p, 0.0, None)) is not None]
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if len(raw) != len(grads) or not all(map(torch.equal, raw, grads)):

@@ -97,7 +97,7 @@ class CheckReport:
         return all(difference.comparison == "whole" for difference in self.differences)
 
     def __str__(self) -> str:
-        lines = [f"stage {number}: {_shortened(names)}" for number, names in enumerate(self.stages)]
+        lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
         lines.append(f"{len(self.losses)} updates, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}")
         for found in self.comparisons:
             meaning = _MEANINGS[found.name].format(None, len(self.stages), self.micro_batches)
@@ -112,7 +112,3 @@ def _both(kind: str, values: tuple[Any, Any]) -> str:
     if expected == found:
         return f"{norm}{expected} on both sides, and other elements"
     return f"{norm}{expected} is right, {found} was found"
-
-
-def _shortened(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])

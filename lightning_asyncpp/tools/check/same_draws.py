@@ -13,12 +13,9 @@ from lightning_asyncpp.core.randomness import seeded
 
 
 class SameDraws(TorchDispatchMode):
-    """Meanwhile torch draws one number for all elements of a tensor, always the same one, and dropout drops nothing.
+    """Meanwhile torch draws one number for all elements of a tensor, always the same one, and dropout drops nothing."""
 
-    A permutation is drawn as ever. ``eps`` is that of the coarsest dtype that anything was computed in.
-    """
-
-    eps = 0.0
+    eps = 0.0  # of the coarsest dtype that anything was computed in
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}

@@ -65,8 +65,6 @@ class Synchronises(Net):
         self.model = nn.Sequential(nn.Linear(DIM, DIM), nn.SyncBatchNorm(DIM), nn.Linear(DIM, 1))
 
 
-
-
 class CallsTwice(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
@@ -191,8 +189,6 @@ class LogsVector(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         self.log("x", batch["x"])
         return super().training_step(batch, batch_idx)
-
-
 
 
 class TakesIterator(Net):
