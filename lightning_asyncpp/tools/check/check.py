@@ -55,4 +55,6 @@ def _batches(cli: LightningCLI) -> Iterator[Any]:
     data: Any = cli.datamodule
     data.prepare_data()
     data.setup("fit")
-    return (batch for batch, _, _ in CombinedLoader(data.train_dataloader(), "max_size_cycle"))
+    given = data.train_dataloader()
+    loaders = given if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
+    return (batch for batch, _, _ in loaders)
