@@ -84,8 +84,6 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_first_loop_iter": (
         lambda t: t._logger_connector, lambda t: private.update_logged(t, "hook", "name", 0.0, 1.0)
     ),
-    "_accelerator_connector": (lambda t: t, private.keep_samplers),
-    "use_distributed_sampler": (lambda t: t._accelerator_connector, private.keep_samplers),
     "_data_connector": (lambda t: t, lambda t: private.shuffle_only(t, lambda _: True)),
     "_prepare_dataloader": (
         lambda t: type(t._data_connector), lambda t: private.shuffle_only(t, lambda _: True)
