@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.elsewhere import second_names, uses_of
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.partition import Partition
@@ -75,6 +76,7 @@ class LocalSession(PipelineSession):
         """
         around = model if root is None else root
         is_cut = model is not root
+        self.averages = Averages(model, root, averages)
         units = pipeline_units(model) if is_cut else [Unit("", model)]
         partition = partition or choose_partition(model, 0, self.num_stages, "uniform")
         whole, problems = WholeModel.of(units, partition.counts, around)
@@ -102,6 +104,8 @@ class LocalSession(PipelineSession):
         assert self.stage is not None, "cut() comes before start()"
         for stage in (self.stage, *self._stages):
             stage.refresh()
+        if self.averages is not None:
+            self.averages.fill()
         settings = self.settings if training else self.settings.with_delay(0)
         self._release_optimizer()
         self.watch.failure, self._trains = None, False

@@ -87,7 +87,7 @@ def chains(draw: st.DrawFn, workers: bool = False) -> Chain:
 
 @st.composite
 def emulated_chains(draw: st.DrawFn) -> Chain:
-    """Of the emulated delay, with a pipeline as its twin."""
+    """Of a pipeline in one process, with one in several as its twin."""
     pick = _picker(draw)
     drawn = data(pick, False, 1)
     delay = pick([1, 1, 1, 0])
@@ -95,16 +95,13 @@ def emulated_chains(draw: st.DrawFn) -> Chain:
     base = _base(pick, drawn, by_stage, tied=True)
     pipelines = Pipelines(pick, base, delay, 1, by_stage)
     twin = pipelines.leg()
-    options: dict[str, Any] = {"micro_batches": pipelines.micro_batches, "delay": delay}
+    same = {name: twin.run.options[name] for name in ("micro_batches", "partition")}
+    options = {"stages": twin.stages, "delay": delay, "staleness": "uniform", **same, **by_stage}
     if by_stage:
-        same = {name: twin.run.options[name] for name in ("slack", "lookahead") if by_stage["staleness"] == "least"}
-        cut = {"stages": twin.stages, "partition": twin.run.options["partition"]}
-        options |= {"delay": by_stage["staleness"]} | cut | same
+        options["lookahead"] = twin.run.options["lookahead"]  # it is part of the rule
     emulated = replace(base, strategy="delayed", options=options)
     legs = [Leg(1, emulated, at) for at in (0, *_steps(pick, drawn))]
-    # What a pipeline logs is the mean over the batches that share an update.
-    decides = drawn.scheduler.startswith("plateau-step") and drawn.trainer["accumulate_grad_batches"] > 1
-    return Chain(drawn.loader, tuple(_saving(pick, drawn, legs)), None if decides else _saving(pick, drawn, [twin])[0])
+    return Chain(drawn.loader, tuple(_saving(pick, drawn, legs)), _saving(pick, drawn, [twin])[0])
 
 
 class Pipelines:
@@ -119,7 +116,7 @@ class Pipelines:
         self._masters: dict[str, str] = {}
 
     def draw_masters(self) -> None:
-        """Perhaps keep weights in bf16 beside masters; the emulated delay cannot."""
+        """Perhaps keep weights in bf16 beside masters; a pipeline in one process cannot."""
         if self._base.trainer["precision"] == "bf16-mixed" and self._pick([False, True]):
             self._masters = {"weight_dtype": "bf16"}
 

@@ -26,10 +26,6 @@ class Counts(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         self.at[trainer.global_step] = _counts(trainer, module)
-        # In Lightning's own loops a step's losses are logged after its checkpoint.
-        epochs = trainer.fit_loop.epoch_progress.current
-        in_batch = trainer.training and epochs.processed < epochs.ready
-        self.at[trainer.global_step]["records"] += in_batch and module.run.strategy == "delayed"
 
 
 def happened(trainer: L.Trainer, module: Any) -> Happened:

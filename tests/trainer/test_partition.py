@@ -231,7 +231,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], list[str]]] = [
     (Net, {"partition": [4.0, 5]}, ["partition=[4.0, 5] must be 'auto'"]),
     (Net, {"partition": 2}, ["partition=2 must be 'auto'"]),
     (Net, {"partition": [9, 0]}, ["partition=[9, 0] gives stage 1 no layer"]),
-    (Net, {"partition": [3, 3, 3]}, ["partition=[3, 3, 3] is for 3 stages, but there are 2"]),
+    (Net, {"partition": [3, 3, 3], "micro_batches": 3}, ["partition=[3, 3, 3] is for 3 stages, but there are 2"]),
     (Net, {"partition": [4, 4]}, ["partition=[4, 4] places 8 layers, but the model has 9"]),
     (Net, {"partition": [9, 1], "micro_batches": 2}, ["partition=[9, 1] places 10 layers, but the model has 9"]),
     (CNN, {"partition": [1, 8]}, ["leaves stage 0 (layers 0 to 0) without parameters", "do are 1, 2, 4, 6, 8"]),

@@ -6,7 +6,6 @@ stage of it would average layers with other layers, without an error where the s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.hidden import release_buffers, release_memory
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps
 from lightning_asyncpp.errors import ConfigurationError
 
 _UPDATES = ("update_parameters", "update")
-_SHAPES = re.compile(r"\b(size|shape)", re.IGNORECASE)
 
 
 class OtherStageOfAverage(OtherStage):
@@ -59,14 +58,17 @@ class Averages:
             network.requires_grad_(False)  # nobody trains them
 
     def cut(self) -> None:
-        """Replace in all of them what was replaced in the model."""
+        """Replace in all of them what was replaced in the model; it is hidden there, for optimizers of all parameters."""
         guard_updates()
         for name, module in list(self._model.named_modules(remove_duplicate=False)):
             if isinstance(module, OtherStage):
                 for network in self.networks:
-                    parent, _, child = name.rpartition(".")
+                    average = network.get_submodule(name)
                     place = OtherStageOfAverage(module.name, module.stage, module.num_stages, module.whole)
-                    setattr(network.get_submodule(parent), child, place)
+                    module.whole.hidden.hide(network, name, place)
+                    for parameter in average.parameters():
+                        release_memory(parameter)
+                    release_buffers(average)
 
     def fill(self) -> None:
         """Give averages of a model that had no memory yet the weights that it has now."""

@@ -16,7 +16,7 @@ from lightning_asyncpp.core.cut.elsewhere import (
     second_names,
     uses_of,
 )
-from lightning_asyncpp.core.cut.hidden import release_memory, without_memory
+from lightning_asyncpp.core.cut.hidden import release_buffers, release_memory
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import (
@@ -94,18 +94,11 @@ def cut(
         if isinstance(parameter, nn.Parameter):
             release_memory(parameter)
     for module in gone:
-        _release_buffers(module, uses)
+        release_buffers(module, uses)
     outside = second_names(around, own_units, uses)
     stage = Stage(model, index, num_stages, own_units, first, whole, around, outside)
     stage.elsewhere = [(weakref.ref(t), home) for t, home in homes.items() if t.requires_grad]
     return stage
-
-
-def _release_buffers(layer: nn.Module, uses: Container[Tensor]) -> None:
-    for module in layer.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if buffer not in uses:
-                setattr(module, name, without_memory(buffer))
 
 
 def _sharing_with(units: list[Unit], own: range) -> list[int]:

@@ -7,7 +7,7 @@ names, on every one of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -132,6 +132,14 @@ def release_memory(parameter: nn.Parameter) -> None:
         fill(parameter, without_memory(parameter))
     else:
         parameter.data = without_memory(parameter)
+
+
+def release_buffers(layer: nn.Module, uses: Container[Tensor] = ()) -> None:
+    """Leave the buffers of a layer one element each, but for those in ``uses``."""
+    for module in layer.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer not in uses:
+                setattr(module, name, without_memory(buffer))
 
 
 def without_memory(tensor: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class BatchEnds(ModuleFirst):
         self._trainer: L.Trainer | None = None
         self._waiting: deque[_BatchEnd] = deque()
         self._is_late = False
-        self._may_change_weights = False  # on any rank
+        self._hooks: set[str] = set()  # kinds of hooks on any rank
 
     @override
     def install(self, trainer: L.Trainer) -> None:
@@ -172,9 +172,9 @@ class BatchEnds(ModuleFirst):
         reads_only = all(isinstance(taken.owner, WeightAveraging) for taken in self._taken)
         engine = self._session.running()
         # A callback may be on some ranks alone; drains and what is logged must be the same on all.
-        said = exchange(engine.mesh, "" if not self._taken else _READS if reads_only else _MAY_CHANGE)
-        self._may_change_weights = _MAY_CHANGE in said
-        self._step_metrics.holds = any(said) and engine.settings.delay > 0
+        own = "" if not self._taken else _READS if reads_only else _MAY_CHANGE
+        self._hooks = {*exchange(engine.mesh, own)} - {""}
+        self._step_metrics.holds = bool(self._hooks) and engine.settings.delay > 0
 
     @override
     def release(self) -> None:
@@ -182,14 +182,15 @@ class BatchEnds(ModuleFirst):
         super().release()
 
     def meets_gradients(self) -> bool:
-        """Whether the hooks after this batch may change weights that its mini-batch is still running at.
+        """Whether the pipeline drains for the hooks after this batch.
 
-        So they do where one process has all stages, which apply an update one after the other: there a drain costs no
-        time, and never changes the trajectory.
+        It does where they may change weights that the mini-batch is still running at, and where one process has all
+        stages: these apply an update one after the other, but the hooks are called once. A drain costs no time there.
         """
         engine = self._session.running()
-        meets = engine.at_newest if engine.accumulating else len(engine.parts) > 1
-        return self._may_change_weights and meets
+        if len(engine.parts) > 1:
+            return bool(self._hooks)
+        return _MAY_CHANGE in self._hooks and engine.accumulating and engine.at_newest
 
     def check_drain(self) -> None:
         """Refuse a drain by a hook that is called in the middle of another batch: it would meet that batch's update.

@@ -92,8 +92,8 @@ class Showing(Net):
         self.numbers: list[list[int]] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.numbers.append(batch["number"].tolist())
         output = self.model(batch["x"])
+        self.numbers.append(batch["number"].tolist())  # on the last stage: on the others the step ends with the model
         loss = F.mse_loss(output, batch["y"])
         self.error(output, batch["y"])
         self.log("train_loss", loss, on_step=True, on_epoch=True)

@@ -18,19 +18,17 @@ MASKED = {
     "all of one": [sample for batch in range(BATCHES) for sample in of_replica(batch, 1)],
     "nothing": [],
 }
-PROCESSES = {"async": 2 * REPLICAS, "sync": 2 * REPLICAS, "delayed": REPLICAS}
-# Under `delayed_gradient` validations are Lightning's own, and what has no weight is not run.
-NOT_OF_THE_EMULATOR = ("val_loss", "val_count", "count_step", "highest", "lowest", "epoch")
+PROCESSES = {"async": 2 * REPLICAS, "sync": 2 * REPLICAS}
 
 
-def records(result: dict[str, Any], without: tuple[str, ...]) -> dict[tuple[int, str], float]:
-    return {(step, name): value for step, items in result["records"] for name, value in items if name not in without}
+def records(result: dict[str, Any]) -> dict[tuple[int, str], float]:
+    return {(step, name): value for step, items in result["records"] for name, value in items}
 
 
 def cases() -> list[Any]:
     chosen = {
         ("async", True): {"first batch of one"}, ("async", False): {"different batches"},
-        ("delayed", True): {"a batch of the other"}, ("sync", True): {"all of one"},
+        ("sync", True): {"all of one"},
     }  # fmt: skip
     return [
         pytest.param(
@@ -48,14 +46,11 @@ def test_what_is_logged_is_that_of_a_single_process(pools: Pools, strategy: str,
     masked = MASKED[name]
     (plain,) = pools.run(1, fit, "plain", masked, weighs)
     ranks = pools.run(PROCESSES[strategy], fit, strategy, masked, weighs)
-    without = NOT_OF_THE_EMULATOR if strategy == "delayed" else ()
-    expected = {key: value for key, value in plain["metrics"].items() if key not in without}
     for result in ranks:
         assert result["steps"] == plain["steps"] == 2 * BATCHES
-        found = {key: value for key, value in result["metrics"].items() if key not in without}
-        assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
+        assert result["metrics"] == pytest.approx(plain["metrics"], rel=1e-5, nan_ok=True)
         assert not [text for text in result["told"] if "sync_dist" in text]
-    assert records(ranks[0], without) == pytest.approx(records(plain, without), rel=1e-5, nan_ok=True)
+    assert records(ranks[0]) == pytest.approx(records(plain), rel=1e-5, nan_ok=True)
 
 
 def test_accumulated_batches_of_which_one_has_none(pools: Pools) -> None:

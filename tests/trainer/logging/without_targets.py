@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
+from lightning_asyncpp import AsyncPipelineStrategy, SyncPipelineStrategy
 from tests.core.cases import DIM, make_model
 from tests.trainer.runs import ListLogger
 
@@ -102,7 +102,6 @@ def fit(strategy: str, masked: list[int], weighs: bool, accumulate: int = 1) -> 
         "plain": lambda: "auto",
         "async": lambda: AsyncPipelineStrategy(**options),
         "sync": lambda: SyncPipelineStrategy(**options),
-        "delayed": lambda: DelayedGradientStrategy(micro_batches=2),
     }[strategy]()
     processes = 1 if strategy == "plain" else int(os.environ["WORLD_SIZE"])
     replica = None if strategy == "plain" else int(os.environ["RANK"]) // (processes // REPLICAS)
