@@ -58,7 +58,7 @@ class Averages:
             network.requires_grad_(False)  # nobody trains them
 
     def cut(self) -> None:
-        """Replace in all of them what was replaced in the model; it is hidden there, for optimizers of all parameters."""
+        """Replace in all of them what was replaced in the model; what was there is hidden, as the model's is."""
         guard_updates()
         for name, module in list(self._model.named_modules(remove_duplicate=False)):
             if isinstance(module, OtherStage):
