@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Any
 
 EXTRAS = {
@@ -38,11 +37,6 @@ def optional_package(name: str, user: str) -> Any:
         if error.name is not None and error.name.partition(".")[0] != package:
             raise  # the package is there, and something that it needs is not
         raise ImportError(needed(user, [package]), name=package) from error
-
-
-def missing_packages(names: Iterable[str]) -> list[str]:
-    """Those of these packages that are not installed, in alphabetical order; none of them is imported."""
-    return sorted(name for name in names if find_spec(name) is None)
 
 
 def needed(user: str, packages: Iterable[str], extra: str | None = None) -> str:

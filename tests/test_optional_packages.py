@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.optional_packages import EXTRAS, missing_packages, needed, optional_package
+from lightning_asyncpp.optional_packages import EXTRAS, needed, optional_package
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +38,6 @@ def test_a_package_that_is_there_and_broken(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_is_there_is_returned() -> None:
     assert optional_package("json.decoder", "this").JSONDecoder
-    assert missing_packages(["json", "frobnicate"]) == ["frobnicate"]
 
 
 def test_several_at_once() -> None:

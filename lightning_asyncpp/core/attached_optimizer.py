@@ -8,7 +8,7 @@ from functools import partial
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.stage_optimizer import StageOptimizer
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.core.weights import leave_out, lent, writing
+from lightning_asyncpp.core.weights import lent, writing
 
 OptimizerStep = Callable[[Update], None]
 
@@ -36,7 +36,7 @@ class AttachedOptimizer:
         engine.weights.masters_hold_weights = not callable(getattr(self.optimizer, "compute_weights", None))
         optimized = set(stage_optimizer.parameters)
         engine.updates.train_only([name for name, p in engine.stage.parameters.items() if p in optimized])
-        engine.updates.apply, engine.updates.leave_out = self._apply, partial(leave_out, self.optimizer)
+        engine.updates.apply = self._apply
 
     def release(self) -> None:
         """Let the engine go: a circle would keep its weights until a collection."""

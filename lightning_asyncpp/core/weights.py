@@ -295,12 +295,6 @@ def lent(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> Abstr
     return lend(weights) if callable(lend) and weights else nullcontext()
 
 
-def leave_out(optimizer: Any) -> None:
-    """Tell an optimizer that wants to know that one update is left out: the weights stay as they are for a version."""
-    if callable(skip := getattr(optimizer, "skip_update", None)):
-        skip()
-
-
 def _writes(leaves: Mapping[str, Tensor]) -> dict[str, int]:
     """How often each was written to in place."""
     return {name: leaf._version for name, leaf in leaves.items()}

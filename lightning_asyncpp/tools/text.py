@@ -33,13 +33,6 @@ class Spread:
         return f"{self.median:.{digits}f} [{self.min:.{digits}f}-{self.max:.{digits}f}]"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text with columns of one width each, a line below the first row."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
-
-
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """Return rows as lines with columns of one width each, numbers to the right and some columns to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

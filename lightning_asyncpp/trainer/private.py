@@ -296,17 +296,6 @@ def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: 
     return True
 
 
-def keep_samplers(trainer: Trainer) -> None:
-    """Leave the samplers of data loaders alone: a strategy that could run in parallel runs in one process.
-
-    Lightning takes every subclass of its parallel strategies for one that does, and would put a sampler with another
-    order in place of the loader's.
-    """
-    connector = required(trainer, "_accelerator_connector", "leave samplers as they are in a single process")
-    required(connector, "use_distributed_sampler", "leave samplers as they are in a single process")
-    connector.use_distributed_sampler = False
-
-
 def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
     """Shuffle those training loaders alone of which ``shuffles`` says so: Lightning's sampler shuffles them all."""
     purpose = "read a loader that does not shuffle in its own order"

@@ -70,6 +70,7 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
         lambda t: type(t.fit_loop.epoch_loop.val_loop), lambda t: private.run_validations_in(t, nullcontext)
     ),
     "_val_check_time_interval": (lambda t: t, private.has_timed_validation),
+    "_accelerator_connector": (lambda t: t, private.synchronizes_batch_norm),
     "_layer_sync": (lambda t: t._accelerator_connector, private.synchronizes_batch_norm),
     "_compiler_ctx": (lambda t: t.lightning_module, lambda t: private.is_compiled(t.lightning_module)),
     "_every_n_train_steps": (
@@ -84,8 +85,6 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_first_loop_iter": (
         lambda t: t._logger_connector, lambda t: private.update_logged(t, "hook", "name", 0.0, 1.0)
     ),
-    "_accelerator_connector": (lambda t: t, private.keep_samplers),
-    "use_distributed_sampler": (lambda t: t._accelerator_connector, private.keep_samplers),
     "_data_connector": (lambda t: t, lambda t: private.shuffle_only(t, lambda _: True)),
     "_prepare_dataloader": (
         lambda t: type(t._data_connector), lambda t: private.shuffle_only(t, lambda _: True)

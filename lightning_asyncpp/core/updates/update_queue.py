@@ -51,7 +51,6 @@ class UpdateQueue:
         requested: what this rank asks of all.
         agreed: what some rank asked for, and all know.
         apply: steps the optimizer; the parameters hold the gradients meanwhile.
-        leave_out: called in place of it for an update that is skipped.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class UpdateQueue:
         self.requested = StopFlags()
         self.agreed = StopFlags()
         self.apply: Callable[[Update], None]
-        self.leave_out: Callable[[], None]
         self.detach()
         is_local = runner.transport is not None and runner.transport.is_local
         self._late = torch.empty(0, device=runner.device).is_cuda and not is_local
@@ -96,7 +94,7 @@ class UpdateQueue:
 
     def detach(self) -> None:
         """Forget who applies updates."""
-        self.apply, self.leave_out = _no_optimizer, lambda: None
+        self.apply = _no_optimizer
 
     def begin(self, index: int, first: int) -> None:
         """Open mini-batch ``index``, which begins, or after its gradient was dropped begins anew, with ``first``."""
@@ -300,8 +298,6 @@ class UpdateQueue:
         if message.finite and message.weight:
             with self._stepping(mini_batch, message):
                 self.apply(update)
-        else:
-            self.leave_out()
         return update
 
     def _update(self, mini_batch: MiniBatch, message: ControlMessage) -> Update:
