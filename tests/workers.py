@@ -18,7 +18,7 @@ from torch import multiprocessing as mp
 
 _IMPORTED = [
     *("pytest", "hypothesis", "lightning.pytorch.cli"),  # which come with the scenarios that test modules define
-    *(f"tests.{name}" for name in ("spared", "faults.script", "fabric.runs", "pipeline.runs", "storage.saves")),
+    *(f"tests.{name}" for name in ("spared", "faults.script", "fabric.runs", "core.runs", "storage.saves")),
     *("tests.trainer.runs", "tests.trainer.pool", "tests.core.pool"),
 ]
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

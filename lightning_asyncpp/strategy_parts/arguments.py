@@ -182,7 +182,8 @@ def takes(declaration: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Cal
                 given = signature.bind(*args, **kwargs)
             except TypeError as error:  # an unknown name, or one given twice
                 raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
-            if told := untested_versions():
+            is_outermost = vars(self).setdefault("_declaration", declaration) is declaration
+            if is_outermost and (told := untested_versions()):
                 rank_zero_warn(told, category=UntestedVersionWarning, stacklevel=5)
             init(self, make(**given.arguments))
 

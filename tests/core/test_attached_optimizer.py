@@ -16,6 +16,7 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer
 from lightning_asyncpp.errors import PeerLostError
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def engine_of_one_stage() -> Engine:
 def train_a_batch(engine: Engine, attached: AttachedOptimizer) -> None:
     model = engine.stage.model
     engine.run(torch.ones(2, 2), lambda batch, weight: model(batch).mean())
-    engine.close(attached.file_ticket(None))
+    engine.close(attached.stage_optimizer.hyper_parameters())
     engine.apply_due()
 
 
@@ -42,7 +43,8 @@ def test_a_run_that_has_failed_takes_no_step() -> None:
             raise PeerLostError("rank 1 failed")
 
     optimizer = SGD(engine.stage.model.parameters(), lr=0.1)
-    attached = AttachedOptimizer(optimizer, engine, lambda update: optimizer.step(), check)
+    stage_optimizer = StageOptimizer(optimizer, engine.stage.parameters.values())
+    attached = AttachedOptimizer(stage_optimizer, engine, lambda update: optimizer.step(), check)
     before = engine.stage.model[0].weight.clone()
     train_a_batch(engine, attached)
     after = engine.stage.model[0].weight.clone()
@@ -56,7 +58,8 @@ def test_a_run_that_has_failed_takes_no_step() -> None:
 def test_an_engine_that_was_released_goes_at_once_with_its_weights() -> None:
     engine = engine_of_one_stage()
     optimizer = SGD(engine.stage.model.parameters(), lr=0.1)
-    attached = AttachedOptimizer(optimizer, engine, lambda update: optimizer.step(), lambda: None)
+    stage_optimizer = StageOptimizer(optimizer, engine.stage.parameters.values())
+    attached = AttachedOptimizer(stage_optimizer, engine, lambda update: optimizer.step(), lambda: None)
     train_a_batch(engine, attached)
     gc.collect()
     gc.disable()

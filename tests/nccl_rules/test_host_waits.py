@@ -109,7 +109,7 @@ def test_a_checkpoint_that_is_gathered_mixes_no_devices(pools: Pools, counted: C
 def test_what_a_user_adds_is_found(pools: Pools) -> None:
     last, first = pools.run(2, count, Counted("waits"), timeout=120)
     assert added(last) == {
-        Wait("mini-batch", "tensor(..., device=)", "trainer/hooks/stale_reads.py:_call"): 1,
+        Wait("mini-batch", "tensor(..., device=)", "lightning/pytorch/trainer/call.py:_call_lightning_module_hook"): 1,
         Wait("micro-batch", "item", "trainer/base.py:step"): 2 * MICRO_BATCHES,
         Wait("micro-batch", "mask as index", "trainer/base.py:step"): MICRO_BATCHES,
     }

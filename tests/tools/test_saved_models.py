@@ -175,7 +175,7 @@ def test_evaluate_on_tokens(by_bytes: Trained, by_pairs: Trained, command: Any, 
     cache.done()
     cache.merge()
     error = command("evaluate", by_pairs.checkpoint, "--data", tmp_path / "raw", "--split", "train", fails=True)
-    assert "token id 325, and the vocabulary has 320 ids" in error
+    assert "token id 325, and the vocabulary has 320 ids. Name data" in error
     error = command("evaluate", by_bytes.checkpoint, "--data", tokens, "--split", "all", fails=True)
     assert "is divided already" in error
 

@@ -18,7 +18,7 @@ GATHER_SECONDS = 1.0
 """How long rank 0 waits for the others' accounts after the first: ranks that wait for each other stop together."""
 _PACKAGE = "lightning_asyncpp"
 _LIBRARIES = frozenset({_PACKAGE, "torch", "lightning"})
-_WAITS = ("torch.distributed", f"{_PACKAGE}.pipeline.")
+_WAITS = ("torch.distributed", f"{_PACKAGE}.core.")
 _DEBUGGERS = ("bdb", "pdb", "ipdb", "pydevd", "_pydevd_bundle", "debugpy")
 _LOADERS = ("lightning.pytorch.loops.fetchers", f"{_PACKAGE}.fabric.loader", f"{_PACKAGE}.strategy_parts.stage_loader")
 _LOOPS = {
@@ -27,7 +27,7 @@ _LOOPS = {
     "lightning.pytorch.loops.training_epoch_loop": "the training",
     "lightning.pytorch.loops.fit_loop": "the training",
 }
-_SAVES = (f"{_PACKAGE}.storage.", f"{_PACKAGE}.pipeline.checkpoint.saving")
+_SAVES = (f"{_PACKAGE}.storage.", f"{_PACKAGE}.core.checkpoint.saving")
 _MOST_TEXT = 2**12
 
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from lightning_asyncpp.core.batches import tree
 from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER, PIPELINE
+from lightning_asyncpp.optim import ErrorFeedback, WeightPrediction
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
 from lightning_asyncpp.tools.text import escaped
 
-_STATE = ("state", "groups", "group_of", "param_groups")  # of an optimizer; what else it has is a correction's
+_CORRECTIONS = {*ErrorFeedback.keys, *WeightPrediction.keys}  # beside what the base keeps of a parameter
 _OF_STRATEGY = (
     "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness",
     "slack", "weight_dtype", "seed", "mini_batch", "optimizer",
@@ -53,12 +54,14 @@ def contents_of(content: Any) -> Contents:
     strategy = entries.get(PIPELINE, {})
     models = _models(writer, entries)
     states = [state for value in entries.values() for state in _optimizers(value)]
+    optimizer = _without_corrections(states)
+    stepped = {_identity(tensor) for tensor in tensors_of(optimizer)}
     parts = {
         "weights": models,
         "older weights": strategy.get(OLDER, {}),
         "masters": strategy.get(MASTERS, {}),
-        "optimizer": [{key: state[key] for key in _STATE if key in state} for state in states],
-        "correction buffers": [{k: value for k, value in state.items() if k not in _STATE} for state in states],
+        "optimizer": optimizer,
+        "correction buffers": [tensor for tensor in tensors_of(states) if _identity(tensor) not in stepped],
     }
     known = {_identity(tensor) for part in parts.values() for tensor in tensors_of(part)}
     other = [tensor for tensor in tensors_of(content) if _identity(tensor) not in known]
@@ -135,6 +138,12 @@ def _optimizers(value: Any) -> Iterator[Mapping[str, Any]]:
     for state in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(state, Mapping) and "state" in state and "param_groups" in state:
             yield state
+
+
+def _without_corrections(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {key: _without_corrections(value) for key, value in node.items() if key not in _CORRECTIONS}
+    return [_without_corrections(value) for value in node] if isinstance(node, (list, tuple)) else node
 
 
 def describe(path: Path) -> dict[str, Any]:

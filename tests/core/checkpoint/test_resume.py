@@ -67,13 +67,3 @@ def test_a_weight_without_an_older_version_is_its_own() -> None:
     assert torch.equal(older["1.inner.first.weight"], newest["1.inner.first.weight"])
     assert not torch.equal(kept, newest["1.inner.first.weight"])
     assert torch.equal(older["0.inner.weight"], state["older_weights"]["0.inner.weight"])
-
-
-@pytest.mark.parametrize("name", ["0.inner.weight", "1.inner.weight"])
-def test_freezing_while_versions_are_alive_is_refused(name: str) -> None:
-    case = Case(3, model=partial(make, (("linear", "tensor"), ("frozen", "tensor"))))
-    training = trained(case)
-    parameter = training.model.get_parameter(name)
-    parameter.requires_grad_(not parameter.requires_grad)
-    with pytest.raises(ConfigurationError, match=rf"{name}: frozen or unfrozen"):
-        training.close([training.engine.run(case.batch(2), case.step(training.model))])

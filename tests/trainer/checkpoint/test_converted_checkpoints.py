@@ -163,9 +163,8 @@ def test_fabrics_checkpoints(command: Command, tmp_path: Path) -> None:
     """Entries have the names that the user gave them."""
     model = {"weight": torch.ones(2, 3), "bias": torch.zeros(2).bfloat16()}
     optimizer = {
-        "by_parameter": 1,
-        "state": {"weight": {"m": torch.ones(2, 3)}},
-        "tables": {"x": {"weight": torch.ones(6)}},
+        "state": {0: {"exp_avg": torch.ones(2, 3), "previous_step": torch.ones(2, 3)}},
+        "param_groups": [{"lr": 0.1, "params": [0, 1]}],
     }
     pipeline = {"num_stages": 2, "older_weights": {"weight": torch.ones(2, 3)}, "partition": [1, 1]}
     content = {"net": model, "other": {"w": torch.ones(1)}, "optimizer": optimizer, "pipeline": pipeline, "step": 7}

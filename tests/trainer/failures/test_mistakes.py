@@ -182,13 +182,6 @@ def test_checkpoint_of_other_masters(pools: Pools, tmp_path: Path) -> None:
     assert_refused(refusals(pools, run, 2), "written with weight_dtype=None, this run has 'bf16'", "load_state_dict")
 
 
-def test_checkpoint_of_a_plain_run(pools: Pools, tmp_path: Path) -> None:
-    saving = ((ModelCheckpoint, {"dirpath": tmp_path}),)
-    pools.run(1, fit, Run(Net, "plain", callbacks=saving, trainer={"enable_checkpointing": True}))
-    run = Run(Net, ckpt_path=str(next(tmp_path.glob("*.ckpt"))), trainer={"max_epochs": 2})
-    assert_refused(refusals(pools, run), "was not written by a pipeline strategy", "load_state_dict")
-
-
 @pytest.mark.slow
 def test_names_without_the_import() -> None:
     """Lightning's own message, which lists the names that it knows."""
