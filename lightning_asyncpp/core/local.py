@@ -87,7 +87,7 @@ class LocalPipeline(Engine):
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
         self.schedule = self.engines[-1].schedule  # that of the stage which has the loss and logs
         self.updates = self.engines[0].updates  # of the stage that applies an update last
-        self.weights: AllWeights = AllWeights(self.engines, self._shared)
+        self.weights: AllWeights = AllWeights(self.engines, self._shared, whole.uses)
 
     def _engine(self, stage: Stage, seed: int, device: torch.device, hooks: UserHooks) -> Engine:
         mesh = LocalMesh(self._mailbox, self.settings.num_stages, stage.index)
@@ -128,13 +128,16 @@ class LocalPipeline(Engine):
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch on all stages; arguments as for :meth:`Engine.run`."""
-        for number in range(len(self.engines)):
-            self._follow_owners(number)  # hooks may have changed weights
-        self._draws = [_python_draws()] * len(self.engines)
-        with self.generators.set_aside():
-            output = self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
-        _set_python_draws(self._draws[-1])
-        self._draws = []
+        self.weights.adopt()  # hooks may have changed weights
+        after = _python_draws()
+        self._draws = [after] * len(self.engines)
+        try:
+            with self.generators.set_aside():
+                output = self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
+            after = self._draws[-1]
+        finally:
+            self._draws = []
+            _set_python_draws(after)
         return output
 
     def drop(self) -> None:
@@ -171,6 +174,7 @@ class LocalPipeline(Engine):
     ) -> None:
         """Take up counters, the older weights and the masters; arguments as for :meth:`Engine.load_state_dict`."""
         self.evaluated = state.get("evaluated", 0)
+        self.weights.give_parameters_to_copies()
         for number, engine in enumerate(self.engines):
             own_older = self.weights.of_stage(number, older) if engine.weights.room > 1 else None
             engine.load_state_dict(state, own_older, self.weights.of_stage(number, masters))
@@ -203,7 +207,7 @@ class LocalPipeline(Engine):
             if self._draws:
                 self._draws[number] = _python_draws()
             if action is not None and action.kind is Kind.UPDATE:
-                self._follow_owners(number)
+                self.weights.follow_owners(number)
 
         for number in range(len(of_stages)):
             advance(number)
@@ -237,15 +241,6 @@ class LocalPipeline(Engine):
             return mini_batch.can_send()
         return len(self.engines) == 1 or action.index in mailbox.totals
 
-    def _follow_owners(self, number: int) -> None:
-        """Give a stage's copies of shared parameters the owners' newest values."""
-        for tie in self._shared:
-            if tie.stage == number:
-                own, owners = self.engines[number].weights, self.engines[tie.owner].weights
-                if own.newest == owners.newest:
-                    value = owners.leaves(owners.newest)[tie.owners_name]
-                    own.leaves(own.newest)[tie.name].data.copy_(value.data)
-
 
 def _python_draws() -> tuple[Any, Any]:
     return random.getstate(), np.random.get_state()
@@ -262,12 +257,13 @@ class AllWeights(WeightVersions):
     Args:
         engines: of the stages.
         shared: parameters that the optimizer steps on an earlier stage.
+        uses: name of a later unit's use of a parameter -> the parameter's name.
     """
 
-    def __init__(self, engines: Sequence[Engine], shared: Sequence[Shared]) -> None:
+    def __init__(self, engines: Sequence[Engine], shared: Sequence[Shared], uses: Mapping[str, str]) -> None:
         # In place of the versions of one stage: those of all.
         self._all = [engine.weights for engine in engines]
-        self._shared = shared
+        self._shared, self._shared_uses = shared, uses
         self._copies = {(tie.stage, tie.name) for tie in shared}
         first = self._all[0]
         self.room, self.compute_dtype = max(weights.room for weights in self._all), first.compute_dtype
@@ -300,7 +296,10 @@ class AllWeights(WeightVersions):
 
     def for_evaluation(self) -> dict[str, Tensor] | None:
         """Leaf tensors of the newest version where they are not the module's own."""
-        return self._merged(lambda weights: weights.for_evaluation())
+        found = self._merged(lambda weights: weights.for_evaluation())
+        if found is not None:
+            found |= {use: found[name] for use, name in self._shared_uses.items() if name in found}
+        return found
 
     def shown(self) -> dict[str, Tensor]:
         """What the newest version holds where the module holds something else: its masters."""
@@ -318,6 +317,7 @@ class AllWeights(WeightVersions):
         self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
         """Take the parameters, as they were just loaded, for version ``newest``, ``older`` for the one before."""
+        self.give_parameters_to_copies()
         for number, weights in enumerate(self._all):
             weights.restore(newest, self.of_stage(number, older), self.of_stage(number, masters))
 
@@ -325,6 +325,24 @@ class AllWeights(WeightVersions):
         """Make what others put into the parameters since the last update part of the newest version."""
         for weights in self._all:
             weights.adopt(unseen)
+        for number in range(len(self._all)):
+            self.follow_owners(number)
+
+    def follow_owners(self, number: int) -> None:
+        """Give a stage's copies of shared parameters the owners' newest values."""
+        for tie in self._shared:
+            own, owners = self._all[tie.stage], self._all[tie.owner]
+            if tie.stage == number and own.newest == owners.newest:
+                value = owners.leaves(owners.newest)[tie.owners_name]
+                own.leaves(own.newest)[tie.name].data.copy_(value.data)
+                if own.has_masters:
+                    own.parameters[tie.name].data.copy_(owners.parameters[tie.owners_name].data)
+
+    def give_parameters_to_copies(self) -> None:
+        """Give copies of shared parameters what was loaded into the owners'."""
+        for tie in self._shared:
+            own, owners = self._all[tie.stage].parameters, self._all[tie.owner].parameters
+            own[tie.name].data.copy_(owners[tie.owners_name].data)
 
     def release_masters(self) -> None:
         """Let the module have the weights that were trained."""

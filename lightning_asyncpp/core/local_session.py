@@ -25,7 +25,6 @@ from lightning_asyncpp.core.local import LocalPipeline
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.stage_optimizer import StageOptimizer
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -37,7 +36,7 @@ class LocalSession(PipelineSession):
     Args:
         settings: the user's choices.
         num_stages: number of stages P.
-        timeout: of nothing: there is nobody to wait for.
+        timeout: ignored, as one process waits for nobody.
     """
 
     def __init__(self, settings: PipelineSettings, num_stages: int, timeout: timedelta | None = None) -> None:
@@ -58,6 +57,7 @@ class LocalSession(PipelineSession):
             )
         self.resolved = self.settings.resolved(self.num_stages)
         self.mesh = self.mesh or Mesh(1, 1, 0)
+        self.watch.failure = None  # of an earlier run, which concerns no other process
         return self.mesh
 
     def cut(
@@ -123,6 +123,7 @@ class LocalSession(PipelineSession):
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Have the updates of every stage step its own parameters."""
-        optimizer, check = self.stage_optimizer.optimizer, self.watch.check
-        of_stages = [StageOptimizer(optimizer, part.stage.parameters.values()) for part in engine.parts]
-        self._attached = [AttachedOptimizer(own, part, step, check) for own, part in zip(of_stages, engine.parts)]
+        whole, check = self.stage_optimizer, self.watch.check
+        self._attached = [
+            AttachedOptimizer(whole.part(part.stage.parameters.values()), part, step, check) for part in engine.parts
+        ]

@@ -47,6 +47,12 @@ class StageOptimizer:
         ]
         self._kept = False
         self._of_step: list[dict[str, Any]] = [{} for _ in self._whole]  # options that the step has changed itself
+        self._parts: list[StageOptimizer] = []
+
+    def part(self, own: Collection[Tensor]) -> StageOptimizer:
+        """Make that of one of several stages, which forgets with this one what was before a load."""
+        self._parts.append(StageOptimizer(self.optimizer, own))
+        return self._parts[-1]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -124,7 +130,7 @@ class StageOptimizer:
         ]
         with self._installed():
             self.optimizer.load_state_dict({**own, "param_groups": groups})
-        for of_step in self._of_step:
+        for of_step in itertools.chain(self._of_step, *(part._of_step for part in self._parts)):
             of_step.clear()
 
     @contextmanager

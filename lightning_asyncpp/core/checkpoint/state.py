@@ -109,7 +109,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     """
     engine = session.running()
     if state is None:
-        engine.weights.restore(0, None)
+        engine.weights.restore(engine.weights.newest, None)
         return
     if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
         raise ConfigurationError(

@@ -76,6 +76,10 @@ def check_model(
     Raises:
         ConfigurationError: the pipeline cannot train the module, with every problem that was found.
     """
+    if (accumulated := trainer.get("accumulate_grad_batches", 1)) != 1:
+        raise ConfigurationError(
+            f"accumulate_grad_batches={accumulated}: check_model compares updates of one batch each; leave it out"
+        )
     batches = list(itertools.islice(data, updates))
     if not batches:
         raise ConfigurationError("check_model got no batch: give it a loader or a list with one or more")

@@ -196,7 +196,7 @@ class PipelineCheckpoints(Strategy):
         engine = self.session.running()
         agree_on_error(engine.mesh, error)
         if self.session.optimizer is None:
-            engine.weights.restore(0, None)
+            engine.weights.restore(engine.weights.newest, None)
         else:
             load_pipeline_state(self.session, checkpoint.get(PIPELINE))
 
