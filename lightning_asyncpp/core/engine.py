@@ -61,8 +61,8 @@ class Engine:
     Attributes:
         host_batch: to be told of batches that are moved to the device.
         generators: torch's, as the caller has them while a batch runs.
-        undelayed: number of mini-batches of a run without delay that this one goes on from: a checkpoint without older
-            weights is one's, where this stage has room for them.
+        undelayed: how many mini-batches were trained without delay before this run resumed; 0 if the checkpoint has
+            older weights, or this stage keeps none.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def drained(self) -> bool:
-        """Whether a drain would do nothing on any stage; the last one is often :attr:`idle` while others are not."""
+        """Whether nothing was run since the last drain; the last stage is often :attr:`idle` while others are not."""
         return self.idle and self._drained == self.next_forward
 
     def ended_as_agreed(self) -> bool:

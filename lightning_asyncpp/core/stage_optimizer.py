@@ -80,8 +80,8 @@ class StageOptimizer:
     def step(self, hyper_parameters: HyperParameters, step: Callable[[], Any]) -> None:
         """Call ``step`` with the hyper-parameters of an earlier time, then set those of the present again.
 
-        Some optimizers keep state of their own in their groups (a step count, a running maximum). A value that a step
-        was once seen to change belongs to the optimizer from then on.
+        Some optimizers keep state of their own in their groups (a step count, a running maximum). An option that a step
+        has changed once is the optimizer's: later calls no longer overwrite it.
 
         Args:
             hyper_parameters: of :meth:`hyper_parameters`.

@@ -47,7 +47,7 @@ class UpdateQueue:
     Attributes:
         open: the mini-batch that batches are added to.
         closed: mini-batches that are whole and not applied yet, in order.
-        last_norm: of the newest gradient that was applied; None before the first.
+        last_norm: of the newest gradient that all ranks have agreed on; None before the first.
         requested: what this rank asks of all.
         agreed: what some rank asked for, and all know.
         apply: steps the optimizer; the parameters hold the gradients meanwhile.
