@@ -275,16 +275,6 @@ class AllWeights(WeightVersions):
         """The newest version that all stages have."""
         return min(weights.newest for weights in self._all)
 
-    @property
-    def masters_hold_weights(self) -> bool:
-        """Whether masters, if there are any, hold what the versions do."""
-        return all(weights.masters_hold_weights for weights in self._all)
-
-    @masters_hold_weights.setter
-    def masters_hold_weights(self, value: bool) -> None:
-        for weights in self._all:
-            weights.masters_hold_weights = value
-
     def of_stage(self, number: int, values: Mapping[str, T] | None) -> dict[str, T] | None:
         """The values of a stage's parameters and buffers out of those of the whole model."""
         if values is None:

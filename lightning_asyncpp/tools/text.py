@@ -3,34 +3,10 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import unicodedata
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, TextIO
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A measured quantity over repeats."""
-
-    median: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Summarise ``values``."""
-        return cls(statistics.median(values), min(values), max(values))
-
-    def scaled(self, factor: float) -> Spread:
-        """The same times ``factor``."""
-        return Spread(self.median * factor, self.min * factor, self.max * factor)
-
-    def format(self, digits: int) -> str:
-        """The median, and the extremes in brackets."""
-        return f"{self.median:.{digits}f} [{self.min:.{digits}f}-{self.max:.{digits}f}]"
 
 
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:

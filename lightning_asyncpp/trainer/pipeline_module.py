@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.core.batches.user_hooks import IS_DEFAULT
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
 
@@ -54,8 +53,6 @@ class PipelineModule(L.LightningModule):
         where they know it.
         """
         return float(number_of_samples(micro_batch))
-
-    setattr(micro_batch_weight, IS_DEFAULT, True)
 
     def configure_model(self) -> None:
         """Build ``self.model`` on the meta device; whole and materialised unless a pipeline strategy cuts it first."""

@@ -15,8 +15,6 @@ from lightning_asyncpp.errors import ConfigurationError
 Step = Callable[[Any, float | None], Any]
 """The user's step, called with a micro-batch and its weight; None where it is left at its call of the model."""
 BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
-IS_DEFAULT = "is_default"
-"""Name of an attribute of a ``micro_batch_weight`` that counts samples because the user has said nothing."""
 
 
 def problems_of_reduction(loss_reduction: object) -> list[str]:
@@ -56,11 +54,6 @@ class UserHooks:
         given = {name: value for name, value in (given or {}).items() if value is not None}
         own = {name: getattr(module, name) for name in BY_NAME if hasattr(module, name)}
         return cls(**{**own, **given, **others})
-
-    @property
-    def weighs_samples(self) -> bool:
-        """Whether micro-batches count by their samples because the user has said nothing else."""
-        return self.micro_batch_weight is number_of_samples or hasattr(self.micro_batch_weight, IS_DEFAULT)
 
 
 def loss_of(result: Any) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
 from lightning_asyncpp.core.cut.cutting import whole_before
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.partition import Partition, balanced, check_given, uniform
-from lightning_asyncpp.core.cut.units import Unit, has_parameters, pipeline_units, spread
+from lightning_asyncpp.core.cut.units import Unit, has_parameters, pipeline_units
 from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.core.wire.received import begin
 from lightning_asyncpp.errors import ConfigurationError
@@ -101,15 +101,6 @@ def choose_partition(
         return Partition(even, even, "by numbers of layers", values)
     check_given(asked, heavy)
     return Partition(tuple(asked), even, "as given", values)
-
-
-def problem_of_cutting(model: nn.Module, num_stages: int) -> str:
-    """Why a model has no layers for so many stages; empty if it has."""
-    try:
-        spread(pipeline_units(model), num_stages)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
 
 
 def example_of(
