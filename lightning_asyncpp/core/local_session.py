@@ -104,14 +104,8 @@ class LocalSession(PipelineSession):
         assert self.stage is not None, "cut() comes before start()"
         for stage in (self.stage, *self._stages):
             stage.refresh()
-        if self.averages is not None:
-            self.averages.fill()
-        settings = self.settings if training else self.settings.with_delay(0)
-        self._release_optimizer()
-        self.watch.failure, self._trains = None, False
-        self.engine = LocalPipeline(
-            self.stage, self._stages, settings.resolved(self.num_stages), self.seed, device, hooks
-        )
+        resolved = self._begin(training).resolved(self.num_stages)
+        self.engine = LocalPipeline(self.stage, self._stages, resolved, self.seed, device, hooks)
         return self.engine
 
     def describe(self) -> str:

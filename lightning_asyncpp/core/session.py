@@ -121,16 +121,19 @@ class PipelineSession:
         self.watch.begin(mesh)
         stage.refresh()
         copy_first_replica(mesh, stage.state_dict)
-        if self.averages is not None:
-            self.averages.fill()
-        settings = self.settings if training else self.settings.with_delay(0)
-        self._release_optimizer()
-        self.watch.failure, self._trains = None, False
+        resolved = self._begin(training).resolved(mesh.world_size)
         timeout = None if self.timeout is None else self.timeout.total_seconds()
-        resolved = settings.resolved(mesh.world_size)
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
         self.watch.started(self.engine.runner.transport, self.engine.ended_as_agreed)
         return self.engine
+
+    def _begin(self, training: bool) -> PipelineSettings:
+        """Fill averages and forget what an earlier run left; return the settings of this one."""
+        if self.averages is not None:
+            self.averages.fill()
+        self._release_optimizer()
+        self.watch.failure, self._trains = None, False
+        return self.settings if training else self.settings.with_delay(0)
 
     def running(self) -> Engine:
         """The engine.
