@@ -62,7 +62,9 @@ class Device:
     def issue(self, message: Message) -> Message:
         """Put a message on its group's stream."""
         self._issued = [other for other in self._issued if not other.is_completed()] + [message]
-        self._streams.setdefault(id(message.group), _Stream()).run(message)
+        if (key := id(message.group)) not in self._streams:
+            self._streams[key] = _Stream()
+        self._streams[key].run(message)
         return message
 
     def maybe_wait(self, *_: Any) -> None:
