@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
+from unittest.mock import patch
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 import tests.spared  # noqa: F401
+from tests.workers import free_port
 
 # The same examples everywhere, and no time limit: machines that run tests are slow at times.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
@@ -17,3 +23,16 @@ torch.set_num_threads(1)
 
 # A shell's background job ignores it, and so would every process that tests send it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_common_store() -> Iterator[None]:
+    """Give each test a port of its own, and leave it neither variables nor a process group of the one before.
+
+    Lightning keeps the port of a process's first training, where the store of a training in this process stays; and it
+    takes a port that any connection of the machine may get meanwhile.
+    """
+    with patch.dict(os.environ, MASTER_PORT=str(free_port())):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -15,7 +15,7 @@ import torch
 
 from tests.trainer.pool import Outcome
 from tests.trainer.runs import Run, arrays, loader, make_trainer, plain_metrics, val_loaders
-from tests.workers import worker_context
+from tests.workers import free_port, worker_context
 
 
 def outcome_of(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Outcome:
@@ -43,7 +43,7 @@ def run(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Any:
 
 def _work(results: Any, scenario: Callable[..., Any], args: tuple) -> None:
     os.setpgid(0, 0)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(OMP_NUM_THREADS="1", MASTER_PORT=str(free_port()))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
