@@ -142,12 +142,12 @@ def _way_on(irregular: Mapping[str, str], lists: Mapping[str, nn.Module]) -> str
     several = [name for name in irregular if len(list(lists[name].children())) > 1]
     outermost = [name for name in several if not any(name.startswith(f"{other}.") for other in several)]
     if not outermost:
-        return "Name those to cut between with blocks=[...], or give the model pipeline_layers()"
+        return "Name those to cut between with pipelined(..., blocks=[...]), or give the model pipeline_layers()"
     reasons = "; ".join(f"{name}: {irregular[name]}" for name in outermost[:_SHOWN])
     more = f"; and {len(outermost) - _SHOWN} more" if len(outermost) > _SHOWN else ""
     return (
         f"Left out for how they were called with this example: {reasons}{more}. Have the forward call each layer once,"
-        " whatever the data are, name other lists with blocks=[...], or give the model pipeline_layers()"
+        " whatever the data are, name other lists with pipelined(..., blocks=[...]), or give it pipeline_layers()"
     )
 
 

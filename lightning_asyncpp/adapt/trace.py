@@ -94,7 +94,7 @@ class _Recorder(TorchFunctionMode):
         elif id(parameter) not in self.held:
             raise ConfigurationError(
                 f"layer {self.inside} uses a parameter that it does not hold, and that may be on another stage: name"
-                " other layers to cut between with blocks=[...], or give the model pipeline_layers()"
+                " other layers to cut between with pipelined(..., blocks=[...]), or give the model pipeline_layers()"
             )
 
     def begin_block(self, name: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = doctor_parser().parse_args(argv).timeout
     for name, value in [*_versions(), *_devices(), *_environment()]:
         _say(name, value)
+    print(f"two stages train for a few updates, which takes {limit} s at most", file=sys.stderr)
     found, log = run_trial(limit)
     if found is None:
         _say("training", f"FAILED, or did not end within {limit} s; the end of its log:\n")
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _say(
         "link", f"{found.gigabytes_per_second:.1f} GB/s, {found.microseconds:.0f} us per message, over {found.backend}"
     )
-    _say("training", f"2 stages, {UPDATES} updates in {found.seconds:.1f} s; tensors travel {found.route}")
+    _say("training", f"2 stages, {UPDATES} updates in {found.seconds:.1f} s; {found.route}")
     share = f"{found.difference:.1g} of the largest change"
     if not found.is_equal:
         _say("result", f"WRONG: differs from the reference by {share}; do not train so, and report it with this text")
