@@ -20,6 +20,7 @@ settings.register_profile("steady", derandomize=True, deadline=None, database=No
 settings.load_profile("steady")
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # or Lightning's launchers give this process more, for all tests to come
 
 # A shell's background job ignores it, and so would every process that tests send it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
