@@ -113,13 +113,13 @@ def expected() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("run", [fit, loop])
-def test_a_pipeline_trains_it_as_the_emulator_does(pools: Pools, run: Any, expected: dict[str, Any]) -> None:
+def test_a_pipeline_trains_it_as_one_process_does(pools: Pools, run: Any, expected: dict[str, Any]) -> None:
     last, first = pools.run(STAGES, run, True)  # rank 0 has the last stage
     assert (last.pop("lm_head.weight") == first["transformer.wte.weight"]).all()
     assert_equal_weights(joined_parts([first, last]), expected)
 
 
-def test_fabrics_emulator_does_so_too(expected: dict[str, Any]) -> None:
+def test_fabric_in_one_process_does_so_too(expected: dict[str, Any]) -> None:
     assert_equal_weights(loop(pipeline=False), expected)
 
 
@@ -146,7 +146,7 @@ class Looped(GPT):
         (lambda: nn.Sequential(nn.Linear(1, 1), nn.ReLU()), "fewer than the 2"),
     ],
 )
-def test_the_emulator_refuses_what_no_pipeline_could_do(model: Any, why: str) -> None:
+def test_one_process_refuses_what_no_pipeline_could_do(model: Any, why: str) -> None:
     run = L.Fabric(strategy=emulated(fabric.DelayedGradientStrategy), accelerator="cpu", devices=1)
     run.launch()
     with pytest.raises(ConfigurationError, match=why):

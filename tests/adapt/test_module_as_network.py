@@ -96,7 +96,7 @@ def fit(
     return arrays(found), float(trainer.callback_metrics["val_loss"])
 
 
-def test_a_pipeline_trains_it_as_the_emulator_does(pools: Pools) -> None:
+def test_a_pipeline_trains_it_as_one_process_does(pools: Pools) -> None:
     expected, loss = fit(0)
     results = pools.run(2, fit, 2)
     assert_equal_weights(joined_parts([weights for weights, _ in results]), expected)

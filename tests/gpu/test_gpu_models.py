@@ -1,6 +1,6 @@
 """Language models in stages that share one GPU: mixed precision, compiled blocks, narrow weight versions, experts.
 
-Each through the Trainer, started as a user starts it, and compared with the emulator of its delay in one process.
+Each through the Trainer, started as a user starts it, and compared with its delay in one process.
 """
 
 from __future__ import annotations

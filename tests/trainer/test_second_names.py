@@ -113,7 +113,7 @@ def expected() -> dict[str, np.ndarray]:
     return state
 
 
-def test_the_emulator_is_the_reference(expected: dict[str, np.ndarray]) -> None:
+def test_one_process_is_the_reference(expected: dict[str, np.ndarray]) -> None:
     weights, _ = oracle(RUN, 4, list(mini_batches_of(RUN, 2)), max_norm=0.4)
     assert_equal_weights({name: expected[name] for name in weights}, weights)
     assert not np.array_equal(expected["model.scale"], arrays(SecondNet(RUN).state_dict())["model.scale"])
@@ -134,7 +134,7 @@ def test_all_names_hold_the_trained_values(
     SecondNet(RUN).load_state_dict(checkpoint["state_dict"])
 
 
-def test_the_emulator_knows_stages_by_the_names_in_layers(pools: Pools) -> None:
+def test_one_process_knows_stages_by_the_names_in_layers(pools: Pools) -> None:
     """The first name of the scale, the model's own, is of no layer; as on the last stage it would not be old at all."""
     options = {"micro_batches": 4, "staleness": "least", "partition": [2, 3]}
     results = pools.run(2, fit, replace(RUN, options=options))

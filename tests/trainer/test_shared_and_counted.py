@@ -61,7 +61,7 @@ def logged(records: list[Any], name: str) -> dict[int, float]:
         *(pytest.param(few, "async", marks=pytest.mark.slow) for few in (1, 2)),
     ],
 )
-def test_the_pipeline_the_oracle_and_the_emulator_agree(pools: Pools, stages: int, strategy: str) -> None:
+def test_the_pipeline_the_oracle_and_one_process_agree(pools: Pools, stages: int, strategy: str) -> None:
     run = replace(RUN, strategy=strategy)
     results = pools.run(stages, fit, run)
     weights, losses = oracle(run, 4, list(mini_batches_of(run, 2)), max_norm=0.4)
@@ -121,7 +121,7 @@ class RepeatingNet(Net):
         self.model = make(((*layers, *3 * [("same module", "tensor")])), run.dropout)
 
 
-def test_the_emulator_sums_shared_gradients_over_all_batches_of_an_update() -> None:
+def test_one_process_sums_shared_gradients_over_all_batches_of_an_update() -> None:
     run = replace(RUN, module=RepeatingNet, trainer={"max_epochs": 1, "accumulate_grad_batches": 2})
     weights, _ = oracle(run, 4, list(mini_batches_of(run, accumulate=2)))
     assert_equal_weights(train(delayed(run, micro_batches=4))["weights"], weights)

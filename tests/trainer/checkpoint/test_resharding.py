@@ -56,7 +56,7 @@ def test_other_stages(pools: Pools, stages: int, options: dict[str, Any], others
 
 
 def test_the_least_staleness_with_other_stages_and_slack(pools: Pools, tmp_path: Path) -> None:
-    """Whatever the run goes on as, it is the emulator's run of that, from the same checkpoint; or another cut's."""
+    """Whatever the run goes on as, it is the run of that in one process, from the same checkpoint; or another cut's."""
     run = run_of(tmp_path, staleness="least", partition="uniform")
     whole = joined_weights(pools.run(3, fit, run), 3)
     assert_equal_weights(resumed(pools, 3, run, tmp_path, 4, staleness="least", partition="uniform"), whole)

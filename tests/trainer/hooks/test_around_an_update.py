@@ -46,7 +46,7 @@ CASES: dict[str, tuple[type[Net], int, dict[str, Any], dict[str, Any], dict[str,
     # The first two are in test_between_accumulated_batches.py, too; and a prediction is a correction as feedback is.
     [pytest.param(n, marks=pytest.mark.slow) if n in ("other memory", "prediction") else n for n in CASES],
 )
-def test_changed_weights_are_those_of_the_emulator_whenever_it_validates(
+def test_changed_weights_are_those_of_one_process_whenever_it_validates(
     pools: Pools, name: str, intervals: tuple[int, ...]
 ) -> None:
     module, stages, of_run, trainer, options = CASES[name]

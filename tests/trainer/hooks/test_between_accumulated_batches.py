@@ -23,7 +23,7 @@ from tests.trainer.runs import Net, Run, delayed, fit, train
 MODULES = {"projected": Projected, "other memory": PutsOtherMemory, "shrinks": Shrinks}
 ACCUMULATED = {"projected": 2, "other memory": 3, "shrinks": 2, "draws": 3}
 DELAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    # strategy, its options, those of the emulator
+    # strategy, its options, those of one process
     "async": ("async", {}, {"delay": 1}),
     "sync": ("sync", {}, {"delay": 0}),
     "least": ("async", {"staleness": "least", "partition": "uniform"}, {"staleness": "least", "partition": "uniform"}),
