@@ -341,7 +341,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "asked for": (Repeated, {"blocks": "blocks"}, r"blocks: the forward called blocks\.0 3 times\. Have the forward"),
     "as data say": (OneOfAll, {}, "blocks: the forward called 1 of its 3 layers; .* Have the forward call each"),
     "backwards": (Backwards, {}, "blocks: the forward called its layers in another order"),
-    "one layer": (lambda: Alone(), {}, "found in Alone: .* Name those to cut between with blocks="),
+    "one layer": (lambda: Alone(), {}, r"found in Alone: .* Name those to cut between with pipelined\(..., blocks="),
     "mostly repeated": (Again, {}, "no layers were found in Again: .* with most of the weights"),
     "replaced": (replaced, {}, "forward of this Net was replaced in the object"),
     "on meta": (lambda: Net().to("meta"), {}, "Net is on the meta device"),
