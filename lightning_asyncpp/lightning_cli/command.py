@@ -12,10 +12,11 @@ from typing import Any
 
 import jsonargparse
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
@@ -29,6 +30,7 @@ from lightning_asyncpp.lightning_cli.before_start import (
     refused_by_trainer,
 )
 from lightning_asyncpp.lightning_cli.ending import is_refusal
+from lightning_asyncpp.lightning_cli.explained import missing
 from lightning_asyncpp.lightning_cli.mistakes import Mistake, Mistaken, arguments_without, collecting, further
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.lightning_cli.startup import say, say_what_is_logged
@@ -105,6 +107,8 @@ class AsyncppCLI(LightningCLI):
         except (TypeError, ValueError) as error:
             cause = self._raised[-1] if self._raised else _first_cause(error)
             raise (ConfigurationError(str(cause)) if is_refusal(cause) else cause) from None
+        if self.datamodule is None and not is_overridden("train_dataloader", self.model):
+            raise ConfigurationError(missing(["data"]))
         if self.subcommand is not None:
             check_start(self.trainer, self.model, self.datamodule)
             say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
@@ -228,9 +232,7 @@ def make_cli(
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=_shows_docstrings(sys.argv[1:]))
     return cli(
         LightningModule,
-        LightningDataModule,
         subclass_mode_model=True,
-        subclass_mode_data=True,
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
         parser_kwargs={

@@ -65,13 +65,13 @@ def explained(message: str, known: Iterable[str], name: str = "asyncpp") -> list
             near = _elsewhere(option) or advice(option, known)
             return [Mistake(f"there is no option {option!r}{near}", option)]
     elif required := _REQUIRED.search(message):
-        return [Mistake(_missing(required.group(1).split(", ")))]
+        return [Mistake(missing(required.group(1).split(", ")))]
     elif said := _unknown_class(message, key):
         return [said]
     return [wrong_value(message) or Mistake(message)]
 
 
-def _missing(keys: Iterable[str]) -> str:
+def missing(keys: Iterable[str]) -> str:
     """What to say where recipes and options leave out whole sections."""
     sections = " and ".join(f"`{key.rpartition('.')[2]}:`" for key in sorted(keys, reverse=True))
     return f"no recipe and no option says {sections}; `asyncpp recipes` lists recipes that have all that is needed"

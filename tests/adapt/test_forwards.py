@@ -471,9 +471,10 @@ def test_a_choice_that_comes_out_otherwise_than_with_the_example() -> None:
     with pytest.raises(ConfigurationError, match=r"computes the model's output from what entry returned, .* give an"):
         apply_layers(model, torch.randn(8, DIM))
     assert torch.equal(apply_layers(model, torch.randn(2, DIM) * float("nan")).isnan(), torch.ones(2, 1) == 1)
-    mended = pipelined(ByLength(), (torch.randn(8, DIM),))
-    x = torch.randn(8, DIM)
-    assert torch.equal(apply_layers(mended, x), mended(x))
+    model, x = pipelined(ByLength(), (torch.randn(8, DIM),)), torch.randn(24, DIM)
+    assert torch.equal(apply_layers(model, x), model(x))
+    report = check_model(Trained(model), [{"x": x}], stages=3, micro_batches=3)
+    assert report.ok, str(report)
 
 
 class ByType(Net):

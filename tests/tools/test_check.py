@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import lightning_asyncpp
 from lightning_asyncpp import GPTModule, apply_layers, check_model
@@ -153,6 +155,36 @@ class Language(Net):
         return F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
+class Side(nn.Module):
+    """Computes something beside what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.main(x), self.side(x)
+
+
+class Chooses(nn.Module):
+    """Uses what is beside in some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, CLASSES)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, side = pair
+        return self.linear(x if x.mean() > 0 else x + side)
+
+
+class Drops(Net):
+    """Needs the result of a layer of the first stage in some batches."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(DIM, DIM), Side(), Chooses()))
+
+
 def gpt(**options: Any) -> GPTModule:
     torch.manual_seed(1)
     config = GPTConfig(vocab_size=32, dim=16, num_layers=3, num_heads=2, context_length=16, **options)
@@ -176,6 +208,7 @@ RIGHT: dict[str, tuple[Callable[[], Net], list[Any], dict[str, Any]]] = {
     "a sum": (Sums, batches(7), {"micro_batches": 3, "delay": 0}),
     "weights": (Weighs, batches(8, ignored=3), {}),
     "tied": (Language, tokens(), {"gradient_clip_val": 0.1}),
+    "a result dropped": (Drops, batches(), {"partition": [2, 1], "gradient_clip_val": 0.1}),
     "GPT": (gpt, tokens(), {"gradient_clip_val": 1.0}),
     "experts": (functools.partial(gpt, moe=MoEConfig(num_experts=4, router="sigmoid")), tokens(), {"stages": 3}),
 }
@@ -322,7 +355,12 @@ def test_what_differs(name: str) -> None:
     assert found.values[0] != found.values[1]
     assert f"update {found.update}, {found.kind}" in str(report)
     assert found.name == "" or f"of {found.name} (stage {found.stage}): a norm of" in str(report)
-    assert "May be explained by the contract:\n      " in str(report)
+    page, *rules = str(report).split("May be explained by ")[1].splitlines()
+    assert page == "https://lightning-asyncpp.github.io/lightning-asyncpp/start/your-model/#what-a-module-must-keep-to:"
+    rows = (Path(__file__).parents[2] / "docs" / "start" / "your-model.md").read_text().split("must keep to")[1]
+    named = [rule.strip().partition(": ")[0] for rule in rules if rule.startswith(" " * 6)]
+    assert named
+    assert all(f"| {name} |" in rows for name in named)
 
 
 class BatchNorm(Net):
@@ -343,6 +381,18 @@ def test_the_weight_that_makes_it_right_is_printed() -> None:
     assert "return float((micro_batch['y'] != -100).sum())" in str(report)
 
 
+class ForgetsThatItIsASum(Net):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch["x"]), batch["y"], reduction="sum")
+
+
+def test_a_sum_that_is_no_mean_is_told() -> None:
+    report = check_model(ForgetsThatItIsASum(), batches())
+    (difference,) = report.differences
+    assert (difference.comparison, difference.kind) == ("whole", "loss")
+    assert "They agree with `loss_reduction = 'sum'`" in str(report)
+
+
 def test_batch_norm_is_a_note_and_a_permutation_is_not_compared() -> None:
     report = check_model(BatchNorm(), batches())
     assert report.ok
@@ -359,6 +409,10 @@ def test_errors_of_the_users_code_show_as_they_are() -> None:
 
     with pytest.raises(KeyError, match="what"):
         check_model(Breaks(), batches())
+    hook = sys.excepthook
+    with pytest.raises(KeyError, match="'x'"):
+        check_model(Net(), [{"y": torch.zeros(8)}])
+    assert sys.excepthook is hook, "it shows the traceback"
     with pytest.raises(lightning_asyncpp.ConfigurationError, match="got no batch"):
         check_model(Net(), [])
 
@@ -382,6 +436,17 @@ def test_a_model_of_transformers() -> None:
     assert report.ok, str(report)
 
 
+def test_an_update_is_of_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is accumulated is not checked, which the report tells; a line tells what is under way."""
+    report = check_model(Net(), batches(), accumulate_grad_batches=4, updates=2)
+    assert report.ok
+    assert "2 updates of one batch each (accumulate_grad_batches=4 is left out), in 4 microbatches, loss" in str(report)
+    assert "left out" not in str(check_model(Net(), batches(), updates=1, delay=0))
+    told = capsys.readouterr().err.splitlines()
+    names = ("pieces", "delayed", "whole", "pieces", "whole")
+    assert told == [f"check_model: comparing {name} ..." for name in names]
+
+
 # -- the command --------------------------------------------------------------------------------------------------
 
 
@@ -399,15 +464,38 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the number of stages of the recipe, and another one; more stages than layers end it with code 1."""
+    """With the number of stages of the recipe, and another one; more stages than layers are refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["asyncpp"])
-    check.main(arguments(tmp_path, "--updates", "2"))
+    check.main(arguments(tmp_path, "--updates", "2", "--trainer.accumulate_grad_batches", "3"))
     printed = capsys.readouterr().out
     assert "stage 1: blocks.2, blocks.3, head" in printed
     assert printed.count("equal to the last bit") == 2
-    with pytest.raises(SystemExit) as ended:
+    assert "accumulate_grad_batches=3 is left out" in printed
+    with pytest.raises(lightning_asyncpp.ConfigurationError, match="fewer than the 9 stages"):
         check.main(arguments(tmp_path, "--stages", "9", "--updates", "1"))
-    assert ended.value.code == 1
-    assert "fewer than the 9 stages" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists(), "a check leaves no logs"
+
+
+class BringsData(Net):
+    """Has its own loader, as long as its Trainer runs."""
+
+    def setup(self, stage: str) -> None:
+        self.size = 8
+
+    def train_dataloader(self) -> Any:
+        data = [sample for batch in batches(self.size) for sample in zip(batch["x"], batch["y"])]
+        return DataLoader([{"x": x, "y": y} for x, y in data], batch_size=4 * self.trainer.max_epochs)
+
+
+def test_a_recipe_whose_module_brings_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["asyncpp"])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {__name__}.BringsData\n"
+        "trainer: {strategy: async_pipeline, devices: 2, accelerator: cpu, max_epochs: 2, logger: false}\n"
+    )
+    check.main([str(recipe)])
+    assert capsys.readouterr().out.count("equal to the last bit") == 2

@@ -153,7 +153,7 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     texts = exchange(mesh, text, group)
     configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
     others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
-    if error is not None and all(other == text for other in texts):
+    if error is not None and texts.count(text) == len(texts) > 1:  # stages of one process are asked one by one
         raise raised_alike(error, mesh.rank)
     if error is not None and (not config or configuration == [str(error)]):
         raise error  # the whole story, with the place in the user's code

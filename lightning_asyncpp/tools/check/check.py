@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import recipes_first, written_out
 from lightning_asyncpp.lightning_cli.command import make_cli
 from lightning_asyncpp.tools.check.model_check import check_model
@@ -23,11 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     own, rest = parser.parse_known_args(recipes_first(sys.argv[1:] if argv is None else argv))
     sys.argv[1:] = written_out(rest)
     cli = make_cli(prog=parser.prog, own_options=parser.option_names, run=False, save_config_callback=None)
-    try:
-        report = check_model(cli.model, _batches(cli), **_shape(cli, own), updates=own.updates)
-    except ConfigurationError as error:
-        print(f"asyncpp check: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    report = check_model(cli.model, _batches(cli), **_shape(cli, own), updates=own.updates)
     print(report)
     if not report.ok:
         raise SystemExit(1)
@@ -45,14 +41,15 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
     micro_batches = own.micro_batches or getattr(settings, "micro_batches", None)
     given = {"stages": stages, "micro_batches": micro_batches, "partition": partition, "seed": own.seed}
     of_pipeline = ("delay", "staleness", "slack", "lookahead") if settings is not None else ()
-    of_trainer = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
+    of_trainer = ("gradient_clip_val", "gradient_clip_algorithm", "precision", "accumulate_grad_batches")
     given |= {name: getattr(settings, name) for name in of_pipeline}
     return given | {name: getattr(trainer, name) for name in of_trainer}
 
 
 def _batches(cli: LightningCLI) -> Iterator[Any]:
     """The batches of the recipe's data, as the Trainer reads them."""
-    data: Any = cli.datamodule
+    data: Any = copy.deepcopy(cli.model) if cli.datamodule is None else cli.datamodule
+    data.trainer = cli.trainer
     data.prepare_data()
     data.setup("fit")
     given = data.train_dataloader()

@@ -6,16 +6,17 @@ import copy
 import itertools
 import logging
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
-import lightning as L
 import torch
+from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,7 +29,7 @@ from lightning_asyncpp.core.randomness import random_states, set_random_states
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.tools.check.record import Record, first_difference
+from lightning_asyncpp.tools.check.record import GRADIENT, Record, first_difference
 from lightning_asyncpp.tools.check.reference_strategy import ReferenceStrategy
 from lightning_asyncpp.tools.check.report import CheckReport, Comparison, Difference
 from lightning_asyncpp.tools.check.same_draws import SameDraws
@@ -38,11 +39,10 @@ _QUIET: Mapping[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     "limit_val_batches": 0, "num_sanity_val_steps": 0, "max_epochs": 1, "devices": 1,
 }  # fmt: skip
-Change = Callable[[L.LightningModule], object]
 
 
 def check_model(
-    module: L.LightningModule,
+    module: LightningModule,
     data: Iterable[Any],
     stages: int = 2,
     micro_batches: int | None = None,
@@ -76,10 +76,7 @@ def check_model(
     Raises:
         ConfigurationError: the pipeline cannot train the module, with every problem that was found.
     """
-    if (accumulated := trainer.get("accumulate_grad_batches", 1)) != 1:
-        raise ConfigurationError(
-            f"accumulate_grad_batches={accumulated}: check_model compares updates of one batch each; leave it out"
-        )
+    accumulated = trainer.pop("accumulate_grad_batches", 1)
     batches = list(itertools.islice(data, updates))
     if not batches:
         raise ConfigurationError("check_model got no batch: give it a loader or a list with one or more")
@@ -91,14 +88,14 @@ def check_model(
         if delay and comparisons[0].difference is None:
             comparisons.append(check.compare_stages("delayed", delay=1, **delayed))
         comparisons.append(check.compare_whole())
-    return CheckReport(check.layers, check.settings.micro_batches, check.losses, comparisons)
+    return CheckReport(check.layers, check.settings.micro_batches, check.losses, comparisons, accumulated)
 
 
 @dataclass
 class _Check:
     """Runs Trainers and compares what they recorded."""
 
-    module: L.LightningModule
+    module: LightningModule
     batches: Sequence[Any]
     updates: int
     seed: int
@@ -111,59 +108,59 @@ class _Check:
 
     def compare_stages(self, name: str, **arguments: Any) -> Comparison:
         """Compare a pipeline with the reference, to the last bit."""
+        print(f"check_model: comparing {name} ...", file=sys.stderr, flush=True)
         strategy = DelayedGradientStrategy(**arguments)
         found = self._run(strategy)
         self._note_stages(strategy)
-        expected = self._run(self._reference(self.settings))
+        zeros = {(key[0], key[2]) for key, value in found.seen.items() if key[1] == GRADIENT and value.shown == 0.0}
+        expected = self._run(self._reference(self.settings, zeros=zeros))
         self.losses = self.losses or expected.losses
         return Comparison(name, self._placed(name, first_difference(expected, found)), "equal to the last bit")
 
     def compare_whole(self) -> Comparison:
         """Compare whole batches with their microbatches."""
+        print("check_model: comparing whole ...", file=sys.stderr, flush=True)
         apart = self._apart_from_whole()
         if apart is None:
             return Comparison("whole", remark="losses and gradients are equal up to rounding")
-        if first_difference(self._plain(1)[0], *self._plain(1, seed=self.seed + 1)):
+        if first_difference(self._plain(1)[0], *self._plain(1, seed=1)):
             return Comparison("whole", remark="not compared: the step draws a permutation, or not with torch")
-        if self._apart_from_whole(_freeze) is None:
+        if self._apart_from_whole(_frozen(self.module)) is None:
             return Comparison("whole", remark="equal but for BatchNorm, whose statistics are those of a microbatch")
-        tried = _possible_weights(self.batches[0])
-        weights = (text for text, w in tried if self._apart_from_whole(partial(_freeze, weight=w)) is None)
-        hint = "They agree with `def micro_batch_weight(self, micro_batch): return float({})`."
-        return Comparison("whole", self._placed("whole", apart, next((hint.format(text) for text in weights), "")))
+        tried = _possible_hooks(self.batches[0])
+        right = (text for text, hook in tried if self._apart_from_whole(_frozen(self.module, hook)) is None)
+        return Comparison("whole", self._placed("whole", apart, next((f"They agree with {r}." for r in right), "")))
 
-    def _apart_from_whole(self, change: Change = lambda module: None) -> Difference | None:
-        whole, _ = self._plain(1, change)
-        return first_difference(whole, *self._plain(self.settings.micro_batches, change))
+    def _apart_from_whole(self, module: LightningModule | None = None) -> Difference | None:
+        whole, _ = self._plain(1, module)
+        return first_difference(whole, *self._plain(self.settings.micro_batches, module))
 
-    def _plain(self, parts: int, change: Change = lambda module: None, seed: int | None = None) -> tuple[Record, float]:
+    def _plain(self, parts: int, module: LightningModule | None = None, seed: int = 0) -> tuple[Record, float]:
         """What batches give at the first weights, in so many pieces, and the eps of the coarsest dtype in it."""
         settings = replace(self.settings, micro_batches=parts, delay=0, staleness="uniform", slack=0)
         with SameDraws() as draws:
-            return self._run(self._reference(settings, seed, at_first=True), change, keep=True), draws.eps
+            return self._run(self._reference(settings, seed, at_first=True), module, keep=True), draws.eps
 
-    def _reference(self, settings: ResolvedSettings, seed: int | None = None, at_first: bool = False) -> Strategy:
+    def _reference(self, settings: ResolvedSettings, seed: int = 0, **how: Any) -> Strategy:
         device = torch.device("cuda", 0) if self.trainer.get("accelerator") in ("gpu", "cuda") else torch.device("cpu")
-        return ReferenceStrategy(settings, self._counts, self.seed if seed is None else seed, device, at_first)
+        return ReferenceStrategy(settings, self._counts, self.seed + seed, device, **how)
 
-    def _run(self, strategy: Strategy, change: Change = lambda module: None, keep: bool = False) -> Record:
+    def _run(self, strategy: Strategy, module: LightningModule | None = None, keep: bool = False) -> Record:
         record, given = Record(keep), {"accelerator": "cpu", **_QUIET, **self.trainer}
         callbacks = given.pop("callbacks", None) or []
         batches = list(itertools.islice(itertools.cycle(self.batches), self.updates))
-        module, callbacks, batches = copy.deepcopy((self.module, callbacks, batches))
-        change(module)
-        L.seed_everything(getattr(strategy, "seed", self.seed), workers=False, verbose=False)
-        trainer = L.Trainer(strategy=strategy, max_steps=self.updates, callbacks=[record, *callbacks], **given)
+        module, callbacks, batches = copy.deepcopy((self.module if module is None else module, callbacks, batches))
+        seed_everything(getattr(strategy, "seed", self.seed), workers=False, verbose=False)
+        trainer = Trainer(strategy=strategy, max_steps=self.updates, callbacks=[record, *callbacks], **given)
         trainer.fit(module, DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
         return record
 
     def _note_stages(self, strategy: DelayedGradientStrategy) -> None:
-        session, module = strategy.session, strategy.lightning_module
-        network = network_in(module)
-        assert session.resolved is not None and session.partition is not None  # noqa: PT018
-        assert session.stage is not None and network is not None and module is not None  # noqa: PT018
+        session: Any = strategy.session
+        module: Any = strategy.lightning_module
         self.settings, self._counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
-        self._stages = {prefix + name: stage for name, stage in stages_of_parameters(network, self._counts).items()}
+        stages = stages_of_parameters(cast(Any, network_in(module)), self._counts)
+        self._stages = {prefix + name: stage for name, stage in stages.items()}
         units = iter([unit.name for unit in session.stage.units])
         self.layers = [telling(list(itertools.islice(units, count))) for count in self._counts]
 
@@ -172,23 +169,27 @@ class _Check:
         return apart and replace(apart, comparison=comparison, stage=stage, hint=hint)
 
 
-def _freeze(module: L.LightningModule, weight: Callable[[Any], float] | None = None) -> None:
-    """Freeze the statistics of BatchNorm, and weigh microbatches."""
+def _frozen(module: LightningModule, hook: tuple[str, Any] | None = None) -> LightningModule:
+    """A copy with frozen statistics of BatchNorm, and perhaps a hook."""
+    module = copy.deepcopy(module)
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
             layer.eval()
-    if weight is not None:
-        module.micro_batch_weight = weight  # type: ignore[assignment]
+    if hook is not None:
+        setattr(module, *hook)
+    return module
 
 
-def _possible_weights(batch: Any) -> Iterator[tuple[str, Callable[[Any], float]]]:
-    """Expressions of what a loss may be a mean over, and the functions: labels that count, and what masks leave."""
+def _possible_hooks(batch: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """What a loss may be: a sum, or a mean over labels that count, or over what masks leave; as a line, and a hook."""
+    yield "`loss_reduction = 'sum'`, which divides by the number of samples", ("loss_reduction", "sum")
     entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
     keys = [k for k, v in entries.items() if isinstance(v, Tensor)] if isinstance(entries, Mapping) else []
     for ignored, key, shift in itertools.product((-100, 0), keys, (0, 1)):  # language models shift labels
         at = (..., slice(shift, None))
-        text = f"(micro_batch[{key!r}]{'[..., 1:]' if shift else ''} != {ignored}).sum()"
-        yield text, lambda m, k=key, i=ignored, at=at: float((m[k][at] != i).sum())  # type: ignore[misc]
+        text = f"float((micro_batch[{key!r}]{'[..., 1:]' if shift else ''} != {ignored}).sum())"
+        weight = partial(lambda m, k, i, at: float((m[k][at] != i).sum()), k=key, i=ignored, at=at)
+        yield f"`def micro_batch_weight(self, micro_batch): return {text}`", ("micro_batch_weight", weight)
 
 
 @contextmanager

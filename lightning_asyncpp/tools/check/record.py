@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_asyncpp.tools.check.report import Difference
 
 # In the order in which they are compared.
-_KINDS = ("number of updates", "options of the group", "loss", "gradient used", "weights", "value at the end")
-UPDATES, OPTIONS, LOSS, GRADIENT, WEIGHTS, END = _KINDS
+_KINDS = ("options of the group", "loss", "gradient used", "weights", "value at the end")
+OPTIONS, LOSS, GRADIENT, WEIGHTS, END = _KINDS
 # What is rounding: three quarters of the digits of a dtype for a loss, half of them for a gradient, where terms cancel.
 _DIGITS = {LOSS: 0.75, GRADIENT: 0.5}
 _PLAIN = (bool, int, float, str, tuple, Tensor)
@@ -59,8 +59,6 @@ class Record(L.Callback):
         if not self._keep:
             for name, tensor in [*pl_module.named_parameters(), *pl_module.named_buffers()]:
                 self._see(trainer.global_step, END, name, tensor)
-        for name, number in self._updates.items():
-            self._see(0, UPDATES, name, number)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -36,16 +36,19 @@ class ReferenceStrategy(SingleDeviceStrategy):
     """Trains a module as the reference does, with the settings of a pipeline, and ``counts`` layers on its stages.
 
     ``at_first`` takes every gradient at the first weights, without the losses that layers add: a balance of experts is
-    one of each microbatch. One microbatch is then the whole batch, and runs the model's own forward.
+    one of each microbatch. One microbatch is then the whole batch, and runs the model's own forward. ``zeros`` are
+    (update, name) of parameters with a gradient of 0 in the pipeline: it sends zeros back for what the loss does not
+    need of another stage, where a single process has no gradient, and thus no weight decay.
     """
 
     applies_statistics = materializes_stages = True
 
     def __init__(
-        self, settings: ResolvedSettings, counts: Sequence[int], seed: int, device: torch.device, at_first: bool = False
-    ) -> None:
+        self, settings: ResolvedSettings, counts: Sequence[int], seed: int, device: torch.device,
+        at_first: bool = False, zeros: Collection[tuple[int, str]] = (),
+    ) -> None:  # fmt: skip
         super().__init__(device)
-        self.settings, self.counts, self.seed, self.at_first = settings, counts, seed, at_first
+        self.settings, self.counts, self.seed, self.at_first, self.zeros = settings, counts, seed, at_first, zeros
         self.update = 0
         self._gradient = reference.MeanGradient()
         self._before: reference.Weights = {}
@@ -119,6 +122,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
             self.seed, self.update * parts, by_layers=not is_whole,
         )  # fmt: skip
         reference.load(self._newest)
+        for name, parameter in cast(Any, self.lightning_module).named_parameters():
+            if (self.update, name) in self.zeros:
+                gradient.sums.setdefault(parameter, torch.zeros_like(parameter))
         return gradient
 
     def _go_to(self, place: int) -> None:

@@ -7,37 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_STEP = "6. Every parameter's step follows from its own gradient and options, one step per update"
-_ARGUMENTS = (
-    "3. What layers need comes through their arguments: attributes, closures and contexts around the call of the model"
-    " (autocast, no_grad) do not reach other stages"
-)
-_BETWEEN = (
-    "7. Only the optimizer changes weights, and hooks between batches may be one update behind: call strategy.drain()"
-    " first, or use after_own_update(callback)"
-)
-_LAYERS = "4. Layers run once per microbatch, one after the other, and forward() does nothing else"
-_MEAN = (
-    "2. The loss is a mean over a microbatch's samples, or micro_batch_weight says by what to weigh it, or"
-    " loss_reduction = 'sum'; a loss that needs the whole batch at once does not fit. split_batch cuts batches whose"
-    " first dimension is not that of the samples"
-)
-# (comparison, what differs) -> the sentences of the contract that may explain it
-_SENTENCES = {
-    ("pieces", "loss"): (_ARGUMENTS, f"{_STEP}: an optimizer that calls its closure again does not fit"),
-    ("pieces", "gradient used"): (_ARGUMENTS, f"{_STEP}: a hook sees those of one stage at a time"),
-    ("pieces", "value at the end"): (_LAYERS, _BETWEEN),
-    ("delayed", "loss"): (_ARGUMENTS, _BETWEEN),
-    ("delayed", "gradient used"): (_ARGUMENTS, _BETWEEN),
-    ("delayed", "weights"): (_BETWEEN, _STEP),
-    ("delayed", "value at the end"): (_BETWEEN,),
-    ("whole", "loss"): (_MEAN, _LAYERS),
-    ("whole", "gradient used"): (_MEAN, _LAYERS),
+_PAGE = "https://lightning-asyncpp.github.io/lightning-asyncpp/start/your-model/#what-a-module-must-keep-to"
+_STEP = "optimization: every parameter is treated separately, by its own gradient and options, once per update"
+_CALL = "a step: what layers need comes through arguments, not attributes, closures or contexts around the call"
+_HOOKS = "hooks: only the optimizer changes weights, and strategy.drain() or after_own_update comes before reading"
+_LOSS = "the loss: a mean over samples, or over what micro_batch_weight counts; none that needs the whole batch at once"
+_BATCH = "a batch: its first dimension is that of the samples, or split_batch cuts it"
+# Of the page, what may explain a difference.
+_RULES = {
+    "pieces": (_CALL, _STEP, _HOOKS),
+    "delayed": (_HOOKS, _CALL),
+    "whole": (_LOSS, _BATCH),
 }
 _MEANINGS = {
-    "pieces": "cutting the model, in {1} stages against the whole, both in {2} microbatches",
-    "delayed": "the delay, in {1} stages against the rule on the whole model",
-    "whole": "cutting batches, whole against in {2} microbatches",
+    "pieces": "cutting the model, a pipeline without delay against the whole, in the same microbatches",
+    "delayed": "the delay, a pipeline against the rule on the whole model",
+    "whole": "cutting batches, whole against in microbatches",
 }
 
 
@@ -58,8 +43,7 @@ class Difference:
         place = f" of {self.name}" if self.name else ""
         place += f" (stage {self.stage})" if self.stage is not None else ""
         more = f"; so do {self.others} more" if self.others else ""
-        sentences = _SENTENCES.get((self.comparison, self.kind), (_STEP,))
-        why = self.hint or "\n      ".join(["May be explained by the contract:", *sentences])
+        why = self.hint or "\n      ".join([f"May be explained by {_PAGE}:", *_RULES[self.comparison]])
         return f"update {self.update}, {self.kind}{place}: {_both(self.kind, self.values)}{more}\n    {why}"
 
 
@@ -80,6 +64,7 @@ class CheckReport:
     micro_batches: int
     losses: Sequence[float]
     comparisons: Sequence[Comparison]
+    accumulated: int = 1  # batches per update that were asked for
 
     @property
     def differences(self) -> list[Difference]:
@@ -98,11 +83,12 @@ class CheckReport:
 
     def __str__(self) -> str:
         lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
-        lines.append(f"{len(self.losses)} updates, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}")
+        of = f" (accumulate_grad_batches={self.accumulated} is left out)" if self.accumulated != 1 else ""
+        cut = f"{len(self.losses)} updates of one batch each{of}, in {self.micro_batches} microbatches"
+        lines.append(f"{cut}, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}")
         for found in self.comparisons:
-            meaning = _MEANINGS[found.name].format(None, len(self.stages), self.micro_batches)
             verdict = f"DIFFERS in {found.difference}" if found.difference else found.remark
-            lines.append(f"{found.name} ({meaning}):\n    {verdict}")
+            lines.append(f"{found.name} ({_MEANINGS[found.name]}):\n    {verdict}")
         return "\n".join(lines)
 
 
