@@ -1,4 +1,4 @@
-"""A recipe on a number of devices, answered: what every stage needs, and how fast its schedule and others would be."""
+"""A recipe on a kind of device, answered: what every stage needs, and how fast its schedule and others would be."""
 
 from __future__ import annotations
 
@@ -10,49 +10,12 @@ from torch import Tensor
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Schedule, StalenessRule
-from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.simulation import DeadlockError, Pace, pace_of
-from lightning_asyncpp.tools.plan.devices import GIB, HOP_SECONDS, Device
+from lightning_asyncpp.tools.plan.devices import HOP_SECONDS, Device
 from lightning_asyncpp.tools.plan.memory import Memory
 from lightning_asyncpp.tools.plan.profile import Profile
 from lightning_asyncpp.tools.plan.recipe import Recipe
 from lightning_asyncpp.tools.plan.stages import Stages
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a recipe is to run on."""
-
-    device: Device
-    mfu: float  # share of the peak that forwards and backwards reach, recomputation counted as work
-    bandwidth_share: float  # share of the memory's peak bandwidth that the optimizer reaches
-    per_node: int  # devices
-    memory_gib: float  # of a device
-    reserve_gib: float  # of that, what is left free
-
-    @property
-    def room(self) -> float:
-        """Bytes that a stage may take."""
-        return (self.memory_gib - self.reserve_gib) * GIB
-
-    def compute(self, flops: float) -> float:
-        """Return the seconds of a forward or a backward."""
-        return flops / (self.device.tflops * 1e12 * self.mfu)
-
-    def update(self, profile: Profile) -> float:
-        """Return the seconds of an update: its bytes through memory, and what it multiplies (Newton-Schulz)."""
-        moved = profile.update.moved / (self.device.bandwidth * 1e9 * self.bandwidth_share)
-        return moved + self.compute(profile.update.flops)
-
-    def bytes_per_second(self, ranks: Sequence[int]) -> float:
-        """Return the speed of the slowest link between some ranks."""
-        nodes = {rank // self.per_node for rank in ranks}
-        return (self.device.link if len(nodes) == 1 else self.device.network) * 1e9
-
-    def shared_by(self, devices: int, before: int) -> Machine:
-        """Return the same for more devices, which have less each of this host's memory if they share it."""
-        is_own = self.device.memory_gib > 0
-        return self if is_own else replace(self, memory_gib=self.memory_gib * before / devices)
 
 
 @dataclass(frozen=True)
@@ -67,26 +30,24 @@ class StageTimes:
 
 
 class Estimate:
-    """A recipe's pipeline on some devices.
+    """A recipe's pipeline on its devices.
 
     Args:
         recipe: what is planned.
-        settings: its pipeline, as it was given.
-        devices: processes.
-        machine: what they are.
+        device: each of them.
 
     Attributes:
-        settings: the same on these devices.
+        settings: of its pipeline.
         stages: of one replica.
 
     Raises:
         ConfigurationError: it cannot be run so.
     """
 
-    def __init__(self, recipe: Recipe, settings: PipelineSettings, devices: int, machine: Machine) -> None:
-        self.recipe, self.asked, self.devices, self.machine = recipe, settings, devices, machine
-        self.settings = settings.resolved(devices)
-        self.stages = Stages(recipe, self.settings, machine.device.is_gpu)
+    def __init__(self, recipe: Recipe, device: Device) -> None:
+        self.recipe, self.device = recipe, device
+        self.settings = recipe.settings.resolved(recipe.devices)
+        self.stages = Stages(recipe, self.settings, device.is_gpu)
 
     @cached_property
     def memory(self) -> list[Memory]:
@@ -101,7 +62,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether every stage fits its device."""
-        return self.most <= self.machine.room
+        return self.most <= self.device.room
 
     @property
     def samples(self) -> int:
@@ -118,9 +79,8 @@ class Estimate:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; what two stages hold counts once."""
-        parameters = (p for unit in self.stages.units for p in unit.module.parameters() if p.requires_grad)
-        return sum({id(p): p.numel() for p in parameters}.values())
+        """Of the whole model that are trained; what two stages hold counts once."""
+        return sum(p.numel() for p in self.recipe.model.parameters() if p.requires_grad)
 
     @property
     def flops_per_sample(self) -> float:
@@ -130,23 +90,23 @@ class Estimate:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def schedules(self) -> dict[str, list[Schedule]]:
-        """The recipe's own schedule, and others: name -> schedule of each stage."""
-        own = [self.stages.schedule(stage) for stage in range(self.settings.num_stages)]
-        delayed = [replace(s, pipeline_rule=StalenessRule(1)) for s in own]
-        found = {
-            "1F1B": [replace(s, pipeline_rule=StalenessRule(0), lookahead=0) for s in own],
-            "least staleness": [replace(s, staleness="least", slack=0) for s in delayed],
-            "2BW": [replace(s, staleness="uniform", slack=0) for s in delayed],
-        }
-        return {**found, self.own: own} if self.settings.delay else found
-
     @property
     def own(self) -> str:
         """Name of the recipe's own schedule."""
         names = {"least": "least staleness", "uniform": "2BW"}
         return names[self.settings.staleness] if self.settings.delay else "1F1B"
+
+    @cached_property
+    def schedules(self) -> dict[str, list[Schedule]]:
+        """The recipe's own schedule, and others: name -> schedule of each stage."""
+        own = [self.stages.schedule(stage) for stage in range(self.settings.num_stages)]
+        delayed = [replace(s, pipeline_rule=StalenessRule(1), slack=0) for s in own]
+        return {
+            "1F1B": [replace(s, pipeline_rule=StalenessRule(0), lookahead=0) for s in own],
+            "least staleness": [replace(s, staleness="least") for s in delayed],
+            "2BW": [replace(s, staleness="uniform") for s in delayed],
+            self.own: own,
+        }
 
     @cached_property
     def paces(self) -> dict[str, Pace]:
@@ -171,20 +131,22 @@ class Estimate:
     @cached_property
     def times(self) -> list[StageTimes]:
         """What each stage takes by itself."""
-        machine, replicas = self.machine, self.settings.data_parallel_size
+        return [self._times(stage, profile) for stage, profile in enumerate(self.stages.profiles)]
+
+    def _times(self, stage: int, profile: Profile) -> StageTimes:
+        device, replicas = self.device, self.settings.data_parallel_size
         mesh = Mesh(self.settings.num_stages, replicas, 0, placement=self.settings.placement)
-        found = []
-        for stage, profile in enumerate(self.stages.profiles):
-            transfer = reduction = 0.0
-            if profile.sent is not None:  # in the replica with the slowest link
-                pairs = ([mesh.rank_of(stage, r), mesh.rank_of(stage + 1, r)] for r in range(replicas))
-                transfer = profile.sent.num_bytes / min(machine.bytes_per_second(pair) for pair in pairs)
-            if replicas > 1:  # a ring: every device sends and receives each gradient nearly twice
-                speed = machine.bytes_per_second([mesh.rank_of(stage, r) for r in range(replicas)])
-                reduction = 2 * (replicas - 1) * (HOP_SECONDS + profile.gradients / replicas / speed)
-            forward, backward = (machine.compute(part.flops) for part in (profile.forward, profile.backward))
-            found.append(StageTimes(forward, backward, machine.update(profile), transfer, reduction))
-        return found
+        transfer = reduction = 0.0
+        if profile.sent is not None:  # in the replica with the slowest link
+            pairs = ([mesh.rank_of(stage, r), mesh.rank_of(stage + 1, r)] for r in range(replicas))
+            transfer = profile.sent.num_bytes / min(device.bytes_per_second(pair) for pair in pairs)
+        if replicas > 1:  # a ring: every device sends and receives each gradient nearly twice
+            speed = device.bytes_per_second([mesh.rank_of(stage, r) for r in range(replicas)])
+            reduction = 2 * (replicas - 1) * (HOP_SECONDS + profile.gradients / replicas / speed)
+        forward, backward = (device.compute(part.flops) for part in (profile.forward, profile.backward))
+        return StageTimes(
+            forward, backward, device.update(profile.update.moved, profile.update.flops), transfer, reduction
+        )
 
     def _pace(self, schedules: Sequence[Schedule]) -> Pace:
         times = self.times

@@ -81,7 +81,7 @@ class StageUnderTest:
     arriving: Header | None  # of what the stage before sends
     hooks: UserHooks
     step: Callable[[Any, float | None], Any]  # of the user, called with a microbatch and its weight
-    make_optimizer: Callable[[], Optimizer]
+    optimizer: Optimizer  # of its parameters
 
     def __post_init__(self) -> None:
         stage = self.stage
@@ -94,7 +94,7 @@ class StageUnderTest:
 
     def profile(self) -> Profile:
         """Run two microbatches and two updates, under tensors without memory and the meter."""
-        found, optimizer = self.found, self.make_optimizer()
+        found, optimizer = self.found, self.optimizer
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
             set_delay(self.rule.staleness(self.per_update))
         gradients = self._mini_batch()

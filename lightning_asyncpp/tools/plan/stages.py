@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from inspect import Parameter
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
-from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.elsewhere import second_names, uses_of
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import Unit, pipeline_units
@@ -22,20 +21,15 @@ from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.schedule import Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models.moe import Experts
-from lightning_asyncpp.tools.plan.fake_tensors import Meter, empty_like, fake_tensors, without_memory
+from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, empty_like
 from lightning_asyncpp.tools.plan.gpu_kernels import as_on_gpu, kernels_of_gpu
 from lightning_asyncpp.tools.plan.memory import Memory, peak_of
 from lightning_asyncpp.tools.plan.profile import Profile, StageUnderTest
-from lightning_asyncpp.tools.plan.recipe import Recipe, quiet
-
-_BY_SIZES = "by numbers of parameters"
-_MEASURED = (
-    "a training cuts this model by times that it measures with example_input_array, this plan by numbers of parameters,"
-    " {}: to plan the cut that a training logs, pass it as --trainer.strategy.init_args.partition"
-)
+from lightning_asyncpp.tools.plan.recipe import Recipe
 
 
 class Stages:
@@ -47,8 +41,7 @@ class Stages:
         on_gpu: stand for the kernels of a GPU, or take those of the CPU.
 
     Attributes:
-        units: layers of the whole model that are cut between.
-        partition: how many of them each stage has, and how that was chosen.
+        partition: how many layers each stage has, and how that was chosen.
 
     Raises:
         ConfigurationError: the model cannot be cut so.
@@ -56,17 +49,15 @@ class Stages:
 
     def __init__(self, recipe: Recipe, settings: ResolvedSettings, on_gpu: bool) -> None:
         self.recipe, self.settings, self.on_gpu = recipe, settings, on_gpu
-        self.units = pipeline_units(recipe.model)
+        self._units = pipeline_units(recipe.model)
         self.partition = choose_partition(recipe.model, 0, settings.num_stages, settings.partition)
-        self._whole, problems = WholeModel.of(self.units, self.partition.counts)
+        self._whole, problems = WholeModel.of(self._units, self.partition.counts)
         if problems:
             raise ConfigurationError.from_problems(problems)
         hooks = UserHooks.of(recipe.module, forward_context=recipe.trainer.precision_plugin.forward_context)
         self._hooks = replace(hooks, micro_batch_weight=lambda _: 1.0)
         self._micro_batch = hooks.split_batch(recipe.batch, settings.micro_batches)[0]  # the largest
         self.per_update = settings.micro_batches * recipe.accumulated
-        if self.partition.source == _BY_SIZES and recipe.module.example_input_array is not None:
-            recipe.notes.append(_MEASURED.format(list(self.partition.counts)))
         with recipe.trainer.precision_plugin.forward_context():
             for module in recipe.model.modules():
                 if isinstance(module, Experts):  # they try a kernel first, and look at what it computes
@@ -76,7 +67,7 @@ class Stages:
     def units_of(self, stage: int) -> list[Unit]:
         """Return the layers of a stage."""
         first = sum(self.partition.counts[:stage])
-        return list(self.units[first : first + self.partition.counts[stage]])
+        return list(self._units[first : first + self.partition.counts[stage]])
 
     def schedule(self, stage: int) -> Schedule:
         """Return the schedule of a stage."""
@@ -99,72 +90,51 @@ class Stages:
         tied = {stage for tie in self._whole.ties for stage in tie.stages}
         known: dict[Any, Profile] = {}
         found: list[Profile] = []
-        with preserved_generators(torch.device("cpu")), kernels_of_gpu(self.on_gpu), quiet():
+        with preserved_generators(torch.device("cpu")), kernels_of_gpu(self.on_gpu):
             for index in range(self.settings.num_stages):
-                arriving, ends = found[-1].sent if found else None, index in (0, self.settings.num_stages - 1)
-                own = index if ends or index in tied else described(self.units_of(index))
-                key = repr((own, arriving))
+                arriving = found[-1].sent if found else None
+                is_unlike = index in tied or index in (0, self.settings.num_stages - 1)
+                key = repr((index if is_unlike else described(self.units_of(index)), arriving))
                 if key not in known:
                     known[key] = self._profile(index, arriving)
                 found.append(known[key])
         return found
 
     def _profile(self, index: int, arriving: Header | None) -> Profile:
-        with fake_tensors(), Meter() as meter, self._stage(index) as stage:
-            batch = map_tensors(empty_like, self._micro_batch) if stage.is_first or stage.is_last else None
+        module, own = self.recipe.module, self.units_of(index)
+        first, outside = sum(self.partition.counts[:index]), second_names(module, own, uses_of(own))
+        stage = Stage(
+            self.recipe.model, index, self.settings.num_stages, own, first, self._whole, module, outside
+        )  # fmt: skip
+        batch = map_tensors(empty_like, self._micro_batch) if stage.is_first or stage.is_last else None
+        with FAKE, Meter((*module.parameters(), *module.buffers())) as meter:
             return StageUnderTest(
                 stage, meter, self.schedule(index).stage_rule, self.per_update, self.settings.compute_dtype, batch,
-                arriving, self._hooks, self._step(), self._make_optimizer,
+                arriving, self._hooks, self._step(), self._optimizer(stage),
             ).profile()  # fmt: skip
 
     def _step(self) -> Callable[[Any, float | None], Any]:
         """Return the user's training step, called as Lightning calls it."""
         step = self.recipe.module.training_step
-        kinds = [p.kind for p in inspect.signature(step).parameters.values()]
-        positional = [k for k in kinds if k in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
-        # Whatever the second argument is called, it is the batch's index.
-        index = (0,) if len(positional) > 1 or Parameter.VAR_POSITIONAL in kinds else ()
+        index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
         return lambda micro_batch, weight: step(micro_batch, *index)
 
-    def _make_optimizer(self) -> Optimizer:
+    def _optimizer(self, stage: Stage) -> Optimizer:
+        """Return the recipe's, with the parameters of a stage alone."""
         optimizer = self.recipe.make_optimizer()
         if self.on_gpu:
             as_on_gpu(optimizer)
+        StageOptimizer(optimizer, stage.parameters.values()).keep_own()
         return optimizer
 
-    @contextmanager
-    def _stage(self, index: int) -> Iterator[Stage]:
-        """Cut the model to one stage, without memory; afterwards it is whole again."""
-        counts, model = self.partition.counts, self.recipe.model
-        own, first = self.units_of(index), sum(counts[:index])
-        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        try:
-            for unit, stage in zip(self.units, stage_of):
-                for name in unit.submodules if stage != index else ():
-                    _replace(model, name, OtherStage(name, stage, len(counts), self._whole))
-            for unit in own:  # what they share with others
-                for name, module in unit.submodules.items():
-                    _replace(model, name, module)
-            with without_memory([unit.module for unit in own]):
-                yield Stage(model, index, len(counts), own, first, self._whole)
-        finally:
-            for unit in self.units:
-                for name, module in unit.submodules.items():
-                    _replace(model, name, module)
 
-
-def _replace(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
-def described(units: Sequence[Unit]) -> list[Any]:
-    """Return what decides on memory and time: layers as they print, shapes, and which tensors are the same."""
-    numbers: dict[int, int] = {}
-    found: list[Any] = []
-    for unit in units:
-        found.append((unit.function, repr(unit.module), unit.module.training))
-        for name, tensor in (*unit.module.named_parameters(remove_duplicate=False), *unit.module.named_buffers()):
-            number = numbers.setdefault(id(tensor), len(numbers))
-            found.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, number))
-    return found
+def described(units: list[Unit]) -> list[Any]:
+    """Return what decides on memory and time: layers as they print, their modes, shapes, and what they share."""
+    layers = nn.ModuleList(unit.module for unit in units)
+    tensors = (*layers.named_parameters(), *layers.named_buffers())  # shared ones once
+    return [
+        [unit.function for unit in units],
+        layers,
+        [module.training for module in layers.modules()],
+        [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors],
+    ]
