@@ -78,12 +78,9 @@ class Stages:
         batch = sum(tensor.nbytes for tensor in tensors_of(self.recipe.batch))
         replicas, last = self.settings.data_parallel_size, self.settings.num_stages - 1
         return [
-            peak_of(
-                self.schedule(stage), profile, self.per_update, batch if stage in (0, last) else 0, replicas,
-                not self.on_gpu,
-            )
+            peak_of(self.schedule(stage), profile, self.per_update, batch if stage in (0, last) else 0, replicas)
             for stage, profile in enumerate(self.profiles)
-        ]  # fmt: skip
+        ]
 
     def _profiles(self) -> list[Profile]:
         """Run each stage once, of those that are alike the first."""
@@ -103,13 +100,12 @@ class Stages:
     def _profile(self, index: int, arriving: Header | None) -> Profile:
         module, own = self.recipe.module, self.units_of(index)
         first, outside = sum(self.partition.counts[:index]), second_names(module, own, uses_of(own))
-        stage = Stage(
-            self.recipe.model, index, self.settings.num_stages, own, first, self._whole, module, outside
-        )  # fmt: skip
+        model, num_stages = self.recipe.model, self.settings.num_stages
+        stage = Stage(model, index, num_stages, own, first, self._whole, module, outside)
         batch = map_tensors(empty_like, self._micro_batch) if stage.is_first or stage.is_last else None
         with FAKE, Meter((*module.parameters(), *module.buffers())) as meter:
             return StageUnderTest(
-                stage, meter, self.schedule(index).stage_rule, self.per_update, self.settings.compute_dtype, batch,
+                stage, meter, self.schedule(index).stage_rule.num_versions, self.settings.compute_dtype, batch,
                 arriving, self._hooks, self._step(), self._optimizer(stage),
             ).profile()  # fmt: skip
 
@@ -124,6 +120,8 @@ class Stages:
         optimizer = self.recipe.make_optimizer()
         if self.on_gpu:
             as_on_gpu(optimizer)
+        if callable(set_delay := getattr(optimizer, "set_delay", None)):
+            set_delay(self.schedule(stage.index).stage_rule.staleness(self.per_update))
         StageOptimizer(optimizer, stage.parameters.values()).keep_own()
         return optimizer
 
