@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.plan.estimate import Estimate
@@ -14,11 +14,8 @@ _PIPELINE = "--trainer.strategy.init_args."
 _MICRO_BATCHES, _LOOKAHEAD, _PARTITION = (_PIPELINE + name for name in ("micro_batches", "lookahead", "partition"))
 
 
-class Change(NamedTuple):
-    """A change, as arguments of the command, and what becomes of the recipe."""
-
-    arguments: str
-    estimate: Estimate
+Change = tuple[str, Estimate]
+"""Arguments of the command, and what becomes of the recipe with them."""
 
 
 def changes_of(estimate: Estimate, plan: Callable[[Sequence[str]], Estimate]) -> list[Change]:
@@ -32,8 +29,8 @@ def changes_of(estimate: Estimate, plan: Callable[[Sequence[str]], Estimate]) ->
     for candidate in _candidates(estimate):
         arguments = [str(part) for argument in candidate.items() for part in argument]
         with suppress(ConfigurationError, ValueError):  # else this recipe cannot be changed so
-            tried.append(Change(" ".join(arguments), plan(arguments)))
-            if tried[-1].estimate.fits:
+            tried.append((" ".join(arguments), plan(arguments)))
+            if tried[-1][1].fits:
                 break
     return tried
 

@@ -80,10 +80,10 @@ class StageUnderTest:
 
     def __post_init__(self) -> None:
         stage = self.stage
-        self.transport = Loopback(self.arriving) if stage.num_stages > 1 else None
+        self.transport = Loopback(self.arriving)
+        transport: Any = self.transport if stage.num_stages > 1 else None  # it has all that the runner calls
         mesh = Mesh(stage.num_stages, 1, stage.num_stages - 1 - stage.index)
-        # The runner calls nothing but what the loopback has.
-        self.runner = stage_runner(stage, mesh, self.transport, self.hooks, 0, stage.device)  # type: ignore[arg-type]
+        self.runner = stage_runner(stage, mesh, transport, self.hooks, 0, stage.device)
         self.found = Profile(
             num_parameters=sum(p.numel() for p in stage.parameters.values() if p.requires_grad),
             weights=bytes_of(stage.parameters.values()),
@@ -114,21 +114,18 @@ class StageUnderTest:
         with meter.reading() as found.forward:
             flights.append(self._forward(1))
         with meter.reading() as found.first_backward:
-            self._backward(flights.pop(0))
+            self.runner.backward(flights.pop(0), self.weights.sum_at(0))
         with meter.reading() as found.backward:
-            self._backward(flights.pop(0))
+            self.runner.backward(flights.pop(0), self.weights.sum_at(0))
         gradients = self.weights.take_gradients()
         found.gradients = bytes_of(gradient for gradient in gradients.values() if gradient is not None)
-        found.sent = None if self.transport is None else self.transport.sent
+        found.sent = self.transport.sent
         return gradients
 
     def _forward(self, k: int) -> Flight:
         flight = self.runner.forward(Task(k, 0, self.weights.leaves(0), self.batch, 0, self.step))
         flight.said.take_statistics()
         return flight
-
-    def _backward(self, flight: Flight) -> None:
-        self.runner.backward(flight, self.weights.sum_at(0))
 
     def _update(self, gradients: dict[str, Tensor | None]) -> None:
         """Step as the update queue and the session do; gradients are used up."""

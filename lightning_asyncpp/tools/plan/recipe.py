@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -12,15 +12,17 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.adapt import problems_of_adapting
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
+from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.stage_optimizer import name_parameters
+from lightning_asyncpp.core.stage_optimizer import StageOptimizer, name_parameters
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.tools.plan.fake_tensors import drop_memory
@@ -28,15 +30,13 @@ from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.module_facts import optimizers_in
 from lightning_asyncpp.trainer.refusals import module_problems
 
-_STEPS = 1000
-"""Length of a run whose recipe gives none in updates: schedules of the learning rate need one, memory does not."""
-
 
 @dataclass
 class Recipe:
     """What is planned."""
 
     module: LightningModule  # with fake tensors, connected to the trainer
+    model: nn.Module  # of it, what is cut
     trainer: L.Trainer  # stands for the recipe's; nothing runs in it
     settings: PipelineSettings
     devices: int  # processes, on all nodes
@@ -46,26 +46,21 @@ class Recipe:
     checkpointing: str | None  # kind of activation checkpointing, of modules that have such an argument
 
     @property
-    def model(self) -> nn.Module:
-        """What is cut."""
-        model = network_in(self.module)
-        assert model is not None
-        return model
-
-    @property
     def batch_size(self) -> int:
         """Samples of a batch."""
         return number_of_samples(self.batch)
 
-    @property
-    def accumulated(self) -> int:
-        """Batches per update."""
-        return int(self.trainer.accumulate_grad_batches)
+    def step(self) -> Callable[[Any, float | None], Any]:
+        """Return the user's training step, called as Lightning calls it: with a microbatch, and its weight, unused."""
+        step = self.module.training_step
+        index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+        return lambda micro_batch, weight: step(micro_batch, *index)
 
-    def make_optimizer(self) -> Optimizer:
-        """Make the optimizer of the whole module."""
+    def optimizer_of(self, stage: Stage) -> Optimizer:
+        """Make the optimizer of the whole module, and leave it the parameters of a stage."""
         (optimizer,) = optimizers_in(self.module.configure_optimizers())
         name_parameters(optimizer, {p: name for name, p in self.module.named_parameters()})
+        StageOptimizer(optimizer, stage.parameters.values()).keep_own()
         return optimizer
 
 
@@ -87,16 +82,15 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
     if not devices:
         raise ConfigurationError(f"trainer.devices={given!r} depends on the machine: give the number with --devices")
     trainer = _trainer(config["trainer"])
-    module = _module(config["model"], trainer)
+    module, model = _module(config["model"], trainer)
     data = _instance(LightningDataModule, "data", config["data"]) if config.get("data") else None
     module = trainer.precision_plugin.convert_module(module)  # type: ignore[assignment]
     drop_memory(module)
     for name in ("log", "log_dict"):
         setattr(module, name, lambda *_, **__: None)
-    return Recipe(
-        module, trainer, settings, devices, nodes, per_node or -(-devices // nodes), _example_batch(module, data),
-        (config["model"].get("init_args") or {}).get("activation_checkpointing"),
-    )  # fmt: skip
+    per_node, batch = per_node or -(-devices // nodes), _example_batch(module, data)
+    checkpointing = (config["model"].get("init_args") or {}).get("activation_checkpointing")
+    return Recipe(module, model, trainer, settings, devices, nodes, per_node, batch, checkpointing)
 
 
 def _settings(strategy: Any) -> PipelineSettings:
@@ -120,19 +114,16 @@ def _trainer(config: Mapping[str, Any]) -> L.Trainer:
         devices=1,
         plugins=[LightningEnvironment()],  # nothing is started, also in a job of Slurm
         precision=config.get("precision"),
-        max_steps=steps if steps > 0 else _STEPS,
+        max_steps=steps if steps > 0 else 1000,  # schedules of the learning rate need a number, memory does not
         accumulate_grad_batches=config.get("accumulate_grad_batches") or 1,
         logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.strategy.materializes_stages = True  # type: ignore[attr-defined]  # so that layers stay on the meta device
     return trainer
 
 
-def _module(config: Mapping[str, Any], trainer: L.Trainer) -> LightningModule:
-    """Return the recipe's module, on the meta device unless it must look at values: as it is built, or to be cut."""
+def _module(config: Mapping[str, Any], trainer: L.Trainer) -> tuple[LightningModule, nn.Module]:
+    """Return the recipe's module and its network, on the meta device unless they look at values at once."""
     try:
         with torch.device("meta"):
             module = _built(config, trainer)
@@ -147,7 +138,7 @@ def _module(config: Mapping[str, Any], trainer: L.Trainer) -> LightningModule:
     assert network is not None, "module_problems() refuses a module without one"
     if problems := problems_of_adapting(network, module.example_input_array, name_in_steps(module)):
         raise ConfigurationError.from_problems(problems)
-    return module
+    return module, network
 
 
 def _built(config: Mapping[str, Any], trainer: L.Trainer) -> LightningModule:

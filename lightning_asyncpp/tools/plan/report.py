@@ -28,7 +28,7 @@ def as_json(plan: Estimate, changes: Sequence[Change]) -> dict[str, Any]:
         "device": asdict(plan.device),
         "settings": asdict(settings) | {"compute_dtype": str(settings.compute_dtype)},
         "precision": plan.recipe.trainer.precision,
-        "partition": {"counts": list(plan.stages.partition.counts), "chosen": plan.stages.partition.source},
+        "partition": {"counts": list(plan.partition.counts), "chosen": plan.partition.source},
         "devices": plan.recipe.devices,
         "parameters": plan.num_parameters,
         "samples_per_update": plan.samples,
@@ -39,16 +39,16 @@ def as_json(plan: Estimate, changes: Sequence[Change]) -> dict[str, Any]:
         "schedule": plan.own,
         "schedules": {n: {**asdict(pace), "staleness": plan.staleness(n)} for n, pace in plan.paces.items()},
         "changes": [
-            {"change": c.arguments, "bytes": c.estimate.most, "fits": c.estimate.fits, "step": c.estimate.step}
-            for c in changes
+            {"change": arguments, "bytes": new.most, "fits": new.fits, "step": new.paces[new.own].step}
+            for arguments, new in changes
         ],
     }
 
 
 def _stage(plan: Estimate, index: int) -> dict[str, Any]:
-    memory, profile = plan.memory[index], plan.stages.profiles[index]
+    memory, profile = plan.memory[index], plan.profiles[index]
     return {
-        "layers": telling([unit.name for unit in plan.stages.units_of(index)]),
+        "layers": telling([unit.name for unit in plan.units_of(index)]),
         "parameters": profile.num_parameters,
         "bytes": {**memory.parts, "total": memory.total},
         "in_flight": memory.in_flight,
@@ -119,8 +119,6 @@ def _advice(plan: Mapping[str, Any]) -> list[str]:
             f"  {change['change']}",
             f"    {verdict}: {change['bytes'] / GIB:.2f} GiB, {_milliseconds(change['step'])} ms per update",
         ]
-    if not any(change["fits"] for change in plan["changes"]):
-        lines.append("None of them is enough: use devices with more memory, or a smaller model or batch")
     return lines
 
 
