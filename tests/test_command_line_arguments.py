@@ -15,7 +15,6 @@ from lightning_asyncpp.lightning_cli.arguments import recipes_first, recipes_in,
 from lightning_asyncpp.lightning_cli.nearest import advice, nearest
 from lightning_asyncpp.lightning_cli.startup import is_first_process
 from lightning_asyncpp.tools.parsers import PARSERS
-from lightning_asyncpp.tools.plan.plan import _with_recipe_in_front
 
 RECIPE = str(Path(__file__).parents[1] / "recipes/quickstart.yaml")
 ASYNC, SYNC = "lightning_asyncpp.AsyncPipelineStrategy", "lightning_asyncpp.SyncPipelineStrategy"
@@ -50,20 +49,6 @@ def test_recipes_are_found_among_arguments() -> None:
     assert recipes_in(["fit", "--config", "a", "-c", "b", "--x", "c"]) == ["a", "b"]
     assert recipes_in(["fit", "--config=a"]) == ["a"]
     assert recipes_first(["a", "--x", "b"]) == ["--config", "a", "--x", "b"]
-
-
-@pytest.mark.parametrize(
-    ("given", "in_front"),
-    [
-        (["r", "--devices", "8"], ["r", "--devices", "8"]),
-        (["--devices", "8", "r"], ["--devices", "8", "r"]),
-        (["--devices", "8", "--config", "r", "--x=1"], ["r", "--devices", "8", "--x=1"]),
-        (["--config=r", "--x=1"], ["r", "--x=1"]),
-        (["r", "--config", "more"], ["r", "--config", "more"]),
-    ],
-)
-def test_plan_takes_a_recipe_in_both_ways(given: list[str], in_front: list[str]) -> None:
-    assert _with_recipe_in_front(given) == in_front
 
 
 def strategy_of(*arguments: str) -> Any:
@@ -302,7 +287,7 @@ def test_options_of_tools_have_hyphens() -> None:
     ("tool", "arguments", "name", "value"),
     [
         ("check", ["--micro_batches", "3"], "micro_batches", 3),
-        ("plan", ["r", "--devices_per_node=3"], "devices_per_node", 3),
+        ("plan", ["--devices_per_node=3"], "devices_per_node", 3),
         ("prepare", ["x_y", "--output", "a_b", "--tokenizer", "byte", "--text_key", "body"], "text_key", "body"),
     ],
 )

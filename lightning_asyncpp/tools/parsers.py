@@ -107,13 +107,13 @@ def plan_parser() -> KnownPartParser:
     """Of ``asyncpp plan``."""
     parser = KnownPartParser(
         "asyncpp plan",
+        usage="asyncpp plan RECIPE [options]",
         description="Say whether a recipe fits on a kind of device, stage by stage, how fast it would be under several"
         " schedules, and what to change if it does not fit. Nothing is trained, and no memory is taken.",
         epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer..., --optimizer...), as"
-        " for `asyncpp fit`.",
+        " for `asyncpp fit`; --config RECIPE names it, too.",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", help="recipe of `asyncpp fit`: a file or a name")
     parser.add_argument("--devices", type=int, help="number of devices, on all nodes; default: the recipe's")
     parser.add_argument("--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from lightning_asyncpp.lightning_cli.command import read_configuration
+from lightning_asyncpp.tools.plan.devices import DEVICES
+from lightning_asyncpp.tools.plan.estimate import Estimate
 from lightning_asyncpp.tools.plan.recipe import build
-from lightning_asyncpp.tools.plan.stages import Stages
 from tests.gpu.scripts import run
 from tests.tools.plan.cases import ADAMW, MUON, Case, feedback
 
@@ -41,6 +42,6 @@ def test_torch_hands_out_what_was_planned(name: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     plan = build(read_configuration(["fit", "--config", str(path)]))
-    (memory,) = Stages(plan, plan.settings.resolved(1), on_gpu=True).memory()
+    (memory,) = Estimate(plan, DEVICES["h100"]).memory
     taken, _ = run(SCRIPT, tmp_path, str(path))
     assert memory.total == pytest.approx(taken, rel=0.1)

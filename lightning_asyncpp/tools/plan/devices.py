@@ -1,58 +1,89 @@
-"""Kinds of devices as data: published figures, and what is left of them is for the reader to say."""
+"""Kinds of devices as data: published figures, and how much of them is assumed to be reached."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from lightning_asyncpp.tools.plan.recipe import Recipe
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Device:
-    """One kind of device: peaks, and bytes per second in one direction."""
-
-    name: str
-    memory_gib: float  # what a program can allocate: a little less than what the name says
-    tflops: float  # of dense products in bf16, summed in fp32
-    bandwidth: float  # GB/s of its own memory
-    link: float  # GB/s to another device of the node
-    network: float  # GB/s to a device of another node
-    per_node: int  # devices, unless the recipe says how many there are
-    source: str  # of these figures
-    is_gpu: bool = True
-
-
-_IB_400, _IB_200, _ETHERNET_100 = 50.0, 25.0, 12.5
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("h100", 79.1, 989, 3350, 450, _IB_400, 8, "H100 SXM data sheet; DGX H100: 400 Gbit/s per GPU"),
-        Device("h200", 139.8, 989, 4800, 450, _IB_400, 8, "H200 SXM data sheet; DGX H200: 400 Gbit/s per GPU"),
-        Device("a100", 79.1, 312, 2039, 300, _IB_200, 8, "A100 80GB SXM data sheet; DGX A100: 200 Gbit/s per GPU"),
-        Device("a100-40", 39.4, 312, 1555, 300, _IB_200, 8, "A100 40GB SXM data sheet; DGX A100: 200 Gbit/s per GPU"),
-        Device("b200", 178.4, 2250, 8000, 900, _IB_400, 8, "HGX B200 data sheet; DGX B200: 400 Gbit/s per GPU"),
-        Device("l40s", 44.4, 362, 864, 25, _ETHERNET_100, 8, "L40S data sheet; PCIe 4.0 x16, 100 Gbit/s"),
-        Device("rtx4090", 23.5, 165, 1008, 20, 1.25, 8, "Ada whitepaper; PCIe 4.0 by way of the host, 10 Gbit/s"),
-        Device("cpu", 0.0, 0.1, 20, 5, 0.125, 1, "one core, by assumption; memory is this machine's", False),
-    )
-}  # fmt: skip
-"""By name. NVLink's published figure counts both directions; half of it is here."""
-
-RESERVE_SHARE = 0.05
-RESERVE_GIB = 2.0
-"""What is left free of a GPU: the context of CUDA, the buffers of NCCL and cuBLAS, and gaps between allocations."""
-
 HOP_SECONDS = 20e-6
 """What a message between two devices takes beside its bytes: an assumption."""
 
 
-def default_reserve(device: Device) -> float:
-    """GiB of a device that are left free."""
-    return RESERVE_GIB + RESERVE_SHARE * device.memory_gib if device.is_gpu else 0.0
+@dataclass(frozen=True)
+class Device:
+    """What a recipe is to run on: peaks, GB/s in one direction, and names that are those of the command's options."""
+
+    name: str
+    memory: float  # GiB that a program can allocate: a little less than what the name says; 0: of the host
+    tflops: float  # of dense products in bf16, summed in fp32
+    bandwidth: float  # GB/s of its own memory
+    link: float  # GB/s to another device of the node
+    network: float  # GB/s to a device of another node
+    devices_per_node: int = 8
+    is_gpu: bool = True
+    reserve: float = 0.0  # GiB of its memory that are left free
+    mfu: float = 0.4  # share of the peak that forwards and backwards reach, recomputation counted as work
+    bandwidth_share: float = 0.7  # share of the memory's bandwidth that the optimizer reaches
+
+    @property
+    def room(self) -> float:
+        """Bytes that a stage may take."""
+        return (self.memory - self.reserve) * GIB
+
+    def compute(self, flops: float) -> float:
+        """Return the seconds of a forward or a backward."""
+        return flops / (self.tflops * 1e12 * self.mfu)
+
+    def update(self, moved: int, flops: int) -> float:
+        """Return the seconds of an update: its bytes through memory, and what it multiplies (Newton-Schulz)."""
+        return moved / (self.bandwidth * 1e9 * self.bandwidth_share) + self.compute(flops)
+
+    def bytes_per_second(self, ranks: Sequence[int]) -> float:
+        """Return the speed of the slowest link between some ranks."""
+        nodes = {rank // self.devices_per_node for rank in ranks}
+        return (self.link if len(nodes) == 1 else self.network) * 1e9
 
 
-def host_memory_gib() -> float:
-    """Memory of this machine in GiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+# NVLink's published figure counts both directions; half of it is here. Networks: those of NVIDIA's DGX or HGX machines.
+_IB_400, _IB_200, _ETHERNET_100, _ETHERNET_10 = 50.0, 25.0, 12.5, 1.25
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h100", 79.1, 989, 3350, 450, _IB_400),  # SXM data sheet
+        Device("h200", 139.8, 989, 4800, 450, _IB_400),  # SXM data sheet
+        Device("a100", 79.1, 312, 2039, 300, _IB_200),  # 80GB SXM data sheet
+        Device("a100-40", 39.4, 312, 1555, 300, _IB_200),  # 40GB SXM data sheet
+        Device("b200", 178.4, 2250, 8000, 900, _IB_400),  # HGX data sheet
+        Device("l40s", 44.4, 362, 864, 25, _ETHERNET_100),  # data sheet; PCIe 4.0 x16
+        Device("rtx4090", 23.5, 165, 1008, 20, _ETHERNET_10),  # Ada whitepaper; PCIe 4.0 by way of the host
+        Device("cpu", 0.0, 0.1, 20, 5, 0.125, is_gpu=False),  # one core, by assumption
+    )
+}
+"""By name."""
+
+
+def device_of(own: Namespace, recipe: Recipe) -> Device:
+    """Return the device that the command's options describe.
+
+    Args:
+        own: the options, None where they were not given.
+        recipe: what it is to run; of a single node it may have more devices than are usual.
+    """
+    kind = DEVICES[own.device]
+    usual = max(recipe.per_node, kind.devices_per_node if kind.is_gpu else recipe.devices)
+    per_node = own.devices_per_node or (recipe.per_node if recipe.nodes > 1 else usual)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    given = {field.name: getattr(own, field.name, None) for field in fields(Device)}
+    memory = kind.memory or host / min(per_node, recipe.devices)
+    kind = replace(kind, devices_per_node=per_node, memory=memory)
+    device = replace(kind, **{name: value for name, value in given.items() if value is not None})
+    if own.reserve is not None or not device.is_gpu:
+        return device
+    # The context of CUDA, the buffers of NCCL and cuBLAS, and gaps between allocations.
+    return replace(device, reserve=2.0 + 0.05 * device.memory)

@@ -1,58 +1,36 @@
-"""A recipe on a number of devices, answered: what every stage needs, and how fast its schedule and others would be."""
+"""A recipe on a kind of device, answered: what every stage needs, and how fast its schedule and others would be."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.cut.elsewhere import second_names, uses_of
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
+from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.cut.units import Unit, pipeline_units
+from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Schedule, StalenessRule
-from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.simulation import DeadlockError, Pace, pace_of
-from lightning_asyncpp.tools.plan.devices import GIB, HOP_SECONDS, Device
-from lightning_asyncpp.tools.plan.memory import Memory
-from lightning_asyncpp.tools.plan.profile import Profile
+from lightning_asyncpp.core.wire.header import Header
+from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.models.moe import Experts
+from lightning_asyncpp.tools.plan.devices import HOP_SECONDS, Device
+from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, empty_like
+from lightning_asyncpp.tools.plan.gpu_kernels import as_on_gpu, kernels_of_gpu
+from lightning_asyncpp.tools.plan.memory import Memory, peak_of
+from lightning_asyncpp.tools.plan.profile import Profile, StageUnderTest
 from lightning_asyncpp.tools.plan.recipe import Recipe
-from lightning_asyncpp.tools.plan.stages import Stages
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a recipe is to run on."""
-
-    device: Device
-    mfu: float  # share of the peak that forwards and backwards reach, recomputation counted as work
-    bandwidth_share: float  # share of the memory's peak bandwidth that the optimizer reaches
-    per_node: int  # devices
-    memory_gib: float  # of a device
-    reserve_gib: float  # of that, what is left free
-
-    @property
-    def room(self) -> float:
-        """Bytes that a stage may take."""
-        return (self.memory_gib - self.reserve_gib) * GIB
-
-    def compute(self, flops: float) -> float:
-        """Return the seconds of a forward or a backward."""
-        return flops / (self.device.tflops * 1e12 * self.mfu)
-
-    def update(self, profile: Profile) -> float:
-        """Return the seconds of an update: its bytes through memory, and what it multiplies (Newton-Schulz)."""
-        moved = profile.update.moved / (self.device.bandwidth * 1e9 * self.bandwidth_share)
-        return moved + self.compute(profile.update.flops)
-
-    def bytes_per_second(self, ranks: Sequence[int]) -> float:
-        """Return the speed of the slowest link between some ranks."""
-        nodes = {rank // self.per_node for rank in ranks}
-        return (self.device.link if len(nodes) == 1 else self.device.network) * 1e9
-
-    def shared_by(self, devices: int, before: int) -> Machine:
-        """Return the same for more devices, which have less each of this host's memory if they share it."""
-        is_own = self.device.memory_gib > 0
-        return self if is_own else replace(self, memory_gib=self.memory_gib * before / devices)
 
 
 @dataclass(frozen=True)
@@ -67,31 +45,56 @@ class StageTimes:
 
 
 class Estimate:
-    """A recipe's pipeline on some devices.
+    """A recipe's pipeline on its devices.
 
     Args:
         recipe: what is planned.
-        settings: its pipeline, as it was given.
-        devices: processes.
-        machine: what they are.
+        device: each of them.
 
     Attributes:
-        settings: the same on these devices.
-        stages: of one replica.
+        settings: of its pipeline.
+        partition: how many layers each stage has, and how that was chosen.
+        per_update: number of microbatches.
+        profiles: what the stages of one replica take.
 
     Raises:
         ConfigurationError: it cannot be run so.
     """
 
-    def __init__(self, recipe: Recipe, settings: PipelineSettings, devices: int, machine: Machine) -> None:
-        self.recipe, self.asked, self.devices, self.machine = recipe, settings, devices, machine
-        self.settings = settings.resolved(devices)
-        self.stages = Stages(recipe, self.settings, machine.device.is_gpu)
+    def __init__(self, recipe: Recipe, device: Device) -> None:
+        self.recipe, self.device = recipe, device
+        self.settings = recipe.settings.resolved(recipe.devices)
+        self._units = pipeline_units(recipe.model)
+        self.partition = choose_partition(recipe.model, 0, self.settings.num_stages, self.settings.partition)
+        self._whole, problems = WholeModel.of(self._units, self.partition.counts)
+        if problems:
+            raise ConfigurationError.from_problems(problems)
+        hooks = UserHooks.of(recipe.module, forward_context=recipe.trainer.precision_plugin.forward_context)
+        self._hooks = replace(hooks, micro_batch_weight=lambda _: 1.0)
+        self._micro_batch = hooks.split_batch(recipe.batch, self.settings.micro_batches)[0]  # the largest
+        self.per_update = self.settings.micro_batches * recipe.trainer.accumulate_grad_batches
+        with recipe.trainer.precision_plugin.forward_context():
+            for module in recipe.model.modules():
+                if isinstance(module, Experts):  # they try a kernel first, and look at what it computes
+                    module.use_grouped(torch.device("cpu"))
+        self.profiles = self._profiles()
+
+    def units_of(self, stage: int) -> list[Unit]:
+        """Return the layers of a stage."""
+        first = sum(self.partition.counts[:stage])
+        return list(self._units[first : first + self.partition.counts[stage]])
+
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def memory(self) -> list[Memory]:
         """Of each stage, when it needs most."""
-        return self.stages.memory()
+        batch = sum(tensor.nbytes for tensor in tensors_of(self.recipe.batch))
+        replicas, last = self.settings.data_parallel_size, self.settings.num_stages - 1
+        return [
+            peak_of(schedule, profile, self.per_update, batch if stage in (0, last) else 0, replicas)
+            for stage, (schedule, profile) in enumerate(zip(self.schedules[self.own], self.profiles))
+        ]
 
     @property
     def most(self) -> int:
@@ -101,12 +104,12 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether every stage fits its device."""
-        return self.most <= self.machine.room
+        return self.most <= self.device.room
 
     @property
     def samples(self) -> int:
         """Samples per update, over all replicas."""
-        return self.recipe.batch_size * self.recipe.accumulated * self.settings.data_parallel_size
+        return self.recipe.batch_size * self.recipe.trainer.accumulate_grad_batches * self.settings.data_parallel_size
 
     @property
     def tokens(self) -> int | None:
@@ -118,29 +121,48 @@ class Estimate:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; what two stages hold counts once."""
-        parameters = (p for unit in self.stages.units for p in unit.module.parameters() if p.requires_grad)
-        return sum({id(p): p.numel() for p in parameters}.values())
+        """Of the whole model that are trained; what two stages hold counts once."""
+        return sum(p.numel() for p in self.recipe.model.parameters() if p.requires_grad)
 
     @property
     def flops_per_sample(self) -> float:
         """Of a forward and its backward, recomputation included."""
-        flops = sum(profile.forward.flops + profile.backward.flops for profile in self.stages.profiles)
+        flops = sum(profile.forward.flops + profile.backward.flops for profile in self.profiles)
         return flops * self.settings.micro_batches / self.recipe.batch_size
 
-    # -- time ---------------------------------------------------------------------------------------------------------
+    def _profiles(self) -> list[Profile]:
+        """Run each stage once, of those that are alike the first."""
+        tied = {stage for tie in self._whole.ties for stage in tie.stages}
+        known: dict[str, Profile] = {}
+        found: list[Profile] = []
+        with preserved_generators(torch.device("cpu")), kernels_of_gpu() if self.device.is_gpu else nullcontext():
+            for index in range(self.settings.num_stages):
+                arriving = found[-1].sent if found else None
+                is_unlike = index in tied or index in (0, self.settings.num_stages - 1)
+                key = repr((index if is_unlike else described(self.units_of(index)), arriving))
+                if key not in known:
+                    known[key] = self._profile(index, arriving)
+                found.append(known[key])
+        return found
 
-    @cached_property
-    def schedules(self) -> dict[str, list[Schedule]]:
-        """The recipe's own schedule, and others: name -> schedule of each stage."""
-        own = [self.stages.schedule(stage) for stage in range(self.settings.num_stages)]
-        delayed = [replace(s, pipeline_rule=StalenessRule(1)) for s in own]
-        found = {
-            "1F1B": [replace(s, pipeline_rule=StalenessRule(0), lookahead=0) for s in own],
-            "least staleness": [replace(s, staleness="least", slack=0) for s in delayed],
-            "2BW": [replace(s, staleness="uniform", slack=0) for s in delayed],
-        }
-        return {**found, self.own: own} if self.settings.delay else found
+    def _profile(self, index: int, arriving: Header | None) -> Profile:
+        module, own = self.recipe.module, self.units_of(index)
+        first, outside = sum(self.partition.counts[:index]), second_names(module, own, uses_of(own))
+        model, num_stages = self.recipe.model, self.settings.num_stages
+        stage = Stage(model, index, num_stages, own, first, self._whole, module, outside)
+        batch = map_tensors(empty_like, self._micro_batch) if stage.is_first or stage.is_last else None
+        rule, optimizer = self.schedules[self.own][index].stage_rule, self.recipe.optimizer_of(stage)
+        if callable(set_delay := getattr(optimizer, "set_delay", None)):
+            set_delay(rule.staleness(self.per_update))
+        if self.device.is_gpu:
+            as_on_gpu(optimizer)
+        with FAKE, Meter((*module.parameters(), *module.buffers())) as meter:
+            return StageUnderTest(
+                stage, meter, rule.num_versions, self.settings.compute_dtype, batch, arriving, self._hooks,
+                self.recipe.step(), optimizer,
+            ).profile()  # fmt: skip
+
+    # -- time ---------------------------------------------------------------------------------------------------------
 
     @property
     def own(self) -> str:
@@ -149,47 +171,66 @@ class Estimate:
         return names[self.settings.staleness] if self.settings.delay else "1F1B"
 
     @cached_property
+    def schedules(self) -> dict[str, list[Schedule]]:
+        """The recipe's own schedule, and others: name -> schedule of each stage."""
+        own = [self._whole.schedule(self.settings, stage) for stage in range(self.settings.num_stages)]
+        delayed = [replace(s, pipeline_rule=StalenessRule(1), slack=0) for s in own]
+        return {
+            "1F1B": [replace(s, pipeline_rule=StalenessRule(0), lookahead=0) for s in own],
+            "least staleness": [replace(s, staleness="least") for s in delayed],
+            "2BW": [replace(s, staleness="uniform") for s in delayed],
+            self.own: own,
+        }
+
+    @cached_property
     def paces(self) -> dict[str, Pace]:
         """How fast each schedule is; those are left out for which there are too few microbatches."""
         found = {}
         for name, schedules in self.schedules.items():
-            try:
+            with suppress(DeadlockError):
                 found[name] = self._pace(schedules)
-            except DeadlockError:
-                continue
         return found
-
-    @property
-    def step(self) -> float:
-        """Seconds per update."""
-        return self.paces[self.own].step
 
     def staleness(self, name: str) -> list[float]:
         """Return how many updates old the gradients of each stage are under a schedule."""
-        return [schedule.stage_rule.staleness(self.stages.per_update) for schedule in self.schedules[name]]
+        return [schedule.stage_rule.staleness(self.per_update) for schedule in self.schedules[name]]
 
     @cached_property
     def times(self) -> list[StageTimes]:
         """What each stage takes by itself."""
-        machine, replicas = self.machine, self.settings.data_parallel_size
+        return [self._times(stage, profile) for stage, profile in enumerate(self.profiles)]
+
+    def _times(self, stage: int, profile: Profile) -> StageTimes:
+        device, replicas = self.device, self.settings.data_parallel_size
         mesh = Mesh(self.settings.num_stages, replicas, 0, placement=self.settings.placement)
-        found = []
-        for stage, profile in enumerate(self.stages.profiles):
-            transfer = reduction = 0.0
-            if profile.sent is not None:  # in the replica with the slowest link
-                pairs = ([mesh.rank_of(stage, r), mesh.rank_of(stage + 1, r)] for r in range(replicas))
-                transfer = profile.sent.num_bytes / min(machine.bytes_per_second(pair) for pair in pairs)
-            if replicas > 1:  # a ring: every device sends and receives each gradient nearly twice
-                speed = machine.bytes_per_second([mesh.rank_of(stage, r) for r in range(replicas)])
-                reduction = 2 * (replicas - 1) * (HOP_SECONDS + profile.gradients / replicas / speed)
-            forward, backward = (machine.compute(part.flops) for part in (profile.forward, profile.backward))
-            found.append(StageTimes(forward, backward, machine.update(profile), transfer, reduction))
-        return found
+        transfer = reduction = 0.0
+        if profile.sent is not None:  # in the replica with the slowest link
+            pairs = ([mesh.rank_of(stage, r), mesh.rank_of(stage + 1, r)] for r in range(replicas))
+            transfer = profile.sent.num_bytes / min(device.bytes_per_second(pair) for pair in pairs)
+        if replicas > 1:  # a ring: every device sends and receives each gradient nearly twice
+            speed = device.bytes_per_second([mesh.rank_of(stage, r) for r in range(replicas)])
+            reduction = 2 * (replicas - 1) * (HOP_SECONDS + profile.gradients / replicas / speed)
+        forward, backward = (device.compute(part.flops) for part in (profile.forward, profile.backward))
+        return StageTimes(
+            forward, backward, device.update(profile.update.moved, profile.update.flops), transfer, reduction
+        )
 
     def _pace(self, schedules: Sequence[Schedule]) -> Pace:
         times = self.times
         return pace_of(
-            schedules, self.stages.per_update, lambda stage, _: times[stage].forward,
+            schedules, self.per_update, lambda stage, _: times[stage].forward,
             lambda stage, _: times[stage].backward, HOP_SECONDS, lambda stage, _: times[stage].update,
             lambda stage, _: times[stage].reduction, lambda stage: times[stage].transfer,
         )  # fmt: skip
+
+
+def described(units: list[Unit]) -> list[Any]:
+    """Return what decides on memory and time: layers as they print, their modes, shapes, and what they share."""
+    layers = nn.ModuleList(unit.module for unit in units)
+    tensors = (*layers.named_parameters(), *layers.named_buffers())  # shared ones once
+    return [
+        [unit.function for unit in units],
+        layers,
+        [module.training for module in layers.modules()],
+        [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors],
+    ]

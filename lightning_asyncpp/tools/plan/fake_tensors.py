@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,49 +16,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_asyncpp.core.batches.structure import stands_for_tensors
+from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.models import grouped_linear  # noqa: F401  (registers the operators)
 
 stands_for_tensors(FakeTensor)
 
 
-@contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Let new tensors, and what is computed from them, have no memory meanwhile."""
-    # An operator that does not know the shape of its result must not be run on real zeros to find out.
-    with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-        yield
+FAKE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+"""Under it new tensors, and what is computed from them, have no memory. There is one, so that all of them may meet.
+
+An operator that does not know the shape of its result must not be run on real zeros to find out.
+"""
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a new tensor on the CPU of the same shape and dtype, whatever device the other one is on."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    """Return a new tensor without memory of the same shape and dtype, on the CPU whatever device the other is on."""
+    with FAKE:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-@contextmanager
-def without_memory(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace all parameters and buffers by new ones on the CPU meanwhile, shared ones by shared ones.
-
-    To be entered under :func:`fake_tensors`.
-    """
-    before = [
-        (module, name, tensor)
-        for module in dict.fromkeys(m for top in modules for m in top.modules())
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    ]
-    made: dict[int, Tensor] = {}
-    for module, name, tensor in before:
-        if id(tensor) not in made:
-            new = empty_like(tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
-        setattr(module, name, made[id(tensor)])
-    made.clear()
-    try:
-        yield
-    finally:
-        for module, name, tensor in before:
-            setattr(module, name, tensor)
+def drop_memory(module: nn.Module) -> None:
+    """Replace all parameters and buffers by :func:`empty_like` ones, shared ones by shared ones."""
+    made: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and tensor not in made:
+                new = empty_like(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[tensor] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
+            if tensor is not None:
+                setattr(part, name, made[tensor])
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -95,23 +82,29 @@ class Reading:
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operator, and the memory behind every result until it is freed; no kernel's own workspace."""
+    """Sees every operator, and the memory behind every result until it is freed; no kernel's own workspace.
 
-    def __init__(self) -> None:
+    Args:
+        before: tensors that are there already.
+    """
+
+    def __init__(self, before: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.alive = 0
         self._peak = 0
         self._moved = 0
         self._flops = 0
         self._known: dict[int, weakref.ref] = {}
+        for tensor in before:
+            self._note(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run the operator and note what it made."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = sum(self._note(tensor) for tensor in _tensors(result))
+        made = sum(self._note(tensor) for tensor in tensors_of(result))
         if made or func._schema.is_mutable:
-            self._moved += made + sum(tensor.nbytes for tensor in _tensors((*args, *kwargs.values())))
+            self._moved += made + sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
         if (formula := FORMULAS.get(func.overloadpacket)) is not None:
             self._flops += formula(*args, **kwargs, out_val=result)
         return result
@@ -146,12 +139,3 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the memory behind tensors, what they share counted once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a result or of arguments: lists of them are as deep as operators go."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for entry in tree:
-            yield from _tensors(entry)

@@ -22,11 +22,8 @@ from lightning_asyncpp.optim.symmetric import full_product
 
 
 @contextmanager
-def kernels_of_gpu(on_gpu: bool) -> Iterator[None]:
-    """Replace operations meanwhile, if the plan is for a GPU."""
-    if not on_gpu:
-        yield
-        return
+def kernels_of_gpu() -> Iterator[None]:
+    """Replace operations meanwhile."""
     # Not by a mode of torch: what a checkpoint computes again in the backward would not see it.
     replacements: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in _REPLACEMENTS.items()]
     # Optimizers that handle small pieces on a CPU: the Triton kernel of symmetric products is one operator here.
@@ -44,29 +41,13 @@ def kernels_of_gpu(on_gpu: bool) -> Iterator[None]:
 def as_on_gpu(optimizer: Optimizer) -> None:
     """Set what optimizers choose by themselves on a GPU: many tensors, or many matrices, in one kernel."""
     for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True
-        if "batched" in group and group["batched"] is None:
-            group["batched"] = True
-
-
-class _FusedRMSNorm(torch.autograd.Function):
-    """What CUDA's kernel takes: input, weight and one number per row are kept. It computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None) -> Tensor:
-        rows = input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
-        ctx.save_for_backward(input, weight, rows)
-        return torch.empty_like(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        input, weight, _ = ctx.saved_tensors
-        return torch.empty_like(input), None if weight is None else torch.empty_like(weight)
+        undecided = [name for name in ("foreach", "batched") if name in group and group[name] is None]
+        group.update(dict.fromkeys(undecided if not group.get("fused") else (), True))
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _FusedRMSNorm.apply(_widened(input), weight)  # type: ignore[no-any-return]
+    """What LayerNorm's kernel keeps is what CUDA's for RMSNorm does, and one more number per row."""
+    return F.layer_norm(input, normalized_shape, weight)  # the one that stands for it here
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -25,14 +25,11 @@ class Memory:
         return sum(self.parts.values())
 
 
-def peak_of(
-    schedule: Schedule, profile: Profile, per_update: int, batch: int, replicas: int = 1, on_host: bool = True
-) -> Memory:
+def peak_of(schedule: Schedule, profile: Profile, per_update: int, batch: int, replicas: int = 1) -> Memory:
     """Follow the schedule's actions over a few mini-batches and return the moment with the most memory.
 
     Its parts: weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (all sets),
-    activations (of microbatches in flight), messages (gradients of weights that another stage shares) and working (the
-    rest of that moment: logits, a microbatch's own gradients).
+    activations (of microbatches in flight) and working (the rest of that moment: logits, a microbatch's own gradients).
 
     Args:
         schedule: of the stage.
@@ -40,12 +37,9 @@ def peak_of(
         per_update: microbatches per update.
         batch: bytes of a batch on this stage.
         replicas: of the pipeline.
-        on_host: whether the stage computes on the host, where messages are part of its memory.
     """
-    rule = replace(schedule.pipeline_rule, synchronous_start=0)
-    schedule = replace(schedule, pipeline_rule=rule)
-    reduced = profile.gradients if replicas > 1 else 0
-    batches = 2 if schedule.depth and rule.delay else 1
+    schedule = replace(schedule, pipeline_rule=replace(schedule.pipeline_rule, synchronous_start=0))
+    batches = 2 if schedule.depth and schedule.pipeline_rule.delay else 1
     constant = {
         name: getattr(profile, name) for name in ("weights", "versions", "buffers", "optimizer", "correction")
     } | {"batch": batch * batches}
@@ -55,9 +49,7 @@ def peak_of(
 
     def note(working: int, during: str) -> None:
         alive = {"gradients": sum(gradients.values()), "activations": sum(flights.values())}
-        arrived = profile.tied if on_host and (len(gradients) > 1 or during == "update") else 0
-        parts = {**constant, **alive, "messages": arrived, "working": working}
-        moments.append(Memory(parts, len(flights) + (during == "forward"), during))
+        moments.append(Memory({**constant, **alive, "working": working}, len(flights) + (during == "forward"), during))
 
     for action in schedule.run(_MINI_BATCHES, per_update):
         t, place = divmod(action.index, per_update)
@@ -71,6 +63,6 @@ def peak_of(
             note((profile.backward if t in gradients else profile.first_backward).peak, "backward")
             del flights[action.index]
             gradients.setdefault(t, profile.gradients)
-            if place == per_update - 1 and reduced + profile.tied:
-                note(reduced + 2 * profile.tied, "reduction")  # packed for the replicas; a shared one sent and received
+            if place == per_update - 1 and replicas > 1:
+                note(profile.gradients, "reduction")  # packed for the replicas
     return max(moments, key=lambda moment: moment.total)

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from lightning_asyncpp.lightning_cli.command import read_configuration
+from lightning_asyncpp.tools.plan.devices import DEVICES
+from lightning_asyncpp.tools.plan.estimate import Estimate
 from lightning_asyncpp.tools.plan.recipe import build
-from lightning_asyncpp.tools.plan.stages import Stages
 from tests.tools.plan.cases import CASES, Case
 from tests.tools.plan.measured import measure
 
@@ -18,7 +19,7 @@ def planned(case: Case, folder: Path) -> list[int]:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(case.recipe()))
     recipe = build(read_configuration(["fit", "--config", str(path)]))
-    return [m.total for m in Stages(recipe, recipe.settings.resolved(recipe.devices), on_gpu=False).memory()]
+    return [memory.total for memory in Estimate(recipe, DEVICES["cpu"]).memory]
 
 
 @pytest.mark.slow
