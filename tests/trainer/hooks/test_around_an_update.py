@@ -17,10 +17,15 @@ from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, train, val_loaders
 
 
+def parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    """Those that it steps: where one process runs all stages, the module has those of the others, too."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class ProjectsInTheStep(Net):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(lambda *_: project(self.parameters()))
+        optimizer.register_step_post_hook(lambda stepped, *_: project(parameters_of(stepped)))
         return optimizer
 
 
