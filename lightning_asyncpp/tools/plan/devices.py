@@ -6,8 +6,10 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
-from lightning_asyncpp.tools.plan.recipe import Recipe
+if TYPE_CHECKING:  # it takes torch, for which `asyncpp plan --help` does not wait
+    from lightning_asyncpp.tools.plan.recipe import Recipe
 
 GIB = 2**30
 HOP_SECONDS = 20e-6
