@@ -68,9 +68,6 @@ def _work(rank: int, run: Run, folder: Path, hosts: link.Hosts, port: int) -> No
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
-    import faulthandler
-
-    faulthandler.dump_traceback_later(240, exit=True)
     gc.freeze()  # or the first collection copies what the ranks share, amid what is measured
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -90,7 +90,6 @@ class _Clock(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         """Note the time."""
         self.marks.append(time.perf_counter())
-        print("mark", len(self.marks), round(time.perf_counter(), 2), flush=True)
 
 
 def _run_trainer(run: Run, system: str) -> RankRun:
