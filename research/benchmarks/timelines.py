@@ -77,7 +77,8 @@ def draw_panels(
 
 
 def _draw_lane(axes: Any, panel: Panel, stage: int, spans: Sequence[Span], length: float, factor: float) -> None:
-    axes.broken_barh([(0, length * factor)], (stage - 0.4, 0.8), color=_IDLE)
+    axes.barh(stage, length * factor, color=_IDLE)
+    starts, widths, colours, labels = [], [], [], []
     for span in spans:
         start, end = max(span.start - panel.start, 0.0), min(span.end - panel.start, length)
         if end < start or start >= length:
@@ -85,7 +86,10 @@ def _draw_lane(axes: Any, panel: Panel, stage: int, spans: Sequence[Span], lengt
         if span.kind is Kind.UPDATE:  # takes no time: a line that can be seen
             axes.vlines(start * factor, stage - 0.45, stage + 0.45, color=panel.colour(span), linewidth=2, zorder=3)
             continue
-        bar = [(start * factor, (end - start) * factor)]
-        axes.broken_barh(bar, (stage - 0.4, 0.8), color=panel.colour(span), edgecolor="white", linewidth=0.5)
-        middle = (start + end) / 2 * factor
-        axes.text(middle, stage, panel.label(span), ha="center", va="center", fontsize=8)
+        starts.append(start * factor)
+        widths.append((end - start) * factor)
+        colours.append(panel.colour(span))
+        labels.append(panel.label(span))
+    bars = axes.barh([stage] * len(starts), widths, left=starts, color=colours, edgecolor="white", linewidth=0.5)
+    if any(labels):
+        axes.bar_label(bars, labels, label_type="center", fontsize=8)
