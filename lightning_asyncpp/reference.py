@@ -10,10 +10,9 @@ computed, so no mistake in how a pipeline computes it can hide in them.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,8 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.core.cut.units import layer_by_layer, pipeline_units
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
 from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
@@ -223,11 +223,10 @@ def gradient_of(
     weight: Callable[[Any], float],
     seed: int,
     first: int,
-    by_layers: bool = True,
 ) -> MeanGradient:
     """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
 
-    Before number i of them, ``go_to(i)`` puts the weights in place. Without ``by_layers`` the model's own forward runs.
+    Before number i of them, ``go_to(i)`` puts the weights in place.
     """
     found, sums = MeanGradient(), Weights()
     with _uses_apart(model) as further_uses:
@@ -238,11 +237,7 @@ def gradient_of(
                 go_to(k - first)
                 for parameter, leaf in further_uses:
                     leaf.data.copy_(parameter.data)
-                with (
-                    layer_by_layer(model) if by_layers else nullcontext(),
-                    _derived_randomness(model, seed, k),
-                    collecting() as said,
-                ):
+                with _derived_randomness(model, seed, k), collecting() as said:
                     loss = step(micro_batch)
                 ((loss + said.total_loss()) * w).backward()
                 found.weight += w
@@ -285,7 +280,7 @@ def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     ]
     copies: list[tuple[Tensor, Tensor]] = []
     now: dict[Tensor, nn.Parameter] = {}
-    turns: dict[nn.Module, list[list[tuple[nn.Module, str, nn.Parameter]]]] = {}  # one module may be several units
+    turns: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
     for unit in units:
         for parameter in unit.module.parameters():
             if parameter in now and parameter.requires_grad:
@@ -294,26 +289,20 @@ def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
             else:
                 now[parameter] = parameter
         own = set(unit.module.modules())
-        turn = [(m, name, now.get(p, p)) for m, name, p in places if m in own or m not in inside]
-        turns.setdefault(unit.module, []).append(turn)
+        turns.append([(m, name, now.get(p, p)) for m, name, p in places if m in own or m not in inside])
 
-    def taking(in_turn: Iterator[list[tuple[nn.Module, str, nn.Parameter]]]) -> Callable[..., None]:
-        def take_turn(*_: Any) -> None:
-            for module, name, parameter in next(in_turn):
-                setattr(module, name, parameter)
+    def take_turn(number: int) -> None:
+        for module, name, parameter in turns[number]:
+            setattr(module, name, parameter)
 
-        return take_turn
-
-    hooks = [
-        module.register_forward_pre_hook(taking(itertools.cycle(in_turn)))
-        for module, in_turn in (turns.items() if copies else ())
-    ]
-    try:
+    if not copies:
         yield copies
+        return
+    try:
+        with entering_units(model, take_turn):
+            yield copies
     finally:
-        for hook in hooks:
-            hook.remove()
-        for module, name, original in places if copies else ():
+        for module, name, original in places:
             setattr(module, name, original)
 
 
@@ -321,23 +310,18 @@ def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
     """Seed the step from k, every unit from (unit, k), and go on with the step's own generator after the model."""
     state: list[tuple[Tensor, Tensor | None]] = []
-    device = next(model.parameters()).device
-    hooks = [model.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))]
-    seeds: dict[nn.Module, list[int]] = {}  # one module may be several units
-    for index, unit in enumerate(pipeline_units(model)):
-        seeds.setdefault(unit.module, []).append(derive(seed, "layer", index, 0, k))
-    for module, in_turn in seeds.items():
-        next_seed = itertools.cycle(in_turn).__next__
-        hooks.append(module.register_forward_pre_hook(lambda *_, s=next_seed: seed_generators(s(), device)))
-    hooks.append(model.register_forward_hook(lambda *_: set_generator_states(state.pop(), device)))
+    device, called = next(model.parameters()).device, called_by_steps(model)
+    before = called.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))
+    after = called.register_forward_hook(lambda *_: set_generator_states(state.pop(), device))
     outside = generator_states(device)
     seed_generators(derive(seed, "train", 0, k), device)
     try:
-        yield
+        with entering_units(model, lambda number: seed_generators(derive(seed, "layer", number, 0, k), device)):
+            yield
     finally:
         set_generator_states(outside, device)
-        for hook in hooks:
-            hook.remove()
+        before.remove()
+        after.remove()
 
 
 @torch.no_grad()

@@ -1,350 +1,413 @@
-"""Finds out what a model's forward does around its blocks, by running it again with NaN in the places of values.
+"""Finds out where a model may be cut whose own forward runs on every stage, by running it with an example.
 
-It is done in evaluation and in training mode, in which the code may be another. Glue that gives the same results
-without a value does not need it. So nothing has to be known of the model's code.
+Each block is taken for a stage of its own. Where gradients arrive tells what the code of a stage uses: weights around
+the blocks, and outputs of earlier blocks. Then the stages run as they would in a pipeline, with nothing else than that;
+equality with the whole model decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_asyncpp.adapt.draws import SameDraws
-from lightning_asyncpp.adapt.examples import defaults_of, positional_names
-from lightning_asyncpp.adapt.members import Members
-from lightning_asyncpp.adapt.needs import Needs
-from lightning_asyncpp.adapt.packing import Output, TensorTable, outputs_in, same, tensor_numbers_in, unpack
-from lightning_asyncpp.adapt.program import Program, switches_of
-from lightning_asyncpp.adapt.replay import Earlier, Outcome, Replay
-from lightning_asyncpp.adapt.shells import Shell
-from lightning_asyncpp.adapt.state import Changes, as_before
-from lightning_asyncpp.adapt.trace import Trace
-from lightning_asyncpp.adapt.unknown import Unknown, UnknownValueError
-from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.adapt.examples import Call, copied
+from lightning_asyncpp.core.batches.structure import flatten, unflatten
+from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
+from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, OwnForwardStage, TensorFacts
+from lightning_asyncpp.core.cut.pruned import places_of
+from lightning_asyncpp.core.cut.units import entering_units
+from lightning_asyncpp.core.randomness import derive, random_states, seed_generators, set_random_states
 from lightning_asyncpp.errors import ConfigurationError
 
+_SMALL = 50_000_000  # parameters; of larger models only gradients around the blocks are computed
+_ROUNDING = 1e-3  # sums over several uses of a value may come in another order
+_SEED = 0
+Leaves = tuple[Tensor, ...]
 
-class Analysis:
-    """What was found of a model in one mode.
+
+@dataclass
+class _Result:
+    """What one way to run the model gives; gradients by name."""
+
+    output: Any
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def find_cut(model: nn.Module, call: Call, blocks: Sequence[str]) -> tuple[OwnForwardCut, list[float]]:
+    """Find how a model may be cut, and floating-point operations of its units.
 
     Args:
-        model: the model, in the mode in which the trace was taken.
-        trace: of one forward.
-        changed: name of a module -> what every forward changes in it.
-        shells: name -> shell, of blocks and submodules of glue; it takes up those that it lacks.
-        starts: where runs of blocks begin; it takes up those that it lacks.
+        model: with real weights; it stays as it is.
+        call: arguments of an example.
+        blocks: names, in the order of their calls.
 
-    Attributes:
-        program: what a pipeline needs to know of this mode.
+    Raises:
+        ConfigurationError: cut so, it computes something else.
     """
+    with _as_before(model):
+        return _Analysis(model, call, blocks).find()
 
-    def __init__(
-        self, model: nn.Module, trace: Trace, changed: Changes, shells: dict[str, Shell], starts: list[int]
-    ) -> None:
-        self._model, self._trace, self._shells, self._training = model, trace, shells, model.training
-        self._members = Members(model, trace, changed)
-        self.program = Program(
-            trace.blocks, starts, calls=[call.name for call in self._members.calls], templates=trace.templates,
-            call_templates=[call.template for call in self._members.calls],
-            call_gaps=[call.gap for call in self._members.calls], alike=trace.alike,
-            constants=trace.table.constants, unused=self._members.unused, draws_on_host=trace.draws_on_host,
-            positional=positional_names(model), defaults=defaults_of(model),
-        )  # fmt: skip
-        self.program.switches = switches_of(self.program.named(*self._call()))
-        self.program.shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-        self._unknown = next(iter(shells.values())).unknown if shells else Unknown()
-        self._unknown.changed = {f"{name}.{key}" for name, keys in changed.items() for key in keys}
-        names = [*trace.blocks, *self.program.modules()]
-        inside = tuple(f"{name}." for name in names)
-        self.program.around = [n for n, _ in model.named_modules() if n not in names and not n.startswith(inside)]
-        for name in [name for name in names if name not in shells]:
-            shells[name] = Shell(model.get_submodule(name), name, self._unknown)
+
+class _Analysis:
+    def __init__(self, model: nn.Module, call: Call, blocks: Sequence[str]) -> None:
+        self.model, self.call, self.num_units = model, call, len(blocks) + 1
+        inside = {id(p) for name in blocks for p in model.get_submodule(name).parameters()}
+        self.around = {id(p): name for name, p in model.named_parameters() if id(p) not in inside}
+        self.modes = {module: module.training for module in model.modules()}
+        is_small = sum(p.numel() for p in model.parameters()) <= _SMALL
+        for parameter in model.parameters():  # frozen weights have a place, too
+            parameter.requires_grad_(parameter.is_floating_point() and (is_small or id(parameter) in self.around))
+        everything = tuple(frozenset(range(unit)) for unit in range(self.num_units))
+        self.cut = OwnForwardCut(tuple(blocks), ((),) * self.num_units, (None,) * len(blocks), everything)
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def find(self) -> tuple[OwnForwardCut, list[float]]:
+        """The cut, and costs."""
+        self._set_mode(training=False)
+        evaluated = self._whole(count=True)
+        self._set_mode(training=True)
+        trained = self._whole()
+        used, needs = self._uses()
+        found = next((c for c in self._candidates(used, needs) if not self._differs(c, trained, evaluated)), None)
+        if found is None:
+            raise self._refusal(next(self._candidates(used, needs)), trained, evaluated)
+        costs = self.costs if not found.by_inputs else [*self.costs[:-2], sum(self.costs[-2:])]
+        return self._without_values(found, trained, evaluated), costs
+
+    def _candidates(self, used: Sequence[set[int]], needs: Sequence[set[int]]) -> Iterator[OwnForwardCut]:
+        """Cuts to try, the leanest first."""
+        nobodys = self.around.keys() - set().union(*used)
+        last = [*used[:-1], used[-1] | nobodys]
+        of_all = [of_unit | nobodys for of_unit in used]
+        lean, everything = tuple(map(frozenset, needs)), self.cut.needs
+        if max(map(len, lean)) > 1:
+            in_turn = self._used_in_turn()
+            in_turn[-2:] = [in_turn[-2] | in_turn[-1] | (self.around.keys() - set().union(*in_turn))]
+            before = tuple(frozenset({unit - 1} if unit else ()) for unit in range(len(in_turn)))
+            for draws in (False, True):
+                yield replace(self._with_members(in_turn), needs=before, draws_between=draws, by_inputs=True)
+        ways = (last, lean, False), (last, lean, True), (of_all, lean, True), (of_all, everything, True)
+        for owned, needed, draws in ways:
+            yield replace(self._with_members(owned), needs=needed, draws_between=draws)
+
+    def _with_members(self, used: Sequence[set[int]]) -> OwnForwardCut:
+        return replace(self.cut, around=tuple(tuple(self._members(of_unit)) for of_unit in used))
+
+    def _used_in_turn(self) -> list[set[int]]:
+        """Of every unit, ids of the parameters around blocks that its code uses while it runs, in the whole model."""
+        places = [place for module in self.model.modules() for place in places_of(module)]
+        places = [place for place in places if id(place.tensor) in self.around]
+        leaves: list[dict[int, Tensor]] = []
+
+        def entered(unit: int) -> None:
+            self._seed(unit)
+            once = {id(place.tensor): place.tensor for place in places}
+            leaves.append({key: nn.Parameter(tensor.detach()) for key, tensor in once.items()})
+            for table, key, tensor in places:
+                table[key] = leaves[-1][id(tensor)]
+
+        try:
+            output = self._call(entered)
+        finally:
+            for table, key, tensor in places:
+                table[key] = tensor
+        _loss_of(output).backward()
+        self._take_gradients()
+        return [{key for key, leaf in of_unit.items() if leaf.grad is not None} for of_unit in leaves]
+
+    def _without_values(self, cut: OwnForwardCut, *expected: _Result) -> OwnForwardCut:
+        """The cut whose later stages do without the values of as many arguments as they can."""
+        args, kwargs = self.call
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        real = [key for key, v in given.items() if any(t.is_floating_point() and t.any() for t in tensors_of(v))]
+        for blank in (real, *([key] for key in real)) if real else ():
+            lean = replace(cut, blank=cut.blank | frozenset(blank))
+            if not self._differs(lean, *expected):
+                cut = lean
+                if blank is real:
+                    break
+        return cut
+
+    def _differs(self, cut: OwnForwardCut, trained: _Result, evaluated: _Result) -> str:
+        """What comes out otherwise where stages have what the cut gives them."""
+        try:
+            self._set_mode(training=True)
+            if what := _difference(trained, self._in_stages(cut)):
+                return what
+            self._set_mode(training=False)
+            with torch.no_grad():
+                return _difference(evaluated, self._in_stages(cut))
+        except ConfigurationError:
+            raise
+        except Exception as error:  # of code that cannot compute with what stands for values
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._set_mode(training=True)
+
+    def _refusal(self, cut: OwnForwardCut, trained: _Result, evaluated: _Result) -> ConfigurationError:
+        name, what = class_name(self.model), self._differs(cut, trained, evaluated)
+        layers = ", ".join(["...", *dict.fromkeys(_in_lists(cut.blocks)), "..."])
+        return ConfigurationError(
+            f"{name}, run in its own forward on each stage with its blocks {cut.blocks[0]} to {cut.blocks[-1]} shared"
+            f" among them, does not compute what it does as a whole ({what}): code around the blocks needs what they"
+            f" leave behind beside what they return. Switch that off, or say what a stage runs: def"
+            f" pipeline_layers(self): return [{layers}]"
+        )
+
+    # -- the model as a whole -------------------------------------------------------------------------------------
+
+    def _set_mode(self, training: bool) -> None:
+        """Evaluation, or training with those modules in evaluation that the user has put there."""
+        as_given = training and self.modes[self.model]
+        for module, mode in self.modes.items():
+            module.training = mode if as_given else training
+
+    def _whole(self, count: bool = False) -> _Result:
+        """Run the model's own forward, and note what its blocks return."""
+        counter = FlopCounterMode(display=False)
+        totals: list[int] = []
+
+        def entered(unit: int) -> None:
+            self._seed(unit)
+            totals.append(counter.get_total_flops())
+
+        with self._noting_outputs(), counter:
+            output = self._call(entered)
+        if count:
+            edges = [*totals, counter.get_total_flops()]
+            self.costs = [1.0 + after - before for before, after in itertools.pairwise(edges)]
+            return _Result(output)
+        _loss_of(output).backward()
+        return _Result(output, self._take_gradients())
+
+    def _call(self, entered: Callable[[int], None]) -> Any:
+        called = called_by_steps(self.model)
+        args, kwargs = copied(*self.call)
+        with self._one_run(), entering_units_of(self.model, self.cut, entered):
+            return type(called).__call__(called, *args, **kwargs)
+
+    @contextmanager
+    def _noting_outputs(self) -> Iterator[None]:
+        outputs: dict[str, Any] = {}
+
+        def note(name: str) -> Callable[..., None]:
+            return lambda _module, _args, output: outputs.update({name: map_tensors(_facts_of, output)})
+
+        hooks = [self.model.get_submodule(name).register_forward_hook(note(name)) for name in self.cut.blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.cut = replace(self.cut, outputs=tuple(outputs.get(name) for name in self.cut.blocks))
+
+    # -- the model in stages --------------------------------------------------------------------------------------
+
+    def _uses(self) -> tuple[list[set[int]], list[set[int]]]:
+        """Of every unit, ids of the parameters around blocks and numbers of the earlier blocks that get a gradient."""
+        made: list[tuple[Tensor, ...]] = []
+        arrived: list[list[Leaves]] = []
+        outputs: list[tuple[tuple[Tensor, ...], bytes]] = []
+        final: Any = None
+        for unit in range(self.num_units):
+            values, gradients = {}, []
+            for number, (tensors, structure) in enumerate(outputs):
+                value, of_value = _received(tensors, structure)
+                values[str(number)] = value
+                gradients.append(of_value)
+            arrived.append(gradients)
+            final = self._run_unit(self.cut, unit, [*copied(*self.call), values] if unit else None)
+            if unit + 1 < self.num_units:
+                outputs.append(flatten(final[2][str(unit)], self.cut.blocks[unit]))
+                made.append(outputs[-1][0])
+        used: list[set[int]] = [set() for _ in range(self.num_units)]
+        self._take_gradients()
+        _loss_of(final).backward()
+        for unit in reversed(range(self.num_units)):
+            if unit < len(made):
+                _backward(made[unit], [gradients[unit] for gradients in arrived[unit + 1 :]])
+            names = self._take_gradients()
+            used[unit] = {id(p) for n, p in self.model.named_parameters() if n in names and id(p) in self.around}
+        needs = [
+            {n for n, of_value in enumerate(g) if any(leaf.grad is not None for leaf in of_value)} for g in arrived
+        ]
+        return used, needs
+
+    def _in_stages(self, cut: OwnForwardCut) -> _Result:
+        """Run every unit as a stage, with its own weights alone."""
+        links: list[tuple[tuple[Tensor, ...], Leaves]] = []
+        value: Any = None
+        for unit in range(cut.num_units):
+            value = self._run_unit(cut, unit, value)
+            if unit + 1 < cut.num_units:
+                tensors, structure = flatten(value, cut.blocks[unit])
+                value, gradients = _received(tensors, structure)
+                links.append((tensors, gradients))
+        if not torch.is_grad_enabled():
+            return _Result(value)
+        _loss_of(value).backward()
+        for tensors, gradients in reversed(links):
+            _backward(tensors, [gradients])
+        return _Result(value, self._take_gradients())
+
+    def _run_unit(self, cut: OwnForwardCut, unit: int, arrived: Any) -> Any:
+        args, kwargs = copied(*self.call) if unit == 0 else ((arrived,), {})
+        with self._one_run():
+            return OwnForwardStage(self.model, cut, unit, unit + 1, self.device).run(args, kwargs, self._seed)
+
+    def _members(self, used: set[int]) -> list[str]:
+        """Names of what holds some parameters: submodules all of whose own are among them, and single ones."""
+        found: list[str] = []
+        missing = {self.around[key]: key for key in self.around if key in used}
+        outside = [name for name, _ in self.model.named_modules() if name and not _touches(name, self.cut.blocks)]
+        for name in sorted(outside, key=lambda name: name.count(".")):
+            module = self.model.get_submodule(name)
+            parameters = {id(p) for p in module.parameters()}
+            own = [key for key, at in missing.items() if at in parameters]
+            if own and parameters <= used and not any(name.startswith(f"{other}.") for other in found):
+                found.append(name)
+                for key in own:
+                    del missing[key]
+        return [*found, *missing]
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
-    def find_runs(self) -> None:
-        """Split runs of blocks where code between two of them computes with what the first returned."""
-        program, starts, glue = self.program, self.program.starts, 0
-        while glue < len(starts):
-            self._spread_members()
-            numbers = [p + 1 for p in program.run_of(glue) if self._returns_numbers(p)]
-            stop = min([self._first_difference(glue), *numbers])
-            if stop <= program.run_of(glue)[-1]:
-                starts.insert(glue + 1, stop)
-            glue += 1
-
-    def _spread_members(self) -> None:
-        program = self.program
-        program.members = [[] for _ in range(program.tail + 1)]
-        for gap, names in self._members.by_gap.items():
-            found = program.members[program.glue_at(gap)]
-            found += [name for name in names if name not in found]
-
-    def _returns_numbers(self, position: int) -> bool:
-        leaves = [value for (block, _), value in self._trace.outputs.items() if block == position]
-        return any(type(value) in (bool, int, float, str) for value in leaves)
-
-    def _first_difference(self, glue: int) -> int:
-        """Position of the first block behind a glue whose arguments need more than what came before the glue.
-
-        Values that earlier glue computed from parameters are computed again.
-        """
-        first = self.program.run_of(glue)[0]
-        names = [name for name in self.program.parameters() if name not in self.program.members[glue]]
-        if (position := self._reached(glue)) == first and names:
-            own = self._members.by_gap.setdefault(first, [])
-            own += names
-            for name in names:
-                own.remove(name)
-                self._spread_members()
-                if self._reached(glue) == first:
-                    own.append(name)
-            self._spread_members()
-            position = self._reached(glue)
-        if position == first:
-            raise ConfigurationError(
-                f"{class_name(self._model)} calls {self.program.blocks[position]} with other values when its forward"
-                " is run again: what a layer takes must follow from the model's arguments and its layers alone"
-            )
-        return position
-
-    def _reached(self, glue: int) -> int:
-        """Position of the first block behind a glue that is not called with what it should be."""
-        run = self.program.run_of(glue)
-        replay, table = self._replay(glue, *self._before(glue))
+    @contextmanager
+    def _one_run(self) -> Iterator[None]:
+        """Begin with the same random numbers, and leave buffers as they were, also for backwards of earlier runs."""
+        seed_generators(derive(_SEED, "before"), self.device)
+        places = [place for module in self.model.modules() for place in places_of(module)]
+        buffers = [place for place in places if not isinstance(place.tensor, nn.Parameter)]
+        copies = {id(place.tensor): place.tensor.clone() for place in buffers}
+        for place in buffers:
+            place.table[place.key] = copies[id(place.tensor)]
         try:
-            self._run(replay, *self._call())
-        except UnknownValueError:  # what came so far decides
-            pass
-        except ConfigurationError:
-            raise
-        except Exception:  # of code that cannot compute with what stands for outputs to come
-            if not self.program.in_place:
-                self.program.in_place = True
-                return self._reached(glue)
-        arguments = replay.outcome.arguments
-        for position, packed in zip(run, arguments):
-            lacks = self._drew and position > run[0] and self._computes_unknown(position, replay.outcome)
-            if lacks or not self._same_arguments(position, packed, table):
-                break
-        else:
-            position = run[0] + len(arguments)
-        if replay.outcome.changed_since is not None:  # the block has to run before the code behind it does
-            position = min(position, replay.outcome.changed_since + 1)
-        return position
+            yield
+        finally:
+            for place in buffers:
+                place.table[place.key] = place.tensor
 
-    def _computes_unknown(self, position: int, outcome: Outcome) -> bool:
-        """Whether what a block takes is computed from what is not there, though it may make no difference."""
-        return any(said.startswith(f"what {self.program.blocks[position]} takes ") for said in outcome.unknown)
+    def _seed(self, unit: int) -> None:
+        seed_generators(derive(_SEED, unit), self.device)
 
-    def _same_arguments(self, position: int, packed: Any, table: TensorTable) -> bool:
-        expected, trace = self._trace.arguments[position], self._trace
-        if outputs_in(packed) != outputs_in(expected):
-            return False
-
-        def mark(block: int, leaf: int) -> str:
-            return f"output {block}.{leaf}"
-
-        ours = unpack(packed, table.values, table.constants, mark)
-        theirs = unpack(expected, trace.values, trace.table.constants, mark)
-        return same(ours, theirs)
-
-    # -- needs ----------------------------------------------------------------------------------------------------
-
-    def find_needs(self) -> None:
-        """What each glue needs of what came before: outputs of blocks, what submodules returned, values of the call.
-
-        All runs of blocks are known by now.
-        """
-        self._spread_members()
-        names = self.program.tensor_names(self._trace.call)
-        numbers = tensor_numbers_in(self._trace.call)
-        needs = earlier = Needs()
-        for glue in range(self.program.tail + 1):
-            everything = self._all_before(glue)
-            # Where outputs are added up between blocks, each is needed from there on.
-            needs = self._needed(glue, everything, needs & everything | Needs(calls=everything.calls - earlier.calls))
-            earlier = everything
-            if self._is_enough(glue, needs, by_luck=True):
-                self.program.mixed |= {(glue, what) for what in self._unknown_in}
-            self.program.live.append(set(needs.outputs) | self._handed_to_blocks(glue))
-            self.program.live_calls.append(set(needs.calls))
-            blank = everything.inputs - needs.inputs
-            self.program.blank_inputs.append({name for number in blank for name in names[numbers[number]]})
-        self._find_last_uses()
-        self.program.costs = self._costs()
-
-    def _needed(self, glue: int, everything: Needs, guess: Needs) -> Needs:
-        """What a glue needs: little where that is enough, else a guess, else whatever is missed if it is not there."""
-        needs = self._likely(glue, everything)
-        if not self._is_enough(glue, needs):
-            needs = needs | guess
-        if not self._is_enough(glue, needs):
-            self._take_parameters(glue, everything)
-            missed = (one for one in everything.singly() if not self._is_enough(glue, everything - one))
-            needs = needs | Needs.union(missed)
-            needs = needs if self._is_enough(glue, needs) else everything
-        if not self._is_enough(glue, needs, by_luck=True):
-            raise ConfigurationError(self._not_enough(glue))
-        for one in needs.singly():  # such as what the block before returned beside its first tensor
-            if self._may_be_missed(one) and self._is_enough(glue, needs - one):
-                needs = needs - one
-        return needs
-
-    def _all_before(self, glue: int) -> Needs:
-        """All that could be needed; values of the call may be left out where NaN could stand for them."""
-        outputs = {key for key in self._outputs_before(glue) if self._trace.outputs[key] is not None}
-        calls = {n for n, call in enumerate(self._members.calls) if self.program.glue_at(call.gap) < glue}
-        inputs = {n for n, t in enumerate(self._inputs()) if glue and t.is_floating_point() and t.ndim > 2}
-        return Needs(frozenset(outputs), frozenset(calls), frozenset(inputs))
-
-    def _likely(self, glue: int, everything: Needs) -> Needs:
-        """The outputs of the block before, and all that NaN cannot stand for."""
-        trace, calls = self._trace, self._members.calls
-        last = max(self.program.run_of(glue - 1), default=-1) if glue else -1
-        outputs = {key for key in everything.outputs if key[0] == last or not _may_be_nan(trace.outputs[key])}
-        fixed = {n for n in everything.calls if not all(_may_be_nan(leaf) for leaf in calls[n].leaves)}
-        return Needs(frozenset(outputs), frozenset(fixed), frozenset())
-
-    def _may_be_missed(self, one: Needs) -> bool:
-        """Whether NaN can stand for it, so that a result without it tells something."""
-        outputs = all(_may_be_nan(self._trace.outputs[key]) for key in one.outputs)
-        return outputs and all(_may_be_nan(leaf) for n in one.calls for leaf in self._members.calls[n].leaves)
-
-    def _handed_to_blocks(self, glue: int) -> set[Output]:
-        """Outputs of earlier blocks that those behind a glue take as they are."""
-        run = self.program.run_of(glue)
-        return {o for p in run for o in outputs_in(self._trace.arguments[p]) if not run or o[0] < run[0]}
-
-    def _not_enough(self, glue: int) -> str:
-        run = self.program.run_of(glue - 1) if glue else range(0)
-        where = f"behind its layer {self.program.blocks[run[-1]]}" if run else "before its layers"
-        return (
-            f"the code of {class_name(self._model)} {where} comes to other results where its layers run apart: it"
-            " needs what they leave behind beside their outputs (router logits, attentions, hidden states that are"
-            " collected); switch that off in the model's configuration, or give the model pipeline_layers()"
-        )
-
-    def _take_parameters(self, glue: int, everything: Needs) -> None:
-        """Make parameters that earlier glue uses by themselves members of a later one, too, where that needs them."""
-        own, used = self.program.members[glue], self._members.used_in(self.program, glue)
-        before = list(own)
-        own += [name for name in self.program.parameters() if name not in own]
-        if not self._is_enough(glue, everything, by_luck=True):
-            own[:] = before
-            return
-        for name in [name for name in own if name not in before and name not in used]:
-            own.remove(name)
-            if not self._is_enough(glue, everything):
-                own.append(name)
-
-    def _is_enough(self, glue: int, needs: Needs, by_luck: bool = False) -> bool:
-        """Whether a glue comes to the same without anything else that came before it.
-
-        Where random numbers decide what comes to the result, all that takes part in it is needed, unless ``by_luck``.
-        """
-        outputs = {
-            key: _copy(self._trace.outputs[key])
-            for key in self._outputs_before(glue)
-            if key in needs.outputs or not isinstance(self._trace.outputs[key], Tensor)
-        }
-        calls = [
-            [
-                _copy(leaf) if number in needs.calls else self._without(leaf, f"what {call.name} returned")
-                for leaf in call.leaves
-            ]
-            for number, call in enumerate(self._members.calls)
-        ]
-        blank = [n for n in self._all_before(glue).inputs if n not in needs.inputs]
-        replay, table = self._replay(glue, outputs, calls)
-        try:
-            outcome = self._run(replay, *self._call(blank))
-            self.program.changes_inputs |= outcome.changes_inputs
-            self.program.changes_outputs |= outcome.changes_outputs
-        except UnknownValueError:
-            return False
-        except ConfigurationError:
-            raise
-        except Exception:  # of code that cannot compute with what stands for values
-            if self.program.in_place:
-                return False
-            self.program.in_place = True
-            return self._is_enough(glue, needs, by_luck)
-        self._unknown_in = outcome.unknown
-        return (by_luck or not (self._drew and outcome.unknown)) and self._is_right(glue, outcome, table)
-
-    def _is_right(self, glue: int, outcome: Outcome, table: TensorTable) -> bool:
-        if glue == self.program.tail:
-            return same(outcome.output, self._trace.output)
-        # What a block takes as it came with the call, it gets from there.
-        return all(self._same_arguments(p, a, table) for p, a in zip(self.program.run_of(glue), outcome.arguments))
-
-    def _find_last_uses(self) -> None:
-        program, last = self.program, self.program.last_use
-        for position, packed in enumerate(self._trace.arguments):
-            for output in outputs_in(packed):
-                last[output] = max(last.get(output, 0), position)
-        edges = [*program.starts, len(program.blocks)]
-        for glue, outputs in enumerate(program.live):
-            for output in outputs:
-                last[output] = max(last.get(output, 0), edges[glue])
-
-    def _costs(self) -> list[float]:
-        gaps, blocks = self._trace.operations
-        around = [0.0] * (self.program.tail + 1)
-        for gap, operations in enumerate(gaps):
-            around[self.program.glue_at(gap)] += operations
-        return [around[glue] if position is None else blocks[position] for glue, position in self.program.units()]
-
-    # -- one replay -----------------------------------------------------------------------------------------------
-
-    def _replay(self, glue: int, outputs: dict[Output, Any], calls: list[list[Any]]) -> tuple[Replay, TensorTable]:
-        table = TensorTable(constants=self.program.constants, copies=True)
-        earlier = Earlier(outputs, calls, dict.fromkeys(range(self.program.tail + 1), self._trace.seed))
-        return Replay(self._model, self.program, self._shells, glue, earlier, table), table
-
-    def _run(self, replay: Replay, args: list[Any], kwargs: dict[str, Any]) -> Outcome:
-        """In the mode of the trace, from the same state and with the same random numbers."""
-        if any(module.training is not self._training for module in self._model.modules()):
-            self._model.train(self._training)
-        with as_before(self._model), SameDraws(self._model) as drawn:
-            try:
-                return replay.run(args, kwargs)
-            finally:
-                self._drew = drawn.drew or self.program.draws_on_host
-
-    def _before(self, glue: int) -> tuple[dict[Output, Any], list[list[Any]]]:
-        """Everything that came before a glue, as it was."""
-        outputs = {key: _copy(self._trace.outputs[key]) for key in self._outputs_before(glue)}
-        return outputs, [[_copy(leaf) for leaf in call.leaves] for call in self._members.calls]
-
-    def _outputs_before(self, glue: int) -> list[Output]:
-        edges = [*self.program.starts, len(self.program.blocks)]
-        return [key for key in self._trace.outputs if key[0] < edges[glue]]
-
-    def _call(self, blank: Sequence[int] = ()) -> tuple[list[Any], dict[str, Any]]:
-        tensors = [
-            self._without(t, f"argument {n}") if n in set(blank) else t.clone() for n, t in enumerate(self._inputs())
-        ]
-        args, kwargs = unpack(self._trace.call, tensors, self._trace.table.constants)
-        return args, kwargs
-
-    def _without(self, value: Any, what: str) -> Any:
-        """What stands for a value, if NaN can."""
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return self._unknown.nothing(what, value.shape, value.dtype, writable=True)
-        return _copy(value)
-
-    def _inputs(self) -> list[Tensor]:
-        """The tensors of the call: the first ones of the table."""
-        return [self._trace.values[number] for number in tensor_numbers_in(self._trace.call)]
+    def _take_gradients(self) -> dict[str, Tensor]:
+        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return found
 
 
-def _may_be_nan(value: Any) -> bool:
-    return value is None or (isinstance(value, Tensor) and value.is_floating_point())
+@contextmanager
+def entering_units_of(model: nn.Module, cut: OwnForwardCut, entered: Callable[[int], None]) -> Iterator[None]:
+    """:func:`entering_units` of a model that is not cut so yet."""
+    model.pipeline_layers = cut  # type: ignore[assignment]
+    try:
+        with entering_units(model, entered):
+            yield
+    finally:
+        del model.pipeline_layers
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Leave attributes, buffers, gradients and random numbers as they were."""
+    modules = [(module, dict(vars(module))) for module in {*model.modules(), called_by_steps(model)}]
+    tables = [(table, dict(table)) for module, _ in modules for table in (vars(module)["_buffers"],)]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    states = random_states()
+    try:
+        for parameter, _, _ in parameters:
+            parameter.grad = None
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        set_random_states(states)
+        for module, attributes in modules:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for table, content in tables:
+            table.clear()
+            table.update(content)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, trains, gradient in parameters:
+            parameter.requires_grad_(trains)
+            parameter.grad = gradient
+
+
+def _received(tensors: Sequence[Tensor], structure: bytes) -> tuple[Any, Leaves]:
+    """What the next stage gets, and leaves for what of it needs a gradient; layers may change it in place."""
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    fresh = [leaf.clone() for leaf in leaves]
+    value = unflatten(fresh, structure) if structure or len(fresh) != 1 else fresh[0]
+    return value, tuple(leaf for leaf in leaves if leaf.requires_grad)
+
+
+def _backward(tensors: Sequence[Tensor], leaves: Sequence[Leaves]) -> None:
+    """Go on backwards from tensors, whose gradients are the sums of those that their leaves got."""
+    ends = [tensor for tensor in tensors if tensor.requires_grad]
+    found = [[leaf.grad for leaf in of_end if leaf.grad is not None] for of_end in zip(*leaves)]
+    pairs = [(end, torch.stack(gradients).sum(0)) for end, gradients in zip(ends, found) if gradients]
+    if pairs:
+        torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _loss_of(output: Any) -> Tensor:
+    """A sum over an output's entries, each with a weight of its own."""
+    weighed = [
+        (t * torch.linspace(0.5, 1.5, t.numel(), device=t.device).view(t.shape)).float().sum()
+        for t in tensors_of(output)
+        if t.is_floating_point() and t.requires_grad
+    ]
+    if not weighed:
+        raise ConfigurationError("its output does not depend on its parameters, so nothing of it can be trained")
+    return torch.stack(weighed).sum()
+
+
+def _difference(expected: _Result, found: _Result) -> str:
+    """In words, if outputs differ at all, or gradients by more than rounding."""
+    ours, theirs = list(tensors_of(found.output)), list(tensors_of(expected.output))
+    if len(ours) != len(theirs) or not all(map(_equal, ours, theirs)):
+        return "another output"
+    gradients = expected.gradients
+    scale = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    for name in {**gradients, **found.gradients} if found.gradients else ():
+        a, b = found.gradients.get(name), gradients.get(name)
+        like = b if a is None else a
+        if like is None or not like.numel():
+            continue
+        apart = (0 if a is None else a.double().nan_to_num()) - (0 if b is None else b.double().nan_to_num())
+        if float(torch.as_tensor(apart).abs().max()) > _ROUNDING * max(float(like.abs().max()), 1e-3 * scale):
+            return f"another gradient of {name}"
+    return ""
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _facts_of(tensor: Tensor) -> TensorFacts:
+    return TensorFacts(tuple(tensor.shape), tensor.dtype)
+
+
+def _touches(name: str, blocks: Sequence[str]) -> bool:
+    """Whether a module is around a block, in one, or one itself."""
+    return any(f"{block}.".startswith(f"{name}.") or name.startswith(f"{block}.") for block in blocks)
+
+
+def _in_lists(blocks: Sequence[str]) -> Iterator[str]:
+    """Blocks as code that lists them would say it."""
+    for block in blocks:
+        holder, _, key = block.rpartition(".")
+        yield f"*self.{holder}" if holder and key.isdigit() else f"self.{block}"

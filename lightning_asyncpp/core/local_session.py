@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import Averages
-from lightning_asyncpp.core.cut.elsewhere import second_names, uses_of
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
@@ -82,12 +81,11 @@ class LocalSession(PipelineSession):
         whole, problems = WholeModel.of(units, partition.counts, around)
         if problems := [*ownership_problems(around, units), *problems]:
             raise ConfigurationError.from_problems(problems)
-        materialize(units, range(len(units)), seed, device)
+        materialize(units, range(len(units)), seed, device, around)
         ends = list(accumulate(partition.counts))
 
         def stage(index: int, num_stages: int, own: list[Unit], first: int, whole: WholeModel) -> Stage:
-            outside = second_names(around, units, uses_of(own))
-            return Stage(model, index, num_stages, own, first, whole, around, outside)
+            return Stage(model, index, num_stages, own, first, whole, around)
 
         self._stages = [
             stage(index, self.num_stages, units[end - count : end], end - count, whole)

@@ -104,7 +104,7 @@ class PipelineSession:
             partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
-        self.averages.cut()
+        self.averages.cut(self.stage.whole.pruned)
         self.seed = seed
         return self.stage
 

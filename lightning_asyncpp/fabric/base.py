@@ -110,7 +110,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             self._cut(module, None if is_cut else module, example=example)
             module.to(self.root_device)
             self.session.start(self._hooks, self.root_device, training=False)
-            self.session.whole_model.hidden.show(True)  # until there is an optimizer, which is made from all parameters
+            self.session.whole_model.pruned.show(True)  # until there is an optimizer, which is made from all parameters
         return module
 
     def _is_cut(self, module: Module) -> bool:
@@ -126,7 +126,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         """
         if self.session.stage is None or self.session.optimizer is not None:
             raise ConfigurationError(refusals.ONE_MODEL_ONE_OPTIMIZER)
-        self.session.whole_model.hidden.show(False)
+        self.session.whole_model.pruned.show(False)
         with self.session.watch.collective():
             self.session.compare(optimizer_entries(optimizer))
             self.session.finish()

@@ -35,7 +35,6 @@ from lightning_asyncpp.core.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.tied_state import check_copies
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
@@ -188,7 +187,7 @@ class CheckpointMixin(Strategy):
             load_model(self.session, self._names, state_dict, strict)
         else:
             check_loadable(module)
-            if any(isinstance(part, OtherStage) for part in module.modules()):  # an average of this stage
+            if self.session.averages is not None and self.session.averages.cuts(module):
                 own = module.state_dict().keys()
                 state_dict = {name: value for name, value in state_dict.items() if name in own}
             super().load_module_state_dict(module, state_dict, strict)
@@ -264,7 +263,7 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
         raise ConfigurationError.from_problems(problems)
     check_copies(state, session.whole_model.same)
     own = stage.state_dict().keys()
-    with stage.whole.hidden.hidden():
+    with stage.whole.pruned.hidden():
         stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
     engine.weights.restore(engine.weights.newest, None)
 

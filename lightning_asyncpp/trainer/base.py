@@ -21,9 +21,9 @@ from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.core.batches.batch_output import or_nan
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import averages_in
-from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
+from lightning_asyncpp.core.cut.whole_model import whole_of
 from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.core.updates.clipping import clip_values
@@ -102,7 +102,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         weight_dtype = self.session.settings.weight_dtype
         problems = [*trainer_problems(trainer, weight_dtype), *self._structure_problems(trainer)]
         agree_on_problems(self._mesh, problems)
-        if not any(isinstance(part, OtherStage) for part in module.modules()):  # else it was compared when it was whole
+        if whole_of(self._network()) is None:  # else it was compared when it was whole
             self.session.compare(parameter_entries(self._network()))
         self._cut(
             self._network(), root=module, example=self._example(),

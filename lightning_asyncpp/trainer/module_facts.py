@@ -16,11 +16,14 @@ from lightning.pytorch.plugins import Precision
 from torch import device, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.core.cut.elsewhere import OtherStage
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps
 from lightning_asyncpp.core.cut.network import network_in, network_name
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
+from lightning_asyncpp.core.cut.whole_model import whole_of
 from lightning_asyncpp.core.model_call import ModelCall
 from lightning_asyncpp.errors import ConfigurationError
+
+_NO_STATE_DICT = "_pipeline_no_state_dict"  # attribute of a network: why it gives none
 
 
 def modules_example(
@@ -111,8 +114,18 @@ def refuse_state_dict(module: LightningModule, checkpoint: str = "") -> None:
         " stage alone: call trainer.strategy.full_state_dict() on every rank, which gathers all layers on rank 0, or"
         f" trainer.save_checkpoint(path) on every rank{saved}"
     )
-    for other in _others(module):
-        other.no_state_dict = text
+    if whole_of(network := network_in(module)) is None:
+        return
+    called = called_by_steps(network)  # type: ignore[arg-type]
+    if _NO_STATE_DICT not in vars(called):
+        called.register_state_dict_pre_hook(_refuse)
+    vars(called)[_NO_STATE_DICT] = text
+
+
+def _refuse(network: nn.Module, *_: Any) -> None:
+    """Before the ``state_dict()`` of a network that was cut, or of a copy of it."""
+    if text := vars(network).get(_NO_STATE_DICT):
+        raise ConfigurationError(text)
 
 
 def last_saved(trainer: L.Trainer) -> str:
@@ -121,23 +134,22 @@ def last_saved(trainer: L.Trainer) -> str:
     return str(getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", ""))
 
 
-def allow_state_dict(module: LightningModule) -> None:
-    """A strategy looks after the module again, and after all stages."""
-    for other in _others(module):
-        other.no_state_dict = None
-
-
 @contextmanager
 def with_state_dict(module: LightningModule) -> Iterator[None]:
     """Give the ``state_dict()`` of a cut module meanwhile, to be gathered from all stages."""
-    before = {other: other.no_state_dict for other in _others(module)}
-    allow_state_dict(module)
+    before = allow_state_dict(module)
     try:
         yield
     finally:
-        for other, text in before.items():
-            other.no_state_dict = text
+        if before:
+            vars(called_by_steps(network_in(module)))[_NO_STATE_DICT] = before  # type: ignore[arg-type]
 
 
-def _others(module: LightningModule) -> list[OtherStage]:
-    return [part for part in module.modules() if isinstance(part, OtherStage)]
+def allow_state_dict(module: LightningModule) -> str:
+    """A strategy looks after the module again, and after all stages; return why there was no ``state_dict()``."""
+    network = network_in(module)
+    attributes = {} if network is None else vars(called_by_steps(network))
+    text: str = attributes.get(_NO_STATE_DICT, "")
+    if text:
+        attributes[_NO_STATE_DICT] = ""
+    return text

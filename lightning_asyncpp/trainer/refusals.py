@@ -22,9 +22,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
-from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in, no_network
 from lightning_asyncpp.core.cut.units import model_problems
+from lightning_asyncpp.core.cut.whole_model import whole_of
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 from lightning_asyncpp.trainer import private
 
@@ -106,8 +106,8 @@ def module_problems(module: LightningModule, trainer: L.Trainer | None = None) -
 
 def frozen_problems(network: nn.Module, name: str = "self.model") -> list[str]:
     """Whether nothing of a whole model is to be trained; a stage of one that was cut before may train nothing."""
-    is_cut = any(isinstance(part, OtherStage) for part in network.modules())
-    if is_cut or not any(True for _ in network.parameters()) or any(p.requires_grad for p in network.parameters()):
+    trained = [parameter.requires_grad for parameter in network.parameters()]
+    if whole_of(network) is not None or not trained or any(trained):
         return []
     return [
         f"no parameter of {name} requires a gradient: all of it is frozen and there is nothing to train; call"

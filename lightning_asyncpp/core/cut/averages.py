@@ -14,23 +14,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.cut.elsewhere import OtherStage
-from lightning_asyncpp.core.cut.hidden import release_buffers, release_memory
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.core.cut.pruned import Pruned
 
 _UPDATES = ("update_parameters", "update")
-
-
-class OtherStageOfAverage(OtherStage):
-    """Stands where a unit of another stage was in an average."""
-
-    def _elsewhere(self) -> str:
-        return (
-            f"layer {self.name!r} of an average of self.model lives on pipeline stage {self.stage}: an average is cut"
-            " like self.model and cannot be called. To validate with averaged weights use Lightning's"
-            " EMAWeightAveraging or WeightAveraging callback; checkpoints hold the averages of all stages"
-        )
 
 
 class Averages:
@@ -44,6 +31,7 @@ class Averages:
 
     def __init__(self, model: nn.Module, root: nn.Module | None, others: Iterable[AveragedModel] = ()) -> None:
         self._model = model = called_by_steps(model)
+        self._root = root
         signature = _signature(model)
         names = {} if root is None else dict(root.named_modules())
         inside = [f"{n}.module" for n, m in names.items() if m is not model and _averages(m, model, signature)]
@@ -57,18 +45,15 @@ class Averages:
         for network in self.networks:
             network.requires_grad_(False)  # nobody trains them
 
-    def cut(self) -> None:
-        """Replace in all of them what was replaced in the model; what was there is hidden, as the model's is."""
-        guard_updates()
-        for name, module in list(self._model.named_modules(remove_duplicate=False)):
-            if isinstance(module, OtherStage):
-                for network in self.networks:
-                    average = network.get_submodule(name)
-                    place = OtherStageOfAverage(module.name, module.stage, module.num_stages, module.whole)
-                    module.whole.hidden.hide(network, name, place)
-                    for parameter in average.parameters():
-                        release_memory(parameter)
-                    release_buffers(average)
+    def cut(self, pruned: Pruned) -> None:
+        """Take out of all of them what is gone from the model."""
+        for network in self.networks:
+            inside = self._root is not None and any(module is network for module in self._root.modules())
+            pruned.prune_alike(self._root if inside and self._root is not None else network, network, self._model)
+
+    def cuts(self, module: nn.Module) -> bool:
+        """Whether a module is one of them, or around one."""
+        return any(part is network for part in module.modules() for network in self.networks)
 
     def fill(self) -> None:
         """Give averages of a model that had no memory yet the weights that it has now."""
@@ -80,29 +65,6 @@ class Averages:
                             value = getattr(own, name).detach().clone()
                             is_parameter = isinstance(tensor, nn.Parameter)
                             setattr(copy, name, nn.Parameter(value, requires_grad=False) if is_parameter else value)
-
-
-def guard_updates() -> None:
-    """From now on refuse to update an average of a whole model from a stage of it; for good, in this process."""
-    if AveragedModel.update_parameters is not _checked_update:
-        AveragedModel.update_parameters = _checked_update  # type: ignore[method-assign, assignment]
-
-
-def _checked_update(average: AveragedModel, model: nn.Module) -> None:
-    if _placeholders(model) != _placeholders(average.module):
-        raise ConfigurationError(
-            "AveragedModel.update_parameters: the average is of the whole model, and the model was cut to one stage, so"
-            " layers would be mixed; keep it in the LightningModule or in a callback, where it is cut, too, or make it"
-            " after fabric.setup_optimizers, of model.module"
-        )
-    _update(average, model)
-
-
-_update = AveragedModel.update_parameters
-
-
-def _placeholders(module: nn.Module) -> int:
-    return sum(isinstance(part, OtherStage) for part in module.modules())
 
 
 def averages_in(holders: Iterable[Any]) -> Iterator[AveragedModel]:

@@ -8,13 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.cut.hidden import fill
+from lightning_asyncpp.core.cut.pruned import fill, places_of
 from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.core.randomness import derive, seeded
 from lightning_asyncpp.errors import ConfigurationError
 
 
-def materialize(units: Sequence[Unit], indices: Iterable[int], seed: int, device: torch.device) -> None:
+def materialize(
+    units: Sequence[Unit], indices: Iterable[int], seed: int, device: torch.device, root: nn.Module | None = None
+) -> None:
     """Allocate and initialise the meta tensors of the chosen units; real tensors are kept as they are.
 
     Unit i is initialised under generators seeded from (seed, i): its values do not depend on which other units live in
@@ -26,11 +28,12 @@ def materialize(units: Sequence[Unit], indices: Iterable[int], seed: int, device
         indices: which of them to materialise.
         seed: the run's seed.
         device: where the tensors are allocated.
+        root: what may have other names for what is in the units.
 
     Raises:
         ConfigurationError: a tensor was left without a value, with the names of all such tensors.
     """
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    replaced: dict[Tensor, Tensor] = {}
     problems: list[str] = []
     for index in sorted(indices):  # a parameter that several units share has the last one's word, on every stage
         unit = units[index]
@@ -42,6 +45,9 @@ def materialize(units: Sequence[Unit], indices: Iterable[int], seed: int, device
         initialize()
         masks = _unset_masks(unit.module, modules, initialize)
         problems += [unit.path(name) for name in [*_unset(unit.module), *masks]]
+    for module in root.modules() if root is not None else ():
+        for table, key, tensor in places_of(module):
+            table[key] = replaced.get(tensor, tensor)
     if problems:
         raise ConfigurationError(
             f"meta tensors without an initialiser: {', '.join(problems)}; give their module, or the unit around it, a"
@@ -70,7 +76,7 @@ def _unset_masks(unit: nn.Module, modules: Sequence[nn.Module], initialize: Call
     return [name for name, mask in first.items() if not torch.equal(mask, now[name])]
 
 
-def _replace_meta(module: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], device: torch.device) -> bool:
+def _replace_meta(module: nn.Module, replaced: dict[Tensor, Tensor], device: torch.device) -> bool:
     """Give the meta tensors that ``module`` itself owns memory, and a mark; returns whether there were any."""
     found = False
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -85,7 +91,8 @@ def _replace_meta(module: nn.Module, replaced: dict[nn.Parameter, nn.Parameter],
     for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
         if buffer.is_meta:
             found = True
-            setattr(module, name, _marked(buffer, device))
+            replaced[buffer] = _marked(buffer, device)
+            setattr(module, name, replaced[buffer])
     return found
 
 

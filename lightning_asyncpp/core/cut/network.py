@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.module_as_network import OwnForward
+from lightning_asyncpp.core.cut.whole_model import whole_of
 
 USUAL = "model"
 _KEPT_AS = "_pipeline_network"
@@ -112,7 +112,7 @@ def _own(module: nn.Module) -> list[str]:
 
 
 def _is_cut(child: nn.Module) -> bool:
-    return any(isinstance(part, OtherStage) for part in child.modules())
+    return whole_of(child) is not None
 
 
 def _trains(child: nn.Module) -> bool:

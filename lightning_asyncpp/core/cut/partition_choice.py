@@ -82,7 +82,7 @@ def choose_partition(
         ConfigurationError: the model cannot be cut so, with the numbers.
     """
     units = pipeline_units(model)
-    before = whole_before(units, index, num_stages)
+    before = whole_before(model, index, num_stages)
     heavy = [has_parameters(unit) for unit in units] if before is None else before.has_parameters
     even = tuple(uniform(heavy, num_stages))
     if num_stages == 1:

@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.cut.elsewhere import Home, OtherTensor, SecondName, Uses, home_before, use_in
+from lightning_asyncpp.core.cut.own_forward import OwnForwardStage, cut_of
+from lightning_asyncpp.core.cut.pruned import Place, places_of
 from lightning_asyncpp.core.cut.units import Unit, use_names
 from lightning_asyncpp.core.cut.whole_model import WholeModel, counting_layers
 from lightning_asyncpp.core.randomness import derive, seed_generators
-from lightning_asyncpp.private_names import PrivateNameError
 
 T = TypeVar("T")
 
 
-class _Place(NamedTuple):
-    """Where a module keeps a parameter or a buffer.
+class _Use(NamedTuple):
+    """What a place holds.
 
     Attributes:
-        holder: the module's own parameters or buffers, name -> tensor.
-        key: its name there.
-        name: its name in the model; for a parameter that other modules of the unit share, the first one's.
+        place: where a module keeps a parameter or a buffer.
+        name: that of the use of it, by which the weights of a version are looked up.
     """
 
-    holder: dict[str, Any]
-    key: str
+    place: Place
     name: str
-
-    @property
-    def at(self) -> tuple[int, str]:
-        """The same for the same place, whatever its name in the model."""
-        return id(self.holder), self.key
-
-
-class _Turn(NamedTuple):
-    """What a place holds while a unit runs.
-
-    Attributes:
-        place: it, with the name of the use that it means.
-        instead: what it holds, if not that use's weights.
-    """
-
-    place: _Place
-    instead: Tensor | None = None
 
 
 class Stage:
     """The units of one stage, and how they are run on a given set of weights.
 
     Attributes:
-        model: the model that was cut; units of other stages are replaced by :class:`OtherStage`.
+        model: the model that was cut; modules of other stages hold nothing.
         units: this stage's units, in order.
         first_unit: index of the first of them in the whole model; random layers are seeded with it.
         whole: what is known of the whole model.
@@ -64,7 +42,6 @@ class Stage:
         uses: name of a later unit's use of a parameter -> the parameter's name.
         root: the model, or the module around it, whose names users and checkpoints know.
         names: every name that a parameter has in the root -> that of the parameter.
-        elsewhere: parameters of other stages' units, as long as somebody keeps them -> where they live.
         counting_layers: name in the model -> layer, of those that count.
         buffers: name in the model -> buffer that they change once per update.
         runs_whole_step: whether its one unit is a whole LightningModule, whose step may call anything.
@@ -80,7 +57,6 @@ class Stage:
         first_unit: int,
         whole: WholeModel | None = None,
         root: nn.Module | None = None,
-        outside: Sequence[SecondName] = (),
     ) -> None:
         self.model = model
         self.root = model if root is None else root
@@ -90,8 +66,6 @@ class Stage:
         self.first_unit = first_unit
         self.whole = whole or WholeModel()
         self.counting_layers = counting_layers(units)
-        self.elsewhere: list[tuple[weakref.ref[Tensor], Home]] = []
-        self._outside = outside
         self.runs_whole_step = False
         self._weights: dict[str, Tensor] | None = None  # those that the units run on
         self.device = torch.device("cpu")  # of layers without parameters their runner knows it
@@ -113,21 +87,28 @@ class Stage:
         It leaves torch's generators where the last unit left them: whoever needs them as they were preserves them.
 
         Args:
-            args: arguments of the first unit; the others take the output of the one before.
-            kwargs: keyword arguments of the first unit.
+            args: arguments of the model; behind the first stage what the one before returned.
+            kwargs: keyword arguments of the model.
             seed: the run's seed.
             replica: index of the data-parallel replica.
             k: the micro-batch, counted over the whole run.
         """
-        for offset, unit in enumerate(self.units):
-            self._enter(offset)
-            seed_generators(derive(seed, "layer", self.first_unit + offset, replica, k), self.device)
+
+        def entered(number: int) -> None:
+            if number >= self.first_unit:
+                self._enter(number - self.first_unit)
+            seed_generators(derive(seed, "layer", number, replica, k), self.device)
+
+        if self._own_forward is not None:
+            return self._own_forward.run(args, kwargs, entered)
+        for number, unit in enumerate(self.units, self.first_unit):
+            entered(number)
             args, kwargs = (unit.apply(args, kwargs),), {}
         return args[0]
 
     def whole_model(self) -> AbstractContextManager[None]:
-        """Have the layers of other stages, without memory, in their places meanwhile."""
-        return self.whole.hidden.shown()
+        """Have what other stages hold, without memory, in its places meanwhile."""
+        return self.whole.pruned.shown()
 
     def copies(self) -> list[nn.Parameter]:
         """Parameters that a stage before has, too."""
@@ -139,15 +120,6 @@ class Stage:
         for unit in self.units:
             yield from unit.module.modules()
 
-    def held(self) -> list[Tensor]:
-        """What the modules of the units hold now, in the places of their parameters and versioned buffers."""
-        return [place.holder[place.key] for place in self._places]
-
-    def replaced(self) -> list[str]:
-        """Names of the parameters that are not any more where they were at the start."""
-        own = ((place, self.parameters.get(self.uses.get(place.name, place.name))) for place in self._places)
-        return [place.name for place, p in own if p is not None and place.holder.get(place.key) is not p]
-
     def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
         """Call ``function`` while the parameters of the units are ``weights`` (name in the model -> leaf tensor).
 
@@ -157,32 +129,32 @@ class Stage:
             return function()
         # What torch.func.functional_call does, without its checks of every name in every call: they take longer than
         # the launch of a layer's kernels.
-        places = [place for place in self._places if place.name in weights]
-        originals = [place.holder[place.key] for place in places]
+        uses = [use for use in self._uses if use.name in weights]
+        originals = [place.table[place.key] for place, _ in uses]
         try:
             self._weights = weights
-            for place in places:
-                place.holder[place.key] = weights[place.name]
+            for place, name in uses:
+                place.table[place.key] = weights[name]
             return function()
         finally:
             self._weights = None
-            for place, original in zip(places, originals):
-                place.holder[place.key] = original
+            for (place, _), original in zip(uses, originals):
+                place.table[place.key] = original
 
     def refresh(self) -> None:
         """Look up the parameters again: moving a module to another dtype or device may have replaced them."""
-        self._places: list[_Place] = []
-        self._turns: list[list[_Turn]] = []  # by unit: the places that mean another one's use before or after it
         self.parameters: dict[str, nn.Parameter] = {}
         self.uses: dict[str, str] = {}
         self.buffers: dict[str, Tensor] = {}
-        self._find_parameters()
+        in_units = self._find_parameters()
         self._find_buffers()
-        self._find_second_names()
+        self._find_uses(in_units)
         name_of = {parameter: name for name, parameter in self.parameters.items()}
         named = self.root.named_parameters(remove_duplicate=False)
         self.names: dict[str, str] = {name: name_of[p] for name, p in named if p in name_of}
-        self.device = self._find_device()
+        first = next(iter(self.parameters.values()), None)
+        self.device = self.device if first is None else first.device
+        self._own_forward = self._find_own_forward()
 
     def update_from_statistics(self, totals: Tensor) -> None:
         """Let the layers that count change their buffers, once per update that is applied.
@@ -194,91 +166,80 @@ class Stage:
             if layer.name in self.counting_layers:
                 with torch.no_grad():
                     self.counting_layers[layer.name].update_from_statistics(layer.of(totals))
-        for place in self._places:
-            if place.name in self.buffers:
-                self._keep(place, self.buffers[place.name])
+        for place, name in self._uses:
+            if name in self.buffers:
+                self._keep(place, self.buffers[name])
 
-    def _keep(self, place: _Place, buffer: Tensor) -> None:
+    def _keep(self, place: Place, buffer: Tensor) -> None:
         """Have a buffer's new value where its versions are, even if a layer put another tensor in its place."""
-        if place.holder[place.key] is not buffer:
-            buffer.data.copy_(place.holder[place.key])
-            place.holder[place.key] = buffer
+        if place.table[place.key] is not buffer:
+            buffer.data.copy_(place.table[place.key])
+            place.table[place.key] = buffer
 
-    def _find_device(self) -> torch.device:
-        return next((parameter.device for parameter in self.parameters.values()), self.device)
+    def _find_own_forward(self) -> OwnForwardStage | None:
+        cut = cut_of(self.model)
+        if cut is None:
+            return None
+        dtype = next((p.dtype for p in self.parameters.values() if p.is_floating_point()), None)
+        end = self.first_unit + len(self.units)
+        with self.whole_model():
+            return OwnForwardStage(self.model, cut, self.first_unit, end, self.device, dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's entries of the model's ``state_dict``, with their names in the whole model."""
-        with self.whole.hidden.hidden():
+        with self.whole.pruned.hidden():
             return dict(self.model.state_dict())
 
-    def _find_parameters(self) -> None:
+    def _find_parameters(self) -> list[dict[int, str]]:
+        """Look up the parameters of the units; return of each unit: id of a parameter -> name of its use there."""
         name_of: dict[int, str] = {}
-        found: list[list[_Place]] = []
+        in_units: list[dict[int, str]] = []
         for _, unit, use_of in use_names(self.units):
-            in_unit: dict[int, str] = {}
-            found.append([])
-            for name, parameter in unit.module.named_parameters(remove_duplicate=False):
-                full = in_unit.setdefault(id(parameter), use_of(name))
-                canonical = name_of.setdefault(id(parameter), full)
-                if canonical == full:
-                    self.parameters[full] = parameter
+            in_units.append({})
+            for name, parameter in unit.module.named_parameters():
+                use = in_units[-1][id(parameter)] = use_of(name)
+                canonical = name_of.setdefault(id(parameter), use)
+                if canonical == use:
+                    self.parameters[use] = parameter
                 else:
-                    self.uses[full] = canonical
-                owner, _, key = name.rpartition(".")
-                holder = _holder(unit.module.get_submodule(owner), "_parameters", key, parameter)
-                found[-1].append(_Place(holder, key, full))
-        self._places += itertools.chain(*found)
-        units_at = Counter(place.at for places in found for place in {p.at: p for p in places}.values())
-        self._turns = [[_Turn(place) for place in places if units_at[place.at] > 1] for places in found]
+                    self.uses[use] = canonical
+        return in_units
 
     def _find_buffers(self) -> None:
         for layer_name, layer in self.counting_layers.items():
             for key in layer.versioned_buffers:
-                buffer = getattr(layer, key)
-                self.buffers[f"{layer_name}.{key}"] = buffer
-                self._places.append(_Place(_holder(layer, "_buffers", key, buffer), key, f"{layer_name}.{key}"))
+                self.buffers[f"{layer_name}.{key}"] = getattr(layer, key)
 
-    def _find_second_names(self) -> None:
-        """Have second names outside of the units stand for what these hold now."""
-        for module, key, uses in self._outside:
-            name = use_in(uses, 0)
-            if name in self.parameters:
-                parameter = self.parameters[name]
-                if getattr(module, key) is not parameter:
-                    setattr(module, key, parameter)
-                place = _Place(_holder(module, "_parameters", key, parameter), key, name)
-                self._places.append(place)
-                self._take_turns(module, key, uses, place)
-            elif getattr(module, key).is_meta:  # and that of the unit is not any more
-                setattr(module, key, self.model.get_buffer(name))
-            if name in self.buffers:
-                self._places.append(_Place(_holder(module, "_buffers", key, self.buffers[name]), key, name))
+    def _find_uses(self, in_units: list[dict[int, str]]) -> None:
+        """Find all places of parameters and versioned buffers, in the units or outside of them.
 
-    def _take_turns(self, module: nn.Module, key: str, uses: Uses, place: _Place) -> None:
-        """Have a second name mean each unit's use in turn, and none before the first where another stage holds it."""
-        home = home_before(self.whole.ties, self.index, place.name)
-        instead = None
-        if home is not None:
-            path = next(path for path, m in self.root.named_modules() if m is module)
-            tensor = self.parameters[place.name]
-            instead = OtherTensor.of(tensor.shape, tensor.dtype, f"{path}.{key}" if path else key, home)
-        for position, turn in enumerate(self._turns if len(uses) > 1 or home is not None else ()):
-            is_before = position < min(uses)
-            turn.append(_Turn(place._replace(name=use_in(uses, position)), instead if is_before else None))
+        A parameter of several units has a leaf for each, so that their gradients are added in the same order on any
+        number of stages. What is in one unit alone means that unit's use; other places mean the last one's that runs.
+        """
+        self._uses: list[_Use] = []
+        self._turns: list[list[_Use]] = [[] for _ in self.units]
+        buffers = {id(buffer): name for name, buffer in self.buffers.items()}
+        units_of: dict[nn.Module, list[int]] = {}
+        for offset, unit in enumerate(self.units):
+            for module in unit.module.modules():
+                units_of.setdefault(module, []).append(offset)
+        for module in dict.fromkeys((*self.model.modules(), *self.root.modules())):
+            for place in places_of(module):
+                tensor = id(place.tensor)
+                of_tensor = {offset: names[tensor] for offset, names in enumerate(in_units) if tensor in names}
+                own = units_of.get(module, [])
+                if tensor in buffers:
+                    self._uses.append(_Use(place, buffers[tensor]))
+                elif len(own) == 1 and own[0] in of_tensor:
+                    self._uses.append(_Use(place, of_tensor[own[0]]))
+                elif of_tensor:
+                    self._uses.append(_Use(place, next(iter(of_tensor.values()))))
+                    for offset, name in of_tensor.items() if len(of_tensor) > 1 else ():
+                        self._turns[offset].append(_Use(place, name))
 
     def _enter(self, offset: int) -> None:
         """Have the places that several units use mean this one's use."""
         if self._weights is not None:
-            for place, instead in self._turns[offset]:
-                if place.name in self._weights:
-                    place.holder[place.key] = self._weights[place.name] if instead is None else instead
-
-
-def _holder(module: nn.Module, kept_in: str, key: str, tensor: Tensor) -> dict[str, Any]:
-    """Where ``module`` keeps its own parameters or buffers: private names of torch, looked for here alone."""
-    holder = getattr(module, kept_in, None)
-    if not isinstance(holder, dict) or holder.get(key) is not tensor:
-        where = f"{key!r} in {type(module).__name__}.{kept_in}"
-        raise PrivateNameError("torch", where, "run a layer on the weights of another version")
-    return holder
+            for place, name in self._turns[offset]:
+                if name in self._weights:
+                    place.table[place.key] = self._weights[name]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
+from lightning_asyncpp.core.cut.own_forward import Members, OwnForwardStage, cut_of
 from lightning_asyncpp.core.cut.partition import uniform
-from lightning_asyncpp.core.cut.parts import Parts, parts_of
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.private_names import required
 
@@ -21,40 +21,26 @@ _ONLY_CODE = "code without weights"
 
 
 class Unit(NamedTuple):
-    """A submodule, or several, that stay together on one stage.
+    """A submodule, or several parts of a model, that stay together on one stage.
 
     Attributes:
         name: its name in the model, as in ``state_dict`` keys; of several what they are called in messages.
         module: the submodule; it takes the output of the unit before it, the first one the arguments of the model. Of
-            several :class:`Parts`.
-        function: (module, what it takes) -> its output, where the module is not simply called; of several it gets the
-            list of them.
-        members: name -> submodule, of several; they may be parts of other units, too.
-        given: submodules and names of parameters, which the function of several gets.
+            several :class:`Members`.
+        function: (module, what it takes) -> its output, where the module is not simply called.
     """
 
     name: str
     module: nn.Module
     function: Callable[..., Any] | None = None
-    members: Mapping[str, nn.Module] | None = None
-    given: Sequence[Any] = ()
 
     def apply(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the output of the unit for these arguments."""
-        if self.function is None:
-            return self.module(*args, **kwargs)
-        if self.members is None:
-            return self.function(self.module, *args, **kwargs)
-        return self.module(self.function, self.given, *args, **kwargs)
-
-    @property
-    def submodules(self) -> Mapping[str, nn.Module]:
-        """Name in the model -> module, of all that it consists of but single parameters."""
-        return {self.name: self.module} if self.members is None else self.members
+        return self.module(*args, **kwargs) if self.function is None else self.function(self.module, *args, **kwargs)
 
     def path(self, name: str) -> str:
         """The name in the model of what its module holds under a name."""
-        return ".".join(filter(None, ("" if isinstance(self.module, Parts) else self.name, name)))
+        return ".".join(filter(None, ("" if isinstance(self.module, Members) else self.name, name)))
 
 
 def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -65,29 +51,33 @@ def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args: arguments of the first layer; every other layer takes the output of the one before it.
         kwargs: keyword arguments of the first layer.
     """
+    if (own := cut_of(model)) is not None:
+        return OwnForwardStage(model, own, 0, own.num_units).run(args, kwargs)
     for unit in pipeline_units(model):
         args, kwargs = (unit.apply(args, kwargs),), {}
     return args[0]
 
 
 @contextmanager
-def layer_by_layer(model: nn.Module) -> Iterator[None]:
-    """Have a call of a model apply its layers, where its own ``forward`` may run members of one apart.
-
-    Where every layer is a single submodule, nothing is changed.
-    """
-    if all(unit.members is None for unit in pipeline_units(model)):
-        yield
-        return
-    attributes = vars(called_by_steps(model))
-    own = attributes.get("forward")
-    attributes["forward"] = partial(apply_layers, model)
+def entering_units(model: nn.Module, entered: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile a forward of a whole model calls ``entered`` with the number of each unit before that runs."""
+    hooks: list[Any] = []
+    if (own := cut_of(model)) is not None:
+        hooks.append(called_by_steps(model).register_forward_pre_hook(lambda *_: entered(0)))
+        for number, name in enumerate(own.blocks, 1):
+            hooks.append(model.get_submodule(name).register_forward_hook(lambda *_, n=number: entered(n)))
+    else:
+        numbers: dict[nn.Module, list[int]] = {}  # one module may be several units
+        for number, unit in enumerate(pipeline_units(model)):
+            numbers.setdefault(unit.module, []).append(number)
+        for module, in_turn in numbers.items():
+            following = itertools.cycle(in_turn).__next__
+            hooks.append(module.register_forward_pre_hook(lambda *_, n=following: entered(n())))
     try:
         yield
     finally:
-        del attributes["forward"]
-        if own is not None:
-            attributes["forward"] = own
+        for hook in hooks:
+            hook.remove()
 
 
 def has_layers(model: nn.Module) -> bool:
@@ -99,12 +89,14 @@ def pipeline_units(model: nn.Module) -> list[Unit]:
     """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
 
     ``pipeline_layers()`` returns submodules, or pairs (submodule, function) where a layer takes or returns something
-    else than its neighbours: the function gets the submodule and the output of the layer before, and calls it. In a
-    pair there may be a list of submodules and parameters in place of the submodule, which the function gets.
+    else than its neighbours: the function gets the submodule and the output of the layer before, and calls it.
 
     Raises:
         ConfigurationError: the model is neither, or its layers are not distinct submodules of it.
     """
+    if (own := cut_of(model)) is not None:
+        held = [own.names_of(number) for number in range(own.num_units)]
+        return [Unit(_name_of(parts), Members(model, parts)) for parts in held]
     layers = getattr(model, "pipeline_layers", None)
     if callable(layers):
         return _named_layers(model, layers)
@@ -120,57 +112,31 @@ def pipeline_units(model: nn.Module) -> list[Unit]:
 def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list[Unit]:
     name_of = {id(module): name for name, module in model.named_modules()}
     pairs = [layer if isinstance(layer, tuple) and len(layer) == 2 else (layer, None) for layer in layers()]
-    single = [module for module, _ in pairs if not isinstance(module, list)]
     problems = []
     if not pairs:
         problems.append("it is empty")
-    if any(not isinstance(module, nn.Module) or not name_of.get(id(module)) for module in single):
+    if any(not isinstance(module, nn.Module) or not name_of.get(id(module)) for module, _ in pairs):
         problems.append("it holds something that is not a submodule of the model")
-    if len({id(module) for module in single}) != len(single):
+    if len({id(module) for module, _ in pairs}) != len(pairs):
         problems.append("it holds a layer twice")
     if any(not (function is None or callable(function)) for _, function in pairs):
         problems.append("the second of a pair is not a function")
-    if any(function is None and isinstance(module, list) for module, function in pairs):
-        problems.append("it holds a list without a function that runs what is in it")
-    units = []
-    if not problems:
-        try:
-            units = [
-                _unit_of_parts(model, module, function)
-                if isinstance(module, list) and function is not None
-                else Unit(name_of[id(module)], module, function)
-                for module, function in pairs
-            ]
-        except ConfigurationError as error:
-            problems.append(str(error))
     if problems:
         raise ConfigurationError(
             f"{class_name(model)}.pipeline_layers() must return distinct submodules of the model in order:"
             f" {' and '.join(problems)}"
         )
-    return units
+    return [Unit(name_of[id(module)], module, function) for module, function in pairs]
 
 
-def _unit_of_parts(model: nn.Module, given: list[Any], function: Callable[..., Any]) -> Unit:
-    members, places, parts = parts_of(model, given)
-    held = [name for name, _ in parts.named_parameters()]
-    names = [*members, *(name for name in held if not name.startswith(tuple(f"{m}." for m in members)))]
-    name = " + ".join([*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])])
-    name = name or _ONLY_CODE
-    elsewhere = [module for module in members.values() if is_placeholder(module)]
-    if elsewhere and not held:  # of another stage, to which the model was cut
-        return Unit(name, elsewhere[0], function)
-    return Unit(name, parts, function, members, places)
+def _name_of(parts: Sequence[str]) -> str:
+    """What several parts of a model are called in messages."""
+    return " + ".join([*parts[:2], *([f"{len(parts) - 2} more"] if len(parts) > 2 else [])]) or _ONLY_CODE
 
 
 def telling(names: Sequence[str]) -> list[str]:
     """Names of units that tell a reader where a stage begins and ends: without those of mere code."""
     return [name for name in names if name != _ONLY_CODE] or list(names)
-
-
-def is_placeholder(module: nn.Module) -> bool:
-    """Whether it stands where one of another stage was."""
-    return hasattr(module, "num_stages") and hasattr(module, "whole")
 
 
 def use_names(units: Sequence[Unit]) -> Iterator[tuple[int, Unit, Callable[[str], str]]]:

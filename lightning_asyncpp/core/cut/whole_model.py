@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer
-from lightning_asyncpp.core.cut.hidden import HiddenLayers
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.pruned import Pruned
 from lightning_asyncpp.core.cut.ties import Tie, find_ties, first_sharing
 from lightning_asyncpp.core.cut.units import Unit, first_names, has_parameters
 from lightning_asyncpp.core.schedule import Schedule
@@ -28,6 +29,7 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
 }
 T = TypeVar("T")
+_KEPT_AS = "_pipeline_whole"  # attribute of a model
 
 
 class CountingLayer(NamedTuple):
@@ -169,7 +171,7 @@ class WholeModel:
         shared_names: name of a parameter that several layers have -> all of them.
         same: for every parameter that has several names in the root, all of them: entries that a checkpoint must have
             equal.
-        hidden: layers of other stages than the one that this process cut.
+        pruned: what the stage that is left in this process does not hold.
     """
 
     counts: tuple[int, ...] = ()
@@ -181,7 +183,7 @@ class WholeModel:
     same: tuple[tuple[str, ...], ...] = ()
     num_parameters: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    hidden: HiddenLayers = field(default_factory=HiddenLayers)
+    pruned: Pruned = field(default_factory=Pruned)
 
     @classmethod
     def of(
@@ -205,11 +207,20 @@ class WholeModel:
         """Order and weights of what a stage of this model runs."""
         return settings.schedule(stage, first_sharing(stage, self.ties))
 
+    def keep(self, model: nn.Module) -> None:
+        """Let a model that is cut know it: see :func:`whole_of`."""
+        vars(called_by_steps(model))[_KEPT_AS] = self
+
     def find(self, values: Mapping[str, T], name: str) -> T | None:
         """The value of a parameter, under this name of it or another one that another cut knows it by; or None."""
         if name in values:
             return values[name]
         return next((values[other] for other in self.shared_names.get(name, ()) if other in values), None)
+
+
+def whole_of(model: nn.Module | None) -> WholeModel | None:
+    """What is known of a model that was cut; None if it is whole."""
+    return None if model is None else vars(called_by_steps(model)).get(_KEPT_AS)
 
 
 def _does(layer: nn.Module) -> str:

@@ -119,7 +119,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             parameter.grad = None  # of the update before
         gradient = reference.gradient_of(
             self.network, {p: p for p in self.parameters}, step, slots, self._go_to, self.hooks.micro_batch_weight,
-            self.seed, self.update * parts, by_layers=not is_whole,
+            self.seed, self.update * parts,
         )  # fmt: skip
         reference.load(self._newest)
         for name, parameter in cast(Any, self.lightning_module).named_parameters():

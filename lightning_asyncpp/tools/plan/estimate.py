@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
-from lightning_asyncpp.core.cut.elsewhere import second_names, uses_of
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import Unit, pipeline_units
@@ -147,9 +146,9 @@ class Estimate:
 
     def _profile(self, index: int, arriving: Header | None) -> Profile:
         module, own = self.recipe.module, self.units_of(index)
-        first, outside = sum(self.partition.counts[:index]), second_names(module, own, uses_of(own))
+        first = sum(self.partition.counts[:index])
         model, num_stages = self.recipe.model, self.settings.num_stages
-        stage = Stage(model, index, num_stages, own, first, self._whole, module, outside)
+        stage = Stage(model, index, num_stages, own, first, self._whole, module)
         batch = map_tensors(empty_like, self._micro_batch) if stage.is_first or stage.is_last else None
         rule, optimizer = self.schedules[self.own][index].stage_rule, self.recipe.optimizer_of(stage)
         if callable(set_delay := getattr(optimizer, "set_delay", None)):

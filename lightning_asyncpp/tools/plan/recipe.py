@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.adapt import problems_of_adapting
+from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.stage import Stage
@@ -136,7 +136,7 @@ def _module(config: Mapping[str, Any], trainer: L.Trainer) -> tuple[LightningMod
         raise ConfigurationError.from_problems(problems)
     network = network_in(module)
     assert network is not None, "module_problems() refuses a module without one"
-    if problems := problems_of_adapting(network, module.example_input_array, name_in_steps(module)):
+    if problems := problems_of_layers(network, module.example_input_array, name_in_steps(module)):
         raise ConfigurationError.from_problems(problems)
     return module, network
 

@@ -30,7 +30,6 @@ from lightning_asyncpp.core.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.core.cut.elsewhere import OtherStage, held_here
 from lightning_asyncpp.core.cut.network import prefix_of
 from lightning_asyncpp.core.cut.tied_state import check_copies
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
@@ -162,15 +161,14 @@ class PipelineCheckpoints(Strategy):
 
     def _of_this_stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Without the entries of layers, and of averages of them, that other stages hold."""
-        is_here = held_here(self._module)
-        return {name: value for name, value in state.items() if is_here(name)}
+        gone = self.session.whole_model.pruned.names
+        return {name: value for name, value in state.items() if name not in gone}
 
     def _names_in(self, content: Mapping[str, Any]) -> Names:
         """Where names of a checkpoint's weights are: here or on another stage."""
         prefix = prefix_of(self._module)
         whole = {name.removeprefix(prefix) for name in content["state_dict"] if name.startswith(prefix)}
-        elsewhere = tuple(f"{n}." for n, m in self._network().named_modules() if isinstance(m, OtherStage))
-        there = {name for name in whole if name.startswith(elsewhere)}
+        there = {name for name in whole if f"{prefix}{name}" in self.session.whole_model.pruned.names}
         return Names(whole - there, there)
 
     def _resume_progress(self, content: Mapping[str, Any]) -> None:

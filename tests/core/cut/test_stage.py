@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.cutting import cut
-from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.stage import Stage, _holder
 from lightning_asyncpp.core.cut.units import apply_layers, model_problems
 from lightning_asyncpp.errors import ConfigurationError
