@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.own_forward import cut_of
 from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
 from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
 
@@ -289,7 +290,8 @@ def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
             else:
                 now[parameter] = parameter
         own = set(unit.module.modules())
-        turns.append([(m, name, now.get(p, p)) for m, name, p in places if m in own or m not in inside])
+        means_it = own.__contains__ if cut_of(model) is None else (lambda _: True)
+        turns.append([(m, name, now.get(p, p)) for m, name, p in places if means_it(m) or m not in inside])
 
     def take_turn(number: int) -> None:
         for module, name, parameter in turns[number]:

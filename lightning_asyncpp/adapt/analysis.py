@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,13 +25,20 @@ from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, OwnForwardStage, TensorFacts
 from lightning_asyncpp.core.cut.pruned import places_of
 from lightning_asyncpp.core.cut.units import entering_units
-from lightning_asyncpp.core.randomness import derive, random_states, seed_generators, set_random_states
+from lightning_asyncpp.core.randomness import (
+    derive,
+    generator_states,
+    random_states,
+    seed_generators,
+    set_random_states,
+)
 from lightning_asyncpp.errors import ConfigurationError
 
 _SMALL = 50_000_000  # parameters; of larger models only gradients around the blocks are computed
 _ROUNDING = 1e-3  # sums over several uses of a value may come in another order
 _SEED = 0
 Leaves = tuple[Tensor, ...]
+Needs = tuple[frozenset[int], ...]
 
 
 @dataclass
@@ -66,62 +74,102 @@ class _Analysis:
         for parameter in model.parameters():  # frozen weights have a place, too
             parameter.requires_grad_(parameter.is_floating_point() and (is_small or id(parameter) in self.around))
         everything = tuple(frozenset(range(unit)) for unit in range(self.num_units))
-        self.cut = OwnForwardCut(tuple(blocks), ((),) * self.num_units, (None,) * len(blocks), everything)
+        units, num_blocks = ((),) * self.num_units, len(blocks)
+        self.cut = OwnForwardCut(tuple(blocks), units, (None,) * num_blocks, everything, draws_between=False)
+        self.in_turn: list[set[int]] = []
+        self.changed: dict[str, int] = {}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def find(self) -> tuple[OwnForwardCut, list[float]]:
         """The cut, and costs."""
-        self._set_mode(training=False)
-        evaluated = self._whole(count=True)
-        self._set_mode(training=True)
-        trained = self._whole()
-        used, needs = self._uses()
-        found = next((c for c in self._candidates(used, needs) if not self._differs(c, trained, evaluated)), None)
+        try:
+            with self._mode(training=False), torch.no_grad():
+                evaluated = self._whole()
+            with self._mode(training=True):
+                trained = self._whole()
+                self._note_uses_in_turn()
+        except RuntimeError as error:
+            raise ConfigurationError(f"it cannot be run forward and backward with the example ({error})") from error
+        found = next((c for c in self._candidates() if not self._differs(c, trained, evaluated)), None)
         if found is None:
-            raise self._refusal(next(self._candidates(used, needs)), trained, evaluated)
-        costs = self.costs if not found.by_inputs else [*self.costs[:-2], sum(self.costs[-2:])]
+            raise self._refusal(list(self._candidates())[-1], trained, evaluated)
+        with self._mode(training=False):
+            costs = self._costs()
+        costs[found.num_units - 1 :] = [sum(costs[found.num_units - 1 :])]
         return self._without_values(found, trained, evaluated), costs
 
-    def _candidates(self, used: Sequence[set[int]], needs: Sequence[set[int]]) -> Iterator[OwnForwardCut]:
+    def _candidates(self) -> Iterator[OwnForwardCut]:
         """Cuts to try, the leanest first."""
+        before = tuple(frozenset({unit - 1} if unit else ()) for unit in range(self.num_units))
+        with self._mode(training=True):
+            used, needs = self._uses()
+        if needs != before:
+            in_turn = [*self.in_turn[:-2], self.in_turn[-2] | self.in_turn[-1]]
+            yield replace(self._with_members(in_turn), needs=before[:-1], by_inputs=True)
+        yield self._with_uses(used, needs, before)
+        with self._mode(training=False):
+            used_then, needed_then = self._uses()
+        used = [a | b for a, b in zip(used, used_then)]
+        needs = tuple(a | b for a, b in zip(needs, needed_then))
+        yield self._with_uses(used, needs, before)
         nobodys = self.around.keys() - set().union(*used)
-        last = [*used[:-1], used[-1] | nobodys]
-        of_all = [of_unit | nobodys for of_unit in used]
-        lean, everything = tuple(map(frozenset, needs)), self.cut.needs
-        if max(map(len, lean)) > 1:
-            in_turn = self._used_in_turn()
-            in_turn[-2:] = [in_turn[-2] | in_turn[-1] | (self.around.keys() - set().union(*in_turn))]
-            before = tuple(frozenset({unit - 1} if unit else ()) for unit in range(len(in_turn)))
-            for draws in (False, True):
-                yield replace(self._with_members(in_turn), needs=before, draws_between=draws, by_inputs=True)
-        ways = (last, lean, False), (last, lean, True), (of_all, lean, True), (of_all, everything, True)
-        for owned, needed, draws in ways:
-            yield replace(self._with_members(owned), needs=needed, draws_between=draws)
+        yield self._with_uses([of_unit | nobodys for of_unit in used], self.cut.needs, before)
+
+    def _with_uses(self, used: Sequence[set[int]], needs: Needs, before: Needs) -> OwnForwardCut:
+        return replace(self._with_members(used), needs=needs, is_exact=needs == before and list(used) == self.in_turn)
 
     def _with_members(self, used: Sequence[set[int]]) -> OwnForwardCut:
-        return replace(self.cut, around=tuple(tuple(self._members(of_unit)) for of_unit in used))
+        nobodys = self.around.keys() - set().union(*used)
+        all_used = enumerate([*used[:-1], used[-1] | nobodys])
+        return replace(self.cut, around=tuple(tuple(self._members(number, of_unit)) for number, of_unit in all_used))
 
-    def _used_in_turn(self) -> list[set[int]]:
-        """Of every unit, ids of the parameters around blocks that its code uses while it runs, in the whole model."""
+    def _note_uses_in_turn(self) -> None:
+        """Note what the code of each unit does while it runs in the whole model.
+
+        That is: which parameters around blocks it uses, which buffers it changes, and whether it draws random numbers.
+        """
         places = [place for module in self.model.modules() for place in places_of(module)]
-        places = [place for place in places if id(place.tensor) in self.around]
+        parameters = [place for place in places if id(place.tensor) in self.around]
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if not _touches(name, self.cut.blocks)}
         leaves: list[dict[int, Tensor]] = []
+        states: list[Tensor] = []
 
         def entered(unit: int) -> None:
+            self._note_changes(unit - 1, buffers)
             self._seed(unit)
-            once = {id(place.tensor): place.tensor for place in places}
+            states.append(self._state())
+            once = {id(place.tensor): place.tensor for place in parameters}
             leaves.append({key: nn.Parameter(tensor.detach()) for key, tensor in once.items()})
-            for table, key, tensor in places:
+            for table, key, tensor in parameters:
                 table[key] = leaves[-1][id(tensor)]
 
-        try:
-            output = self._call(entered)
-        finally:
-            for table, key, tensor in places:
-                table[key] = tensor
+        def note_draws(*_: Any) -> None:
+            self.cut = replace(
+                self.cut, draws_between=self.cut.draws_between or not torch.equal(self._state(), states[-1])
+            )
+
+        with ExitStack() as hooks:
+            for name in self.cut.blocks:
+                hooks.callback(self.model.get_submodule(name).register_forward_pre_hook(note_draws).remove)
+            try:
+                output = self._call(entered, lambda: self._note_changes(self.num_units - 1, buffers))
+            finally:
+                for table, key, tensor in parameters:
+                    table[key] = tensor
         _loss_of(output).backward()
         self._take_gradients()
-        return [{key for key, leaf in of_unit.items() if leaf.grad is not None} for of_unit in leaves]
+        self.in_turn = [{key for key, leaf in of_unit.items() if leaf.grad is not None} for of_unit in leaves]
+
+    def _note_changes(self, unit: int, buffers: dict[str, Tensor]) -> None:
+        """Note which buffers the code of a unit has changed; those are its own."""
+        for name, before in buffers.items():
+            now = attrgetter(name)(self.model)
+            if name not in self.changed and not _equal(now, before):
+                self.changed[name] = max(unit, 0)
+
+    def _state(self) -> Tensor:
+        cpu, device = generator_states(self.device)
+        return cpu if device is None else device
 
     def _without_values(self, cut: OwnForwardCut, *expected: _Result) -> OwnForwardCut:
         """The cut whose later stages do without the values of as many arguments as they can."""
@@ -140,18 +188,13 @@ class _Analysis:
     def _differs(self, cut: OwnForwardCut, trained: _Result, evaluated: _Result) -> str:
         """What comes out otherwise where stages have what the cut gives them."""
         try:
-            self._set_mode(training=True)
-            if what := _difference(trained, self._in_stages(cut)):
-                return what
-            self._set_mode(training=False)
-            with torch.no_grad():
+            with self._mode(training=True):
+                if what := _difference(trained, self._in_stages(cut)):
+                    return what
+            with self._mode(training=False), torch.no_grad():
                 return _difference(evaluated, self._in_stages(cut))
-        except ConfigurationError:
-            raise
         except Exception as error:  # of code that cannot compute with what stands for values
             return f"{type(error).__name__}: {error}"
-        finally:
-            self._set_mode(training=True)
 
     def _refusal(self, cut: OwnForwardCut, trained: _Result, evaluated: _Result) -> ConfigurationError:
         name, what = class_name(self.model), self._differs(cut, trained, evaluated)
@@ -165,35 +208,37 @@ class _Analysis:
 
     # -- the model as a whole -------------------------------------------------------------------------------------
 
-    def _set_mode(self, training: bool) -> None:
-        """Evaluation, or training with those modules in evaluation that the user has put there."""
-        as_given = training and self.modes[self.model]
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        """Be in evaluation, or in training with those modules in evaluation that the user has put there."""
         for module, mode in self.modes.items():
-            module.training = mode if as_given else training
+            module.training = mode if training and self.modes[self.model] else training
+        yield
 
-    def _whole(self, count: bool = False) -> _Result:
+    def _whole(self) -> _Result:
         """Run the model's own forward, and note what its blocks return."""
-        counter = FlopCounterMode(display=False)
-        totals: list[int] = []
-
-        def entered(unit: int) -> None:
-            self._seed(unit)
-            totals.append(counter.get_total_flops())
-
-        with self._noting_outputs(), counter:
-            output = self._call(entered)
-        if count:
-            edges = [*totals, counter.get_total_flops()]
-            self.costs = [1.0 + after - before for before, after in itertools.pairwise(edges)]
+        with self._noting_outputs():
+            output = self._call(self._seed)
+        if not torch.is_grad_enabled():
             return _Result(output)
         _loss_of(output).backward()
         return _Result(output, self._take_gradients())
 
-    def _call(self, entered: Callable[[int], None]) -> Any:
+    def _costs(self) -> list[float]:
+        """Floating-point operations of every unit; while they are counted, some functions round otherwise."""
+        totals: list[int] = []
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self._call(lambda _: totals.append(counter.get_total_flops()))
+            edges = [*totals, counter.get_total_flops()]
+        return [1.0 + after - before for before, after in itertools.pairwise(edges)]
+
+    def _call(self, entered: Callable[[int], None], ended: Callable[[], None] = lambda: None) -> Any:
         called = called_by_steps(self.model)
         args, kwargs = copied(*self.call)
         with self._one_run(), entering_units_of(self.model, self.cut, entered):
-            return type(called).__call__(called, *args, **kwargs)
+            output = type(called).__call__(called, *args, **kwargs)
+            ended()
+            return output
 
     @contextmanager
     def _noting_outputs(self) -> Iterator[None]:
@@ -212,7 +257,7 @@ class _Analysis:
 
     # -- the model in stages --------------------------------------------------------------------------------------
 
-    def _uses(self) -> tuple[list[set[int]], list[set[int]]]:
+    def _uses(self) -> tuple[list[set[int]], Needs]:
         """Of every unit, ids of the parameters around blocks and numbers of the earlier blocks that get a gradient."""
         made: list[tuple[Tensor, ...]] = []
         arrived: list[list[Leaves]] = []
@@ -237,10 +282,8 @@ class _Analysis:
                 _backward(made[unit], [gradients[unit] for gradients in arrived[unit + 1 :]])
             names = self._take_gradients()
             used[unit] = {id(p) for n, p in self.model.named_parameters() if n in names and id(p) in self.around}
-        needs = [
-            {n for n, of_value in enumerate(g) if any(leaf.grad is not None for leaf in of_value)} for g in arrived
-        ]
-        return used, needs
+        found = [[n for n, leaves in enumerate(g) if any(leaf.grad is not None for leaf in leaves)] for g in arrived]
+        return used, tuple(map(frozenset, found))
 
     def _in_stages(self, cut: OwnForwardCut) -> _Result:
         """Run every unit as a stage, with its own weights alone."""
@@ -264,8 +307,12 @@ class _Analysis:
         with self._one_run():
             return OwnForwardStage(self.model, cut, unit, unit + 1, self.device).run(args, kwargs, self._seed)
 
-    def _members(self, used: set[int]) -> list[str]:
-        """Names of what holds some parameters: submodules all of whose own are among them, and single ones."""
+    def _members(self, number: int, used: set[int]) -> list[str]:
+        """Names of what a unit holds around its block.
+
+        Submodules all of whose parameters are among those that it uses, other such parameters, and buffers that its
+        code changes.
+        """
         found: list[str] = []
         missing = {self.around[key]: key for key in self.around if key in used}
         outside = [name for name, _ in self.model.named_modules() if name and not _touches(name, self.cut.blocks)]
@@ -277,22 +324,26 @@ class _Analysis:
                 found.append(name)
                 for key in own:
                     del missing[key]
-        return [*found, *missing]
+        return [*found, *missing, *(name for name, unit in self.changed.items() if unit == number)]
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _one_run(self) -> Iterator[None]:
-        """Begin with the same random numbers, and leave buffers as they were, also for backwards of earlier runs."""
+        """Begin with the same random numbers; buffers and attributes stay, also for backwards of earlier runs."""
         seed_generators(derive(_SEED, "before"), self.device)
         places = [place for module in self.model.modules() for place in places_of(module)]
         buffers = [place for place in places if not isinstance(place.tensor, nn.Parameter)]
         copies = {id(place.tensor): place.tensor.clone() for place in buffers}
+        attributes = [(vars(module), dict(vars(module))) for module in map(called_by_steps, self.model.modules())]
         for place in buffers:
             place.table[place.key] = copies[id(place.tensor)]
         try:
             yield
         finally:
+            for now, before in attributes:
+                now.clear()
+                now.update(before)
             for place in buffers:
                 place.table[place.key] = place.tensor
 

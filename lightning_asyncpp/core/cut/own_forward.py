@@ -44,7 +44,7 @@ class Members(nn.Module):
 
     Args:
         model: whose parts they are.
-        names: of submodules and parameters; none of them is in another one.
+        names: of submodules, parameters and buffers; none of them is in another one.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -56,7 +56,11 @@ class Members(nn.Module):
                 if step not in dict(node.named_children()):
                     node.add_module(step, nn.Module())
                 node = node.get_submodule(step)
-            setattr(node, key, attrgetter(name)(model))
+            part = attrgetter(name)(model)
+            if isinstance(part, (nn.Module, nn.Parameter)):
+                setattr(node, key, part)
+            else:
+                node.register_buffer(key, part)
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,14 @@ class OwnForwardCut:
 
     Attributes:
         blocks: names, in the order of their calls.
-        around: of every unit, names of submodules and parameters that its code uses beside its block.
+        around: of every unit, names of submodules, parameters and buffers that its code uses beside its block.
         outputs: what the blocks returned with the example, with :class:`TensorFacts` in the places of tensors.
         needs: of every unit, numbers of earlier blocks whose outputs its code uses.
         blank: positions and names of arguments whose real numbers no stage but the first one needs.
-        draws_between: whether code between blocks draws random numbers.
+        draws_between: whether code around blocks draws random numbers.
         by_inputs: whether what crosses is what the next block takes, in place of what the one before returned: of a
             forward that adds what its blocks return to what they took. Blocks of earlier stages then return zeros.
+        is_exact: whether gradients are added in the order of the whole model: no value is used on several stages.
     """
 
     blocks: tuple[str, ...]
@@ -84,6 +89,7 @@ class OwnForwardCut:
     blank: frozenset[int | str] = frozenset()
     draws_between: bool = True
     by_inputs: bool = False
+    is_exact: bool = True
 
     def __call__(self) -> list[Any]:
         """Nothing that could be applied one after the other."""
@@ -273,8 +279,10 @@ class _Run:
             output = kind.__call__(block, *args, **kwargs)
             if number in stage.sends:
                 self.made[number] = output
+                output = output if number + 1 == stage.end else _copy_of(output)
         elif number in self.arrived:
             output = self.arrived[number]
+            output = _copy_of(output) if number in stage.sends else output
         else:
             output = stage.stand_in(number, args, kwargs)
         following = number + 1
@@ -302,6 +310,11 @@ def _steered(kind: Any) -> Any:
         return _RUNS[-1].call(kind, self, args, kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
+
+
+def _copy_of(output: Any) -> Any:
+    """A copy that code behind a block may change in place, as what it returned goes to another stage, too."""
+    return map_tensors(Tensor.clone, output)
 
 
 def _first_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -230,7 +230,7 @@ class Stage:
                 own = units_of.get(module, [])
                 if tensor in buffers:
                     self._uses.append(_Use(place, buffers[tensor]))
-                elif len(own) == 1 and own[0] in of_tensor:
+                elif len(own) == 1 and own[0] in of_tensor and (len(of_tensor) == 1 or cut_of(self.model) is None):
                     self._uses.append(_Use(place, of_tensor[own[0]]))
                 elif of_tensor:
                     self._uses.append(_Use(place, next(iter(of_tensor.values()))))

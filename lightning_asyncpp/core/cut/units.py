@@ -130,8 +130,9 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
 
 
 def _name_of(parts: Sequence[str]) -> str:
-    """What several parts of a model are called in messages."""
-    return " + ".join([*parts[:2], *([f"{len(parts) - 2} more"] if len(parts) > 2 else [])]) or _ONLY_CODE
+    """What several parts of a model are called in messages; the last of them is a block, if there is one."""
+    more = [f"{len(parts) - 3} more"] if len(parts) > 3 else []
+    return " + ".join([*parts[:-1][:2], *more, *parts[-1:]]) or _ONLY_CODE
 
 
 def telling(names: Sequence[str]) -> list[str]:

@@ -44,9 +44,10 @@ class InputGradient:
 
         Zeros if nothing depended on the tensor.
         """
-        if self._gradient is None:
-            return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        return as_stored(self._gradient, self._order)
+        gradient = self._gradient
+        if gradient is None:
+            gradient = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return as_stored(gradient, self._order)
 
 
 def begin(tensor: Tensor) -> tuple[Tensor, InputGradient]:
