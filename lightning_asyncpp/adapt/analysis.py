@@ -78,6 +78,7 @@ class _Analysis:
         self.cut = OwnForwardCut(tuple(blocks), units, (None,) * num_blocks, everything, draws_between=False)
         self.in_turn: list[set[int]] = []
         self.changed: dict[str, int] = {}
+        self.needed: set[int | str] = set()  # arguments of which a later unit than the first one uses the values
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def find(self) -> tuple[OwnForwardCut, list[float]]:
@@ -176,7 +177,8 @@ class _Analysis:
         args, kwargs = self.call
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs)
-        real = [key for key, v in given.items() if any(t.is_floating_point() and t.any() for t in tensors_of(v))]
+        unused = {key: v for key, v in given.items() if key not in self.needed}
+        real = [key for key, v in unused.items() if any(t.is_floating_point() and t.any() for t in tensors_of(v))]
         for blank in (real, *([key] for key in real)) if real else ():
             lean = replace(cut, blank=cut.blank | frozenset(blank))
             if not self._differs(lean, *expected):
@@ -258,32 +260,46 @@ class _Analysis:
     # -- the model in stages --------------------------------------------------------------------------------------
 
     def _uses(self) -> tuple[list[set[int]], Needs]:
-        """Of every unit, ids of the parameters around blocks and numbers of the earlier blocks that get a gradient."""
-        made: list[tuple[Tensor, ...]] = []
+        """Of every unit, ids of the parameters around blocks and numbers of the earlier blocks that get a gradient.
+
+        It notes which arguments no unit but the first one needs, as far as gradients tell.
+        """
+        made: list[tuple[tuple[Tensor, ...], bytes]] = []
         arrived: list[list[Leaves]] = []
-        outputs: list[tuple[tuple[Tensor, ...], bytes]] = []
         final: Any = None
         for unit in range(self.num_units):
-            values, gradients = {}, []
-            for number, (tensors, structure) in enumerate(outputs):
-                value, of_value = _received(tensors, structure)
-                values[str(number)] = value
-                gradients.append(of_value)
-            arrived.append(gradients)
-            final = self._run_unit(self.cut, unit, [*copied(*self.call), values] if unit else None)
+            received = [_received(tensors, structure) for tensors, structure in made]
+            arrived.append([leaves for _, leaves in received])
+            values = {str(number): value for number, (value, _) in enumerate(received)}
+            final = self._run_unit(self.cut, unit, [*self._arguments(), values] if unit else None)
             if unit + 1 < self.num_units:
-                outputs.append(flatten(final[2][str(unit)], self.cut.blocks[unit]))
-                made.append(outputs[-1][0])
+                made.append(flatten(final[2][str(unit)], self.cut.blocks[unit]))
         used: list[set[int]] = [set() for _ in range(self.num_units)]
         self._take_gradients()
         _loss_of(final).backward()
         for unit in reversed(range(self.num_units)):
-            if unit < len(made):
-                _backward(made[unit], [gradients[unit] for gradients in arrived[unit + 1 :]])
+            if unit + 1 < self.num_units:
+                _backward(made[unit][0], [leaves[unit] for leaves in arrived[unit + 1 :]])
             names = self._take_gradients()
             used[unit] = {id(p) for n, p in self.model.named_parameters() if n in names and id(p) in self.around}
         found = [[n for n, leaves in enumerate(g) if any(leaf.grad is not None for leaf in leaves)] for g in arrived]
         return used, tuple(map(frozenset, found))
+
+    def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Those of the call, noted where they get a gradient."""
+
+        def noted(value: Any, key: int | str) -> Any:
+            def leaf(tensor: Tensor) -> Tensor:
+                if not tensor.is_floating_point():
+                    return tensor.clone()
+                fresh = tensor.detach().requires_grad_()
+                fresh.register_hook(lambda _: self.needed.add(key))
+                return fresh.clone()
+
+            return map_tensors(leaf, value)
+
+        args, kwargs = self.call
+        return [noted(v, key) for key, v in enumerate(args)], {key: noted(v, key) for key, v in kwargs.items()}
 
     def _in_stages(self, cut: OwnForwardCut) -> _Result:
         """Run every unit as a stage, with its own weights alone."""
