@@ -7,11 +7,12 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_asyncpp import apply_layers, check_model, pipelined
-from lightning_asyncpp.adapt.packing import same
+from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.cut.units import pipeline_units
-from tests.adapt.models import MODELS, SLOW, Trained, batches_for, example_of
+from tests.adapt.models import MODELS, SLOW, Trained, assert_trains, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = ("gpt2", "mixtral", "t5", "timm_vit")
@@ -19,7 +20,7 @@ QUICK = ("gpt2", "mixtral", "t5", "timm_vit")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS])
 def test_trains_as_a_single_process_does(name: str) -> None:
-    """Asynchronously on three stages, with dropout where it has any, and on one, to the last bit."""
+    """Asynchronously on three stages, with dropout where it has any, and on one."""
     torch.manual_seed(0)
     model = MODELS[name]()
     names = list(model.state_dict())
@@ -27,7 +28,7 @@ def test_trains_as_a_single_process_does(name: str) -> None:
     assert list(model.state_dict()) == names
     for stages in (3, 1):
         report = check_model(module, batches_for(name, model), stages=stages, micro_batches=4, updates=3)
-        assert report.bitwise, str(report)
+        assert_trains(report, model.pipeline_layers.is_exact or stages == 1)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in MODELS])
@@ -43,9 +44,12 @@ def test_layers_give_what_forward_gives(name: str) -> None:
     args, kwargs = ((batch["x"],), {}) if "x" in batch else ((), {**batch, "use_cache": False})
     if not hasattr(getattr(model, "config", None), "use_cache"):
         kwargs.pop("use_cache", None)
+    copies = [model, copy.deepcopy(model)]
+    if name not in ("lora", "wav2vec2"):  # a forward that is a closure, and a parametrization: never pickled
+        copies.append(pickle.loads(pickle.dumps(model)))
     with torch.no_grad():
-        expected = model(*args, **kwargs)
-        assert same(apply_layers(model, *args, **kwargs), expected)
-        assert same(apply_layers(copy.deepcopy(model), *args, **kwargs), expected)
-        if name not in ("lora", "wav2vec2"):  # a forward that is a closure, and a parametrization: never pickled
-            assert same(apply_layers(pickle.loads(pickle.dumps(model)), *args, **kwargs), expected)
+        expected = list(tensors_of(model(*args, **kwargs)))
+        for each in copies:
+            found: list[Tensor] = list(tensors_of(apply_layers(each, *args, **kwargs)))
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, found, expected))

@@ -1,0 +1,508 @@
+"""Networks of a few blocks, whose forwards do all sorts of things around and between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+DIM = 8
+SHAPE = (4, 3, DIM)
+
+
+class Block(nn.Module):
+    """A layer of others."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Any:
+        return x + scale * self.dropout(torch.tanh(self.linear(self.norm(x)))) + sum(m for m in more if m is not None)
+
+
+class Net(nn.Module):
+    """Blocks in a row; others differ in what is around them."""
+
+    block: type[Block] = Block
+
+    def __init__(self, dropout: float = 0.0, count: int = 3) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(self.block(dropout) for _ in range(count))
+        self.out = nn.Linear(DIM, 1)
+        self.drop = nn.Dropout(dropout)
+        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, count))
+        self.mix = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+        self.between = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.drop(self.entry(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.drop(x))
+
+
+# -- each value is used on one stage: gradients are exact -------------------------------------------------------------
+
+
+class Between(Net):
+    """Modules between blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for between, block in zip(self.between, self.blocks):
+            x = block(torch.tanh(between(x)))
+        return self.out(x)
+
+
+class InPlace(Net):
+    """Changes in place what blocks gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+            x += 0.5
+        return self.out(x.mul_(2.0))
+
+
+class Scaled(Net):
+    """Every block gets other numbers, and one a tensor that only it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(DIM, dtype=x.dtype)
+        x = self.entry(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, positions.sin() if i == 1 else None, scale=1.0 / (i + 1))
+        return self.out(x)
+
+
+class Tied(Net):
+    """The entry's weight is used once more behind the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(nn.functional.linear(x, self.entry.weight))
+
+
+class Asking(Net):
+    """Asks for classes, shapes, dtypes and modes of modules that may be on another stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x.to(self.entry.weight.dtype))
+        for block in self.blocks[: len(self.blocks)]:
+            x = block(x.to(block.norm.bias.dtype), scale=1.0 / block.norm.normalized_shape[0])
+            x = x * 2.0 if block.training and isinstance(block, Block) else x
+        return self.out(x) / self.entry.weight.shape[0]
+
+
+class Unused(Net):
+    """Has parameters that its forward does not use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Noted(Net):
+    """The code between blocks keeps what they gave in them, and reads it behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+            block.kept = x.mean()
+        return self.out(x) + self.blocks[-1].kept
+
+
+class Holder(float):
+    """Of somebody's class."""
+
+
+class WithObject(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=Holder(1.0))
+        return self.out(x)
+
+
+class Added(Net):
+    """Sums behind each block, as in most transformers that are written at home."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x) * 2
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+class Frozen(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        with torch.no_grad():
+            x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.out(x)
+
+
+class Cast(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.training):
+            for block in self.blocks:
+                x = block(x)
+        return self.out(x.float())
+
+
+class Inferring(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        with torch.inference_mode(not torch.is_grad_enabled()):
+            for block in self.blocks:
+                x = block(x)
+        return self.out(x)
+
+
+class FlaggingBlock(Block):
+    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> tuple[Tensor, bool]:
+        return super().forward(x, scale=scale), x.shape[1] > 5
+
+
+class Flagged(Net):
+    """What a block says decides what the next one takes."""
+
+    block = FlaggingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, is_long = self.entry(x), False
+        for block in self.blocks:
+            x, is_long = block(x, scale=0.5 if is_long else 1.0)
+        return self.out(x)
+
+
+class Hooked(Net):
+    """Hooks of blocks change what they take and return."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.blocks[1].register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        self.blocks[1].register_forward_hook(lambda _, args, output: output * 3)
+
+
+class Statistics(nn.Module):
+    """Has a buffer that moves, and no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return x - self.mean
+
+
+class Normalised(Net):
+    """Statistics in front of the blocks and behind them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.first, self.last = Statistics(), Statistics()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.entry(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.last(x))
+
+
+class HalvingBlock(Block):
+    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Tensor:
+        x = super().forward(x, scale=scale)
+        return x[:, ::2] if x.shape[1] > 4 else x
+
+
+class Halving(Net):
+    """What a block takes follows from the shape of what the one before returned."""
+
+    block = HalvingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x, scale=1.0 / x.shape[1])
+        return self.out(x)
+
+
+class Checkpointed(Net):
+    """Runs blocks, and drops out, in checkpoints."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return checkpoint(self.end, x, use_reentrant=False)
+
+    def end(self, x: Tensor) -> Tensor:
+        return self.out(nn.functional.dropout(x, 0.5, self.training))
+
+
+class Scaling(Net):
+    """Scales gradients between blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+        return self.out(x)
+
+
+class Dropping(Net):
+    """Stochastic depth: what a block gives is left out of some samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+            x = x * (torch.rand(len(x), 1, 1) > 0.3) if self.training else x
+        return self.out(x)
+
+
+class Noisy(Net):
+    """Noise and an order, drawn in front of the blocks, and used once more behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = 0.1 * torch.randn_like(x) if self.training else torch.zeros_like(x)
+        order = torch.randperm(x.shape[1]) if self.training else torch.arange(x.shape[1])
+        x = self.entry(x + noise)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x + noise)[:, order]
+
+
+class PartlyFrozen(Net):
+    """Puts a part of itself into evaluation mode, in the way of transfer learning."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[1].eval()
+        return super().forward(x)
+
+
+class Initialised(Net):
+    """Sets itself up by its first batch, and counts calls."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.shift, self.calls = 0.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shift = self.shift if self.calls else 1.0
+        self.calls += 1
+        return super().forward(x - self.shift)
+
+
+# -- a value is used on several stages: gradients are equal to rounding -----------------------------------------------
+
+
+class TellingBlock(Block):
+    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> tuple[Tensor, Tensor | None]:
+        x = super().forward(x)
+        return x, x.square().mean() if self.training or x.shape[1] > 4 else None
+
+
+class Told(Net):
+    """Blocks return another value in training, or for long batches, which is for the end."""
+
+    block = TellingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, total = self.entry(x), torch.zeros(())
+        for block in self.blocks:
+            x, more = block(x)
+            total = total if more is None else total + more
+        return self.out(x) + total
+
+
+class Evaluating(Net):
+    """Does more in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x) if self.training else 0.5 * block(x)
+        return self.out(x if self.training else x + first)
+
+
+class Leaving(Net):
+    """Leaves a block out in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for i, block in enumerate(self.blocks):
+            x = x if self.training and i == 1 else block(x)
+        return self.out(x)
+
+
+class Skipping(Net):
+    """What the entry gives goes to every block, and to the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.out(x + first)
+
+
+class Mixed(Net):
+    """Parameters of the model itself between blocks, as in nanochat."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for i, block in enumerate(self.blocks):
+            x = self.scales[i] * x + self.mix[i] * first
+            x = block(x)
+        return self.out(x)
+
+
+class Positioned(Net):
+    """Positions, computed from a parameter, are added in front of every block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.scales.tanh().mean()
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x + positions)
+        return self.out(x) * positions
+
+
+class Ladder(Net):
+    """As in a U-Net: what early blocks gave comes to late ones."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.entry(x), []
+        for i, block in enumerate(self.blocks):
+            if i > len(self.blocks) // 2:
+                x = x + kept.pop()
+            x = block(x)
+            kept.append(x) if i < len(self.blocks) // 2 else None
+        return self.out(x)
+
+
+class InPlaceSkips(Net):
+    """Changes in place what blocks returned, and needs it once more, as U-Nets with ``ReLU(inplace=True)`` do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.entry(x)
+        first *= 2
+        second = self.blocks[0](first)
+        second += 1
+        third = self.blocks[1](second).relu_()
+        return self.out(self.blocks[2](third) + first + second + third)
+
+
+class Rest(Net):
+    """Takes what is beyond the example's length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x + first[:, 4:].sum(1, keepdim=True))
+
+
+class Dense(Net):
+    """Every block takes what all before it returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [self.entry(x)]
+        for block in self.blocks:
+            found.append(block(sum(found)))
+        return self.out(sum(value * i for i, value in enumerate(found)))
+
+
+class Kept(Net):
+    """A value stays in an attribute until the forward is over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x).tanh()
+        for block in self.blocks:
+            self.last = x
+            x = block(x) * 2
+            x = x - self.last
+        return self.out(x)
+
+
+class Choosing(Net):
+    """A choice, which for the few samples of an example may fall on one side alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = self.chosen(block(x), x)
+        return self.out(self.chosen(x, first))
+
+    def chosen(self, x: Tensor, otherwise: Tensor) -> Tensor:
+        return torch.where(torch.rand(len(x), 1, 1) < 0.8, x, otherwise) if self.training else x
+
+
+class Auxiliary(Net):
+    """A head and a weight that training alone uses, of what a block in the middle gave."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.head, self.factor = nn.Linear(DIM, 1), nn.Parameter(torch.full((), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            middle = x if i == 1 else first
+        x = self.out(x)
+        return x + self.factor * self.head(middle) + first.mean() if self.training else x
+
+
+class AddedLoss(torch.autograd.Function):
+    """Shows in the backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, torch.ones(())
+
+
+class WithLoss(Net):
+    """A loss that only the backward sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        loss = x.square().mean()
+        for block in self.blocks:
+            x = block(x)
+        return AddedLoss.apply(self.out(x), loss)
+
+
+EXACT = (
+    Net, Between, InPlace, Scaled, Tied, Asking, Unused, Noted, WithObject, Added, Frozen, Cast, Inferring, Flagged,
+    Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised,
+)  # fmt: skip
+"""Their pipelines train to the last bit as one process does."""
+ROUNDED = (
+    Told, Evaluating, Leaving, Skipping, Mixed, Positioned, Ladder, InPlaceSkips, Rest, Dense, Kept,
+    Choosing, Auxiliary, WithLoss,
+)  # fmt: skip
+"""The same but for the order in which gradients may be added."""

@@ -1,0 +1,249 @@
+"""Forwards that no pipeline can run, each refused with what is in the way; what the example cannot show is checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_asyncpp import ConfigurationError, check_model, pipelined
+from tests.adapt.models import Trained
+from tests.adapt.nets import DIM, SHAPE, Block, Net
+
+
+class KeepingBlock(Block):
+    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Tensor:
+        self.kept = x.mean()
+        return super().forward(x)
+
+
+class Collecting(Net):
+    """Reads what its blocks leave behind."""
+
+    block = KeepingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(block.kept for block in self.blocks)
+
+
+class CollectingInTraining(Net):
+    block = KeepingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.blocks[1].kept if self.training else 0.0)
+
+
+class Shuffling(Net):
+    """Draws from Python's global generator on either side of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=random.random())
+        return self.out(x) * random.random()
+
+
+class OwnGenerator(Net):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = [torch.Generator()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1.0 + torch.rand((), generator=self.generator[0])
+        return super().forward(x * factor) / factor
+
+
+class Overwriting(Net):
+    """Has no gradient, as torch finds what a norm has kept changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x) * 2
+        for block in self.blocks:
+            x += block(x)
+        return self.out(x)
+
+
+class Reentrant(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.out(x)
+
+
+class Masking(Net):
+    """Changes an argument in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return super().forward(x) * x
+
+
+class Constant(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+class Repeated(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.blocks[0](x)
+        return self.out(x)
+
+
+class OneOfAll(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: 1 if x.abs().mean() < 100 else None]:
+            x = block(x)
+        return self.out(x)
+
+
+class Backwards(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):  # type: ignore[call-overload]
+            x = block(x)
+        return self.out(x)
+
+
+class Again(Net):
+    """What has most of the weights runs twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.out(x)
+
+
+class Alone(nn.Module):
+    """Has nothing to cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def replaced() -> nn.Module:
+    model = Net()
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    return model
+
+
+_DIFFERS = (
+    r"does not compute what it does as a whole \(another {}\): .* what they leave behind beside what they return\."
+)
+_LINES = r" Switch that off, .*: def pipeline_layers\(self\): return \[..., \*self\.blocks, ...\]$"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "left behind": (
+        Collecting,
+        {},
+        "^Collecting, run .* blocks.0 to blocks.2 .*" + _DIFFERS.format("output") + _LINES,
+    ),
+    "in training": (CollectingInTraining, {}, _DIFFERS.format(r"\S+.*") + _LINES),
+    "python's numbers": (Shuffling, {}, _DIFFERS.format("output") + _LINES),
+    "own generator": (OwnGenerator, {}, _DIFFERS.format("output") + _LINES),
+    "reentrant checkpoints": (Reentrant, {}, _DIFFERS.format("output") + _LINES),
+    "changed argument": (Masking, {}, _DIFFERS.format("output") + _LINES),
+    "overwritten": (Overwriting, {}, "cannot be run forward and backward with the example .*modified by an inplace"),
+    "constant": (Constant, {}, "its output does not depend on its parameters"),
+    "repeated": (Repeated, {}, r"found in Repeated: .* its lists are .* blocks: the forward called blocks\.0 3 times"),
+    "asked for": (Repeated, {"blocks": "blocks"}, r"blocks: the forward called blocks\.0 3 times\. Have the forward"),
+    "as data say": (OneOfAll, {}, "blocks: the forward called 1 of its 3 layers; .* Have the forward call each"),
+    "backwards": (Backwards, {}, "blocks: the forward called its layers in another order"),
+    "one layer": (Alone, {}, r"found in Alone: .* Name those to cut between with pipelined\(..., blocks="),
+    "mostly repeated": (Again, {}, "no layers were found in Again: .* with most of the weights"),
+    "replaced": (replaced, {}, "no layers were found in Net: .* the forward called 0 of its 3 layers"),
+    "on meta": (lambda: Net().to("meta"), {}, "Net is on the meta device"),
+    "not a list": (Net, {"blocks": "entry"}, r"blocks=\['entry'\]: not a ModuleList .* there are \['blocks'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    make, options, problem = REFUSED[name]
+    torch.manual_seed(0)
+    model = make()
+    before, names = str(vars(model)), list(model.state_dict())
+    with pytest.raises(ConfigurationError, match=problem):
+        pipelined(model, (torch.randn(SHAPE),), **options)
+    assert not hasattr(model, "pipeline_layers")
+    assert model.training
+    assert (str(vars(model)), list(model.state_dict())) == (before, names), "it is left as it was"
+
+
+class Pair(Net):
+    def forward(self, x: Tensor, y: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(x + y["y"])
+
+
+def test_no_example_is_known() -> None:
+    with pytest.raises(ConfigurationError, match=r"not known how Pair is called \(tried: .*\); give an example"):
+        pipelined(Pair())
+
+
+# -- what the example does not show -----------------------------------------------------------------------------------
+
+
+class BorrowingBlock(Block):
+    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Tensor:
+        return super().forward(x) + self.borrowed[0].sum()
+
+
+class Borrowing(Net):
+    """Its blocks use a weight that is not their own, and that no module has there."""
+
+    block = BorrowingBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.borrowed = [self.entry.weight]  # type: ignore[assignment]
+
+
+class LongSkip(Net):
+    """What came first is added to long batches alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x + first if x.shape[1] > 4 else x)
+
+
+class Late(Net):
+    """Leaves out, for long batches, the block whose output the next stage needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: 1 if x.shape[1] > 4 else None]:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("kind", [Borrowing, LongSkip])
+def test_the_check_finds_it(kind: type[Net]) -> None:
+    """Nothing watches in a training; the same, where an example shows it, may be cut."""
+    torch.manual_seed(0)
+    long = torch.randn(4, 7, DIM)
+    model = pipelined(kind(), (torch.randn(SHAPE),))
+    report = check_model(Trained(model), [{"x": long}] * 2, stages=3, micro_batches=4)
+    right, found = report.differences[0].values
+    assert abs(right - found) > 1e-3 * abs(right), str(report)
+    if kind is not Borrowing:
+        shown = pipelined(kind(), (long,))
+        assert check_model(Trained(shown), [{"x": long}] * 2, stages=1, micro_batches=4).bitwise
+        assert not shown.pipeline_layers.is_exact
+
+
+def test_a_block_that_is_left_out_where_its_output_is_needed() -> None:
+    model = pipelined(Late(), (torch.randn(SHAPE),))
+    with pytest.raises(ConfigurationError, match=r"blocks\.1 was not called in this forward, .* call every block"):
+        check_model(Trained(model), [{"x": torch.randn(4, 7, DIM)}], stages=3, micro_batches=4)
