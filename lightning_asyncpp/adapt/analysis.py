@@ -7,46 +7,37 @@ equality with the whole model decides.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_asyncpp.adapt.examples import Call, copied
-from lightning_asyncpp.core.batches.structure import flatten, unflatten
-from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
-from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, OwnForwardStage, TensorFacts
-from lightning_asyncpp.core.cut.pruned import places_of
-from lightning_asyncpp.core.cut.units import entering_units
-from lightning_asyncpp.core.randomness import (
-    derive,
-    generator_states,
-    random_states,
-    seed_generators,
-    set_random_states,
+from lightning_asyncpp.adapt.examples import Call
+from lightning_asyncpp.adapt.runs import (
+    Leaves,
+    ModelRuns,
+    Result,
+    as_before,
+    backward,
+    difference,
+    equal,
+    loss_of,
+    received,
 )
+from lightning_asyncpp.core.batches.structure import flatten
+from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
+from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, TensorFacts
+from lightning_asyncpp.core.cut.pruned import places_of
+from lightning_asyncpp.core.randomness import generator_states
 from lightning_asyncpp.errors import ConfigurationError
 
 _SMALL = 50_000_000  # parameters; of larger models only gradients around the blocks are computed
-_ROUNDING = 1e-3  # sums over several uses of a value may come in another order
-_SEED = 0
-Leaves = tuple[Tensor, ...]
 Needs = tuple[frozenset[int], ...]
-
-
-@dataclass
-class _Result:
-    """What one way to run the model gives; gradients by name."""
-
-    output: Any
-    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 def find_cut(model: nn.Module, call: Call, blocks: Sequence[str]) -> tuple[OwnForwardCut, list[float]]:
@@ -60,16 +51,15 @@ def find_cut(model: nn.Module, call: Call, blocks: Sequence[str]) -> tuple[OwnFo
     Raises:
         ConfigurationError: cut so, it computes something else.
     """
-    with _as_before(model):
+    with as_before(model):
         return _Analysis(model, call, blocks).find()
 
 
 class _Analysis:
     def __init__(self, model: nn.Module, call: Call, blocks: Sequence[str]) -> None:
-        self.model, self.call, self.num_units = model, call, len(blocks) + 1
+        self.model, self.runs, self.num_units = model, ModelRuns(model, call), len(blocks) + 1
         inside = {id(p) for name in blocks for p in model.get_submodule(name).parameters()}
         self.around = {id(p): name for name, p in model.named_parameters() if id(p) not in inside}
-        self.modes = {module: module.training for module in model.modules()}
         is_small = sum(p.numel() for p in model.parameters()) <= _SMALL
         for parameter in model.parameters():  # frozen weights have a place, too
             parameter.requires_grad_(parameter.is_floating_point() and (is_small or id(parameter) in self.around))
@@ -79,14 +69,13 @@ class _Analysis:
         self.in_turn: list[set[int]] = []
         self.changed: dict[str, int] = {}
         self.needed: set[int | str] = set()  # arguments of which a later unit than the first one uses the values
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def find(self) -> tuple[OwnForwardCut, list[float]]:
         """The cut, and costs."""
         try:
-            with self._mode(training=False), torch.no_grad():
+            with self.runs.mode(training=False), torch.no_grad():
                 evaluated = self._whole()
-            with self._mode(training=True):
+            with self.runs.mode(training=True):
                 trained = self._whole()
                 self._note_uses_in_turn()
         except RuntimeError as error:
@@ -94,21 +83,21 @@ class _Analysis:
         found = next((c for c in self._candidates() if not self._differs(c, trained, evaluated)), None)
         if found is None:
             raise self._refusal(list(self._candidates())[-1], trained, evaluated)
-        with self._mode(training=False):
-            costs = self._costs()
+        with self.runs.mode(training=False):
+            costs = self.runs.costs(self.cut)
         costs[found.num_units - 1 :] = [sum(costs[found.num_units - 1 :])]
         return self._without_values(found, trained, evaluated), costs
 
     def _candidates(self) -> Iterator[OwnForwardCut]:
         """Cuts to try, the leanest first."""
         before = tuple(frozenset({unit - 1} if unit else ()) for unit in range(self.num_units))
-        with self._mode(training=True):
+        with self.runs.mode(training=True):
             used, needs = self._uses()
         if needs != before:
             in_turn = [*self.in_turn[:-2], self.in_turn[-2] | self.in_turn[-1]]
             yield replace(self._with_members(in_turn), needs=before[:-1], by_inputs=True)
         yield self._with_uses(used, needs, before)
-        with self._mode(training=False):
+        with self.runs.mode(training=False):
             used_then, needed_then = self._uses()
         used = [a | b for a, b in zip(used, used_then)]
         needs = tuple(a | b for a, b in zip(needs, needed_then))
@@ -137,7 +126,7 @@ class _Analysis:
 
         def entered(unit: int) -> None:
             self._note_changes(unit - 1, buffers)
-            self._seed(unit)
+            self.runs.seed(unit)
             states.append(self._state())
             once = {id(place.tensor): place.tensor for place in parameters}
             leaves.append({key: nn.Parameter(tensor.detach()) for key, tensor in once.items()})
@@ -153,31 +142,32 @@ class _Analysis:
             for name in self.cut.blocks:
                 hooks.callback(self.model.get_submodule(name).register_forward_pre_hook(note_draws).remove)
             try:
-                output = self._call(entered, lambda: self._note_changes(self.num_units - 1, buffers))
+                output = self.runs.forward(self.cut, entered, lambda: self._note_changes(self.num_units - 1, buffers))
             finally:
                 for table, key, tensor in parameters:
                     table[key] = tensor
-        _loss_of(output).backward()
-        self._take_gradients()
+        loss_of(output).backward()
+        self.runs.take_gradients()
         self.in_turn = [{key for key, leaf in of_unit.items() if leaf.grad is not None} for of_unit in leaves]
 
     def _note_changes(self, unit: int, buffers: dict[str, Tensor]) -> None:
         """Note which buffers the code of a unit has changed; those are its own."""
         for name, before in buffers.items():
             now = attrgetter(name)(self.model)
-            if name not in self.changed and not _equal(now, before):
+            if name not in self.changed and not equal(now, before):
                 self.changed[name] = max(unit, 0)
 
     def _state(self) -> Tensor:
-        cpu, device = generator_states(self.device)
+        cpu, device = generator_states(self.runs.device)
         return cpu if device is None else device
 
-    def _without_values(self, cut: OwnForwardCut, *expected: _Result) -> OwnForwardCut:
+    def _without_values(self, cut: OwnForwardCut, *expected: Result) -> OwnForwardCut:
         """The cut whose later stages do without the values of as many arguments as they can."""
-        args, kwargs = self.call
+        args, kwargs = self.runs.call
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs)
-        unused = {key: v for key, v in given.items() if key not in self.needed}
+        # Where blocks take what arrived, the code before them computes with nothing that was given.
+        unused = {key: v for key, v in given.items() if cut.by_inputs or key not in self.needed}
         real = [key for key, v in unused.items() if any(t.is_floating_point() and t.any() for t in tensors_of(v))]
         for blank in (real, *([key] for key in real)) if real else ():
             lean = replace(cut, blank=cut.blank | frozenset(blank))
@@ -187,18 +177,18 @@ class _Analysis:
                     break
         return cut
 
-    def _differs(self, cut: OwnForwardCut, trained: _Result, evaluated: _Result) -> str:
+    def _differs(self, cut: OwnForwardCut, trained: Result, evaluated: Result) -> str:
         """What comes out otherwise where stages have what the cut gives them."""
         try:
-            with self._mode(training=True):
-                if what := _difference(trained, self._in_stages(cut)):
+            with self.runs.mode(training=True):
+                if what := difference(trained, self.runs.in_stages(cut)):
                     return what
-            with self._mode(training=False), torch.no_grad():
-                return _difference(evaluated, self._in_stages(cut))
+            with self.runs.mode(training=False), torch.no_grad():
+                return difference(evaluated, self.runs.in_stages(cut))
         except Exception as error:  # of code that cannot compute with what stands for values
             return f"{type(error).__name__}: {error}"
 
-    def _refusal(self, cut: OwnForwardCut, trained: _Result, evaluated: _Result) -> ConfigurationError:
+    def _refusal(self, cut: OwnForwardCut, trained: Result, evaluated: Result) -> ConfigurationError:
         name, what = class_name(self.model), self._differs(cut, trained, evaluated)
         layers = ", ".join(["...", *dict.fromkeys(_in_lists(cut.blocks)), "..."])
         return ConfigurationError(
@@ -210,37 +200,14 @@ class _Analysis:
 
     # -- the model as a whole -------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _mode(self, training: bool) -> Iterator[None]:
-        """Be in evaluation, or in training with those modules in evaluation that the user has put there."""
-        for module, mode in self.modes.items():
-            module.training = mode if training and self.modes[self.model] else training
-        yield
-
-    def _whole(self) -> _Result:
+    def _whole(self) -> Result:
         """Run the model's own forward, and note what its blocks return."""
         with self._noting_outputs():
-            output = self._call(self._seed)
+            output = self.runs.forward(self.cut, self.runs.seed)
         if not torch.is_grad_enabled():
-            return _Result(output)
-        _loss_of(output).backward()
-        return _Result(output, self._take_gradients())
-
-    def _costs(self) -> list[float]:
-        """Floating-point operations of every unit; while they are counted, some functions round otherwise."""
-        totals: list[int] = []
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self._call(lambda _: totals.append(counter.get_total_flops()))
-            edges = [*totals, counter.get_total_flops()]
-        return [1.0 + after - before for before, after in itertools.pairwise(edges)]
-
-    def _call(self, entered: Callable[[int], None], ended: Callable[[], None] = lambda: None) -> Any:
-        called = called_by_steps(self.model)
-        args, kwargs = copied(*self.call)
-        with self._one_run(), entering_units_of(self.model, self.cut, entered):
-            output = type(called).__call__(called, *args, **kwargs)
-            ended()
-            return output
+            return Result(output)
+        loss_of(output).backward()
+        return Result(output, self.runs.take_gradients())
 
     @contextmanager
     def _noting_outputs(self) -> Iterator[None]:
@@ -268,19 +235,19 @@ class _Analysis:
         arrived: list[list[Leaves]] = []
         final: Any = None
         for unit in range(self.num_units):
-            received = [_received(tensors, structure) for tensors, structure in made]
-            arrived.append([leaves for _, leaves in received])
-            values = {str(number): value for number, (value, _) in enumerate(received)}
-            final = self._run_unit(self.cut, unit, [*self._arguments(), values] if unit else None)
+            pairs = [received(tensors, structure) for tensors, structure in made]
+            arrived.append([leaves for _, leaves in pairs])
+            values = {str(number): value for number, (value, _) in enumerate(pairs)}
+            final = self.runs.run_unit(self.cut, unit, [*self._arguments(), values] if unit else None)
             if unit + 1 < self.num_units:
                 made.append(flatten(final[2][str(unit)], self.cut.blocks[unit]))
         used: list[set[int]] = [set() for _ in range(self.num_units)]
-        self._take_gradients()
-        _loss_of(final).backward()
+        self.runs.take_gradients()
+        loss_of(final).backward()
         for unit in reversed(range(self.num_units)):
             if unit + 1 < self.num_units:
-                _backward(made[unit][0], [leaves[unit] for leaves in arrived[unit + 1 :]])
-            names = self._take_gradients()
+                backward(made[unit][0], [leaves[unit] for leaves in arrived[unit + 1 :]])
+            names = self.runs.take_gradients()
             used[unit] = {id(p) for n, p in self.model.named_parameters() if n in names and id(p) in self.around}
         found = [[n for n, leaves in enumerate(g) if any(leaf.grad is not None for leaf in leaves)] for g in arrived]
         return used, tuple(map(frozenset, found))
@@ -298,30 +265,8 @@ class _Analysis:
 
             return map_tensors(leaf, value)
 
-        args, kwargs = self.call
+        args, kwargs = self.runs.call
         return [noted(v, key) for key, v in enumerate(args)], {key: noted(v, key) for key, v in kwargs.items()}
-
-    def _in_stages(self, cut: OwnForwardCut) -> _Result:
-        """Run every unit as a stage, with its own weights alone."""
-        links: list[tuple[tuple[Tensor, ...], Leaves]] = []
-        value: Any = None
-        for unit in range(cut.num_units):
-            value = self._run_unit(cut, unit, value)
-            if unit + 1 < cut.num_units:
-                tensors, structure = flatten(value, cut.blocks[unit])
-                value, gradients = _received(tensors, structure)
-                links.append((tensors, gradients))
-        if not torch.is_grad_enabled():
-            return _Result(value)
-        _loss_of(value).backward()
-        for tensors, gradients in reversed(links):
-            _backward(tensors, [gradients])
-        return _Result(value, self._take_gradients())
-
-    def _run_unit(self, cut: OwnForwardCut, unit: int, arrived: Any) -> Any:
-        args, kwargs = copied(*self.call) if unit == 0 else ((arrived,), {})
-        with self._one_run():
-            return OwnForwardStage(self.model, cut, unit, unit + 1, self.device).run(args, kwargs, self._seed)
 
     def _members(self, number: int, used: set[int]) -> list[str]:
         """Names of what a unit holds around its block.
@@ -341,127 +286,6 @@ class _Analysis:
                 for key in own:
                     del missing[key]
         return [*found, *missing, *(name for name, unit in self.changed.items() if unit == number)]
-
-    # -- runs -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _one_run(self) -> Iterator[None]:
-        """Begin with the same random numbers; buffers and attributes stay, also for backwards of earlier runs."""
-        seed_generators(derive(_SEED, "before"), self.device)
-        places = [place for module in self.model.modules() for place in places_of(module)]
-        buffers = [place for place in places if not isinstance(place.tensor, nn.Parameter)]
-        copies = {id(place.tensor): place.tensor.clone() for place in buffers}
-        attributes = [(vars(module), dict(vars(module))) for module in map(called_by_steps, self.model.modules())]
-        for place in buffers:
-            place.table[place.key] = copies[id(place.tensor)]
-        try:
-            yield
-        finally:
-            for now, before in attributes:
-                now.clear()
-                now.update(before)
-            for place in buffers:
-                place.table[place.key] = place.tensor
-
-    def _seed(self, unit: int) -> None:
-        seed_generators(derive(_SEED, unit), self.device)
-
-    def _take_gradients(self) -> dict[str, Tensor]:
-        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        return found
-
-
-@contextmanager
-def entering_units_of(model: nn.Module, cut: OwnForwardCut, entered: Callable[[int], None]) -> Iterator[None]:
-    """:func:`entering_units` of a model that is not cut so yet."""
-    model.pipeline_layers = cut  # type: ignore[assignment]
-    try:
-        with entering_units(model, entered):
-            yield
-    finally:
-        del model.pipeline_layers
-
-
-@contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Leave attributes, buffers, gradients and random numbers as they were."""
-    modules = [(module, dict(vars(module))) for module in {*model.modules(), called_by_steps(model)}]
-    tables = [(table, dict(table)) for module, _ in modules for table in (vars(module)["_buffers"],)]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    states = random_states()
-    try:
-        for parameter, _, _ in parameters:
-            parameter.grad = None
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        set_random_states(states)
-        for module, attributes in modules:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for table, content in tables:
-            table.clear()
-            table.update(content)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for parameter, trains, gradient in parameters:
-            parameter.requires_grad_(trains)
-            parameter.grad = gradient
-
-
-def _received(tensors: Sequence[Tensor], structure: bytes) -> tuple[Any, Leaves]:
-    """What the next stage gets, and leaves for what of it needs a gradient; layers may change it in place."""
-    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    fresh = [leaf.clone() for leaf in leaves]
-    value = unflatten(fresh, structure) if structure or len(fresh) != 1 else fresh[0]
-    return value, tuple(leaf for leaf in leaves if leaf.requires_grad)
-
-
-def _backward(tensors: Sequence[Tensor], leaves: Sequence[Leaves]) -> None:
-    """Go on backwards from tensors, whose gradients are the sums of those that their leaves got."""
-    ends = [tensor for tensor in tensors if tensor.requires_grad]
-    found = [[leaf.grad for leaf in of_end if leaf.grad is not None] for of_end in zip(*leaves)]
-    pairs = [(end, torch.stack(gradients).sum(0)) for end, gradients in zip(ends, found) if gradients]
-    if pairs:
-        torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def _loss_of(output: Any) -> Tensor:
-    """A sum over an output's entries, each with a weight of its own."""
-    weighed = [
-        (t * torch.linspace(0.5, 1.5, t.numel(), device=t.device).view(t.shape)).float().sum()
-        for t in tensors_of(output)
-        if t.is_floating_point() and t.requires_grad
-    ]
-    if not weighed:
-        raise ConfigurationError("its output does not depend on its parameters, so nothing of it can be trained")
-    return torch.stack(weighed).sum()
-
-
-def _difference(expected: _Result, found: _Result) -> str:
-    """In words, if outputs differ at all, or gradients by more than rounding."""
-    ours, theirs = list(tensors_of(found.output)), list(tensors_of(expected.output))
-    if len(ours) != len(theirs) or not all(map(_equal, ours, theirs)):
-        return "another output"
-    gradients = expected.gradients
-    scale = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-    for name in {**gradients, **found.gradients} if found.gradients else ():
-        a, b = found.gradients.get(name), gradients.get(name)
-        like = b if a is None else a
-        if like is None or not like.numel():
-            continue
-        apart = (0 if a is None else a.double().nan_to_num()) - (0 if b is None else b.double().nan_to_num())
-        if float(torch.as_tensor(apart).abs().max()) > _ROUNDING * max(float(like.abs().max()), 1e-3 * scale):
-            return f"another gradient of {name}"
-    return ""
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _facts_of(tensor: Tensor) -> TensorFacts:

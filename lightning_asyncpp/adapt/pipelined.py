@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.adapt.analysis import find_cut
 from lightning_asyncpp.adapt.blocks import find_blocks
 from lightning_asyncpp.adapt.examples import Call, call_of, copied, examples_of
+from lightning_asyncpp.adapt.runs import as_before
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.units import has_layers
@@ -63,7 +64,8 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
             " (generate() has a switch of its own)"
         )
     call = _working_example(model, example)
-    names = find_blocks(model, *copied(*call), [blocks] if isinstance(blocks, str) else blocks)
+    with as_before(model):
+        names = find_blocks(model, *copied(*call), [blocks] if isinstance(blocks, str) else blocks)
     cut, costs = find_cut(model, call, names)
     model.pipeline_layers = cut  # type: ignore[assignment]
     model.pipeline_costs = Costs(costs)  # type: ignore[assignment]
@@ -139,21 +141,9 @@ def _working_example(model: nn.Module, example: Example | None) -> Call:
 
 def _call_once(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     called = called_by_steps(model)
-    attributes, buffers = (
-        [(m, dict(vars(m))) for m in (called, *model.modules())],
-        [(b, b.clone()) for b in model.buffers()],
-    )
     args, kwargs = copied(args, kwargs)
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            type(called).__call__(called, *args, **kwargs)
-    finally:
-        for module, content in attributes:
-            vars(module).clear()
-            vars(module).update(content)
-        for buffer, value in buffers:
-            with torch.no_grad():
-                buffer.copy_(value)
+    with as_before(model), torch.no_grad():
+        type(called).__call__(called, *args, **kwargs)
 
 
 def _described(value: Any) -> str:

@@ -262,9 +262,8 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
     if strict and (problems := _key_problems(names, state)):
         raise ConfigurationError.from_problems(problems)
     check_copies(state, session.whole_model.same)
-    own = stage.state_dict().keys()
     with stage.whole.pruned.hidden():
-        stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
+        stage.whole.pruned.load(stage.model, state, strict)
     engine.weights.restore(engine.weights.newest, None)
 
 

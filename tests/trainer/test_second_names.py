@@ -1,10 +1,8 @@
-"""Parameters under second names outside of the layers: trained and saved under all of them, or refused."""
+"""Parameters under second names outside of the layers: trained and saved under all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,45 +171,6 @@ def test_versions_in_bf16_beside_masters(pools: Pools, stages: int) -> None:
     assert np.array_equal(state["head_weight"], state["model.head.weight"])
 
 
-class Misusing(Second):
-    """The last layer's function uses what only the first ones hold."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def pipeline_layers(self) -> list[Any]:
-        use = MISUSES[self.kind][0]
-        return [self.begin, *self.blocks, self.end, (self.head, lambda head, x: head(use(self, x)))]
-
-
-def misusing(kind: str, run: Run) -> Net:
-    module = Net(run)
-    module.model = Misusing(kind)
-    return module
-
-
-MISUSES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "parameter": (lambda model, x: x * model.scale, "model.scale is another name of begin.scale, which a"),
-    "buffer": (lambda model, x: model.offset + x, "model.offset is another name of begin.offset"),
-    "module": (lambda model, x: model.statistics(x), "model.statistics holds blocks.0.1.weight"),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "stages"),
-    [
-        pytest.param(kind, stages, marks=[] if (index + stages) % 2 else pytest.mark.slow)
-        for index, kind in enumerate(MISUSES)
-        for stages in (2, 3)
-    ],
-)
-def test_what_a_layer_of_another_stage_holds_is_refused(pools: Pools, kind: str, stages: int) -> None:
-    outcomes = refusals(pools, replace(RUN, module=partial(misusing, kind), trainer={}), stages)
-    assert all(outcome.error for outcome in outcomes)
-    assert_refused(outcomes, MISUSES[kind][1], "let the layer that uses it hold it too")
-
-
 def test_check_model_says_the_same() -> None:
     batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
     assert check_model(SecondNet(RUN), batches, stages=3, micro_batches=4).bitwise
@@ -239,10 +198,3 @@ def test_a_name_means_the_last_layer_before_that_holds_it(pools: Pools, partitio
     train(replace(delayed(run, micro_batches=4), callbacks=((KeepsState, {"into": state}),)))
     results = pools.run(len(partition), fit, run)
     assert_equal_weights(results[0]["full_afterwards"], state)
-
-
-@pytest.mark.parametrize("partition", [[1, 4], [2, 2, 1], [1, 1, 3]])
-def test_a_name_of_which_another_stage_has_the_last_layer_before_is_refused(pools: Pools, partition: list[int]) -> None:
-    options = RUN.options | {"partition": partition}
-    outcomes = refusals(pools, replace(RUN, module=UsedBetweenNet, options=options, trainer={}), len(partition))
-    assert_refused(outcomes, "model.shared.weight is another name of begin.linear.weight", "only a later layer")

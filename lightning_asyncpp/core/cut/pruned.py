@@ -7,7 +7,7 @@ names, on every one of them. They take no memory: each keeps one element that st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,6 +75,26 @@ class Pruned:
             return any((id(table), place.key) in gone for table in tables)
 
         self._take_out(root, is_gone)
+
+    def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this stage's part of a whole ``state_dict``.
+
+        Args:
+            module: what was cut, or the module around it, as when it was pruned.
+            state: name -> tensor.
+            strict: whether the names must agree.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        own = {name: value for name, value in state.items() if name not in self.names}
+        missing, unexpected = module.load_state_dict(own, strict=False)
+        unexpected = [name for name in unexpected if name not in self.names]  # some modules add what older states lack
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"the state_dict does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected};"
+                " build the model that was saved, or load with strict=False (in a LightningModule strict_loading)"
+            )
 
     def _take_out(self, root: nn.Module, is_gone: Callable[[nn.Module, Place], bool]) -> None:
         found: dict[tuple[int, str], Place] = {}

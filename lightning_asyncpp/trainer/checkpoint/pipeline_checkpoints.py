@@ -184,11 +184,10 @@ class PipelineCheckpoints(Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.session.check_drain()
         weights = checkpoint[self._entry_of_weights(checkpoint)]
-        state = self._of_this_stage(weights)
         error: Exception | None = None
         try:
             check_copies(weights, self.session.whole_model.same)
-            self._module.load_state_dict(state, strict=strict)
+            self.session.whole_model.pruned.load(self._module, weights, strict)
         except (RuntimeError, ConfigurationError) as caught:
             error = caught
         engine = self.session.running()
