@@ -33,6 +33,7 @@ from lightning_asyncpp.tools.check.record import GRADIENT, Record, first_differe
 from lightning_asyncpp.tools.check.reference_strategy import ReferenceStrategy
 from lightning_asyncpp.tools.check.report import CheckReport, Comparison, Difference
 from lightning_asyncpp.tools.check.same_draws import SameDraws
+from lightning_asyncpp.trainer.other_package import check_package
 from lightning_asyncpp.trainer.strategy import DelayedGradientStrategy
 
 _QUIET: Mapping[str, Any] = {
@@ -76,6 +77,7 @@ def check_model(
     Raises:
         ConfigurationError: the pipeline cannot train the module, with every problem that was found.
     """
+    check_package(module)
     accumulated = trainer.pop("accumulate_grad_batches", 1)
     batches = list(itertools.islice(data, updates))
     if not batches:
@@ -146,10 +148,11 @@ class _Check:
         return ReferenceStrategy(settings, self._counts, self.seed + seed, device, **how)
 
     def _run(self, strategy: Strategy, module: LightningModule | None = None, keep: bool = False) -> Record:
-        record, given = Record(keep), {"accelerator": "cpu", **_QUIET, **self.trainer}
+        given = {"accelerator": "cpu", **_QUIET, **self.trainer}
         callbacks = given.pop("callbacks", None) or []
         batches = list(itertools.islice(itertools.cycle(self.batches), self.updates))
         module, callbacks, batches = copy.deepcopy((self.module if module is None else module, callbacks, batches))
+        record = Record(keep, callbacks)
         seed_everything(getattr(strategy, "seed", self.seed), workers=False, verbose=False)
         trainer = Trainer(strategy=strategy, max_steps=self.updates, callbacks=[record, *callbacks], **given)
         trainer.fit(module, DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]

@@ -153,6 +153,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self.update += 1
         return result
 
+    def drain(self) -> None:
+        """Do nothing: every update is applied at once."""
+
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of the gradient as hooks left it; where a stage steps before that is known, by the last."""
         norm = self._gradient.norm(self.parameters)  # which rounds as a pipeline does
