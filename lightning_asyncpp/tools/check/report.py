@@ -15,7 +15,14 @@ _SENTENCES = {
 }  # fmt: skip
 # Of these, what may explain a difference that a comparison finds; of a kind, or of any other.
 _WHY: dict[str, dict[str, tuple[int, ...]]] = {
-    "pieces": {"gradient used": (11, 6, 7), "weights": (11, 13), "value at the end": (13, 6), "": (3, 6, 7, 5)},
+    "pieces": {
+        "loss": (3, 6, 7),
+        "gradient": (5, 3, 11),
+        "gradient used": (11, 6, 7),
+        "weights": (11, 13),
+        "value at the end": (13, 6),
+        "": (11, 6),
+    },
     "delayed": {"gradient used": (12, 14), "weights": (13, 12), "value at the end": (15, 14), "": (14, 4, 12)},
     "whole": {"": (8, 9)},
 }
