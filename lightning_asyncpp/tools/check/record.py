@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -153,10 +152,8 @@ def _beyond_rounding(expected: Record, eps: float) -> Callable[[str, Value | Non
     def differ(kind: str, a: Value | None, b: Value | None) -> bool:
         if a is None or b is None or a.tensor is None or b.tensor is None:
             return False
-        x, y = a.tensor.double(), b.tensor.double()
-        scale = max(float(x.abs().max()), float(y.abs().max()), floor[kind])
-        is_near = bool(((x - y).abs().max() <= scale * eps ** _DIGITS[kind]).item())
-        return not is_near and not (math.isnan(a.shown) and math.isnan(b.shown))
+        scale = max(float(a.tensor.abs().max()), float(b.tensor.abs().max()), floor[kind])
+        return not torch.allclose(a.tensor, b.tensor, rtol=0.0, atol=scale * eps ** _DIGITS[kind], equal_nan=True)
 
     return differ
 

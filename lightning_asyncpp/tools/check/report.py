@@ -15,14 +15,7 @@ _SENTENCES = {
 }  # fmt: skip
 # Of these, what may explain a difference that a comparison finds; of a kind, or of any other.
 _WHY: dict[str, dict[str, tuple[int, ...]]] = {
-    "pieces": {
-        "loss": (3, 6, 7),
-        "gradient": (5, 3, 11),
-        "gradient used": (11, 6, 7),
-        "weights": (11, 13),
-        "value at the end": (13, 6),
-        "": (11, 6),
-    },
+    "pieces": {"loss": (3, 6, 7), "gradient": (5, 3, 11), "gradient used": (11, 6, 7), "": (11, 13, 6)},
     "delayed": {"gradient used": (12, 14), "weights": (13, 12), "value at the end": (15, 14), "": (14, 4, 12)},
     "whole": {"": (8, 9)},
 }
@@ -91,11 +84,6 @@ class CheckReport:
     def ok(self) -> bool:
         """Whether nothing differs, and losses are finite."""
         return not self.differences and all(map(math.isfinite, self.losses))
-
-    @property
-    def bitwise(self) -> bool:
-        """Whether the pipeline trains to the last bit what the whole model does with its microbatches."""
-        return all(difference.comparison == "whole" for difference in self.differences)
 
     def __str__(self) -> str:
         lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
