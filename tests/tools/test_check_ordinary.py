@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import random
@@ -141,7 +140,7 @@ class Distills(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.teacher = mlp().requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         teacher = self.teacher(batch[0]).softmax(1)

@@ -90,7 +90,7 @@ class Record(L.Callback):
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Name, parameter and group of what an optimizer steps now: in a pipeline, of a stage."""
         for group in optimizer.param_groups:
-            yield from ((self._names.get(parameter, ""), parameter, group) for parameter in group["params"])
+            yield from ((self._names.get(p, ""), p, group) for p in group["params"] if p.requires_grad)
 
     def _see(self, update: int, kind: str, name: str, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -131,7 +131,8 @@ def first_difference(expected: Record, found: Record, eps: float = 0.0) -> Diffe
 def _attributes_apart(expected: Record, found: Record, update: int, name: str) -> dict[str, tuple[Any, Any]]:
     """Plain attributes of the module that differ then: what a step counts may, but one of them may be the cause."""
     a, b = (record.attributes.get((update, name.partition(" ")[0]), {}) for record in (expected, found))
-    return {key: (a.get(key), b.get(key)) for key in a | b if repr(a.get(key)) != repr(b.get(key))}
+    names = a.keys() | b.keys() if a and b else ()
+    return {key: (a.get(key), b.get(key)) for key in sorted(names) if repr(a.get(key)) != repr(b.get(key))}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
