@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
 import os
@@ -114,6 +115,7 @@ class _Check:
         strategy = DelayedGradientStrategy(**arguments)
         found = self._run(strategy)
         self._note_stages(strategy)
+        del strategy
         zeros = {(key[0], key[2]) for key, value in found.seen.items() if key[1] == GRADIENT and value.shown == 0.0}
         expected = self._run(self._reference(self.settings, zeros=zeros))
         self.losses = self.losses or expected.losses
@@ -148,6 +150,7 @@ class _Check:
         return ReferenceStrategy(settings, self._counts, self.seed + seed, device, **how)
 
     def _run(self, strategy: Strategy, module: LightningModule | None = None, keep: bool = False) -> Record:
+        gc.collect()  # circles of what was trained before
         given = {"accelerator": "cpu", **_QUIET, **self.trainer}
         callbacks = given.pop("callbacks", None) or []
         batches = list(itertools.islice(itertools.cycle(self.batches), self.updates))

@@ -63,11 +63,13 @@ class Record(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """See gradients before anybody changes them: this is the first callback."""
         for name, parameter, _ in self._stepped(optimizer):
-            self._see(self._updates[name], GRADIENT, name, parameter.grad)
+            if not self._keep or self._updates[name] < 2:  # what is kept takes memory
+                self._see(self._updates[name], GRADIENT, name, parameter.grad)
             self.attributes[self._updates[name], name] = _plain(vars(pl_module))
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._names = {}
         if self._keep:
             return
         for name, count in self._updates.items():
