@@ -9,8 +9,8 @@ ever are an error at once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -83,6 +83,7 @@ class LocalPipeline(Engine):
         self._mailbox = Mailbox(len(stages))
         # Within a batch every stage has states of Python's and NumPy's generators: first and last draw the same.
         self._draws: list[tuple[Any, Any]] = []
+        self._attributes = _Attributes(whole.root, len(stages))
         self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
         self.schedule = self.engines[-1].schedule  # that of the stage which has the loss and logs
@@ -201,7 +202,8 @@ class LocalPipeline(Engine):
             if self._draws:
                 _set_python_draws(self._draws[number])
             try:
-                waiting[number] = next(of_stages[number])
+                with self._attributes.of_stage(number):
+                    waiting[number] = next(of_stages[number])
             except StopIteration as end:
                 results[number] = end.value
             if self._draws:
@@ -249,6 +251,48 @@ def _python_draws() -> tuple[Any, Any]:
 def _set_python_draws(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
+
+
+class _Attributes:
+    """Attributes of the user's module as each stage would have them in a process of its own.
+
+    What a stage's part of a step, or a hook of its update, assigns is that stage's; what is assigned between the turns
+    is everybody's. Outside of them the module has those of the last stage.
+
+    Args:
+        module: the user's.
+        stages: how many there are.
+    """
+
+    def __init__(self, module: nn.Module, stages: int) -> None:
+        self._present = vars(module)
+        self._shown = dict(self._present)  # outside of turns, when they were looked at last
+        self._of_stages = [dict(self._present) for _ in range(stages)]
+
+    @contextmanager
+    def of_stage(self, number: int) -> Iterator[None]:
+        """Let the module have those of a stage."""
+        self._share_changes()
+        self._put(self._of_stages[number])
+        try:
+            yield
+        finally:
+            self._of_stages[number] = dict(self._present)
+            self._put(self._of_stages[-1])
+            self._shown = dict(self._present)
+
+    def _share_changes(self) -> None:
+        changed = {k: v for k, v in self._present.items() if k not in self._shown or v is not self._shown[k]}
+        gone = self._shown.keys() - self._present.keys()
+        for attributes in self._of_stages if changed or gone else ():
+            attributes.update(changed)
+            for name in gone & attributes.keys():
+                del attributes[name]
+
+    def _put(self, attributes: Mapping[str, Any]) -> None:
+        self._present.update(attributes)
+        for name in self._present.keys() - attributes.keys():
+            del self._present[name]
 
 
 class AllWeights(WeightVersions):

@@ -24,6 +24,7 @@ from lightning_asyncpp.core.local import LocalPipeline
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -116,6 +117,30 @@ class LocalSession(PipelineSession):
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Have the updates of every stage step its own parameters."""
         whole, check = self.stage_optimizer, self.watch.check
-        self._attached = [
-            AttachedOptimizer(whole.part(part.stage.parameters.values()), part, step, check) for part in engine.parts
-        ]
+
+        def attached(part: Engine) -> AttachedOptimizer:
+            others = [stage for stage in self._stages if stage is not part.stage]
+            own_step = _among_own(part.stage, others, step)
+            return AttachedOptimizer(whole.part(part.stage.parameters.values()), part, own_step, check)
+
+        self._attached = [attached(part) for part in engine.parts]
+
+
+def _among_own(stage: Stage, others: Iterable[Stage], step: OptimizerStep) -> OptimizerStep:
+    """Have hooks of an update find the parameters of their stage in the model, and no others, as in a process."""
+    own, hidden = (
+        {m: vars(m) for s in stages for unit in s.units for m in unit.module.modules()} for stages in ([stage], others)
+    )
+    of_others = [attributes for module, attributes in hidden.items() if module not in own]
+
+    def among_own(update: Update) -> None:
+        parameters = [attributes["_parameters"] for attributes in of_others]
+        for attributes in of_others:
+            attributes["_parameters"] = {}
+        try:
+            step(update)
+        finally:
+            for attributes, kept in zip(of_others, parameters):
+                attributes["_parameters"] = kept
+
+    return among_own

@@ -92,10 +92,14 @@ class StageOptimizer:
             present = self.hyper_parameters()
             for group, earlier, of_step in zip(groups, hyper_parameters, self._of_step):
                 group.update((k, _copied(v)) for k, v in earlier.items() if k in group and k not in of_step)
+                for key in _options(group).keys() - earlier.keys() - of_step.keys():
+                    del group[key]  # another stage's step has made it
             before = self.hyper_parameters()
             step()
             for group, was, now, of_step in zip(groups, before, present, self._of_step):
-                changed = {key for key in now if key in of_step or not _equal(group[key], was[key])}
+                changed = {
+                    k for k, v in _options(group).items() if k in of_step or k not in was or not _equal(v, was[k])
+                }
                 of_step.update((key, group[key]) for key in changed)
                 group.update((key, value) for key, value in now.items() if key not in changed)
 

@@ -64,8 +64,13 @@ def read_file(path: Path, weights_only: bool | None = None) -> Any:
     try:
         if path.suffix == _SAFETENSORS:
             return load_safetensors(path)
-        is_archive = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=is_archive or None)
+        with path.open("rb") as file:
+            # torch opens a file twice; by this name it is the same one, also where a run replaces it meanwhile.
+            same = f"/dev/fd/{file.fileno()}"
+            return torch.load(
+                same if os.path.exists(same) else path, map_location="cpu", weights_only=weights_only is not False,
+                mmap=zipfile.is_zipfile(file) or None,
+            )  # fmt: skip
     except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
         raise unreadable(path, error) from error
 

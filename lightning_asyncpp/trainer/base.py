@@ -91,6 +91,10 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         self.weight_seen = 0.0
         self._loss: Tensor = torch.zeros(())
 
+    def __repr__(self) -> str:
+        """What Lightning shows where it does not know the strategy: in another package of the same code."""
+        return f"<{type(self).__name__} for the Trainer of lightning.pytorch, not of pytorch_lightning>"
+
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     @override
@@ -117,7 +121,8 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
             module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
         )
         self.session.start(hooks, self.root_device, training)
-        rank_zero_info(f"Pipeline: {self.session.describe()}")
+        compared = "; check_model compares it with one process" if training else ""
+        rank_zero_info(f"Pipeline: {self.session.describe()}{compared}")
         self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
         drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
         self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)

@@ -67,12 +67,13 @@ def test_a_step_sees_the_hyper_parameters_of_its_time_and_the_present_comes_back
     def step() -> None:
         assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-        assert optimizer.param_groups[1]["later"] == 1
+        assert "later" not in optimizer.param_groups[1]
         optimizer.step()
 
     stage.step(earlier, step)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
     assert optimizer.param_groups[0]["betas"] == (0.1, 0.2)
+    assert optimizer.param_groups[1]["later"] == 1
 
 
 def test_hyper_parameters_are_copies() -> None:
@@ -99,6 +100,22 @@ def test_what_the_step_counts_is_its_own() -> None:
         assert optimizer.param_groups[0]["count"] == t
         assert optimizer.param_groups[0]["largest_lr"] == 0.1
         assert optimizer.param_groups[0]["lr"] == 0.1 / (t + 1)
+
+
+def test_what_a_step_puts_into_a_group_is_that_of_its_stage() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+
+    held = [one_parameter(), one_parameter()]
+    optimizer = Counts(held, lr=0.1)
+    stages = stages_of(optimizer, held, [1, 1])
+    first, second = stages[0].hyper_parameters(), stages[0].hyper_parameters()  # filed before any step
+    for filed, count in ((first, 1), (second, 2)):
+        for stage in stages:
+            stage.step(filed, optimizer.step)
+            assert optimizer.param_groups[0]["step"] == count
 
 
 CUTS = ([5], [2, 3], [1, 3, 1])

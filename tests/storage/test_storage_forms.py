@@ -352,3 +352,17 @@ def test_the_index_says_what_wrote_it(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "x/index.json").read_text())
     assert index["about"] == {"facts": 1}
     assert [shard["name"] for shard in index["shards"]] == ["stage-0000"]
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there at first is read, all of it, though torch opens it a second time."""
+    path = tmp_path / "last.ckpt"
+    save_file({"weight": torch.zeros(1000)}, path)
+    mapped = torch.UntypedStorage.from_file
+
+    def replaced_first(*args: Any) -> Any:
+        save_file({"longer": "x" * 500, "weight": torch.ones(1000)}, path)
+        return mapped(*args)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", staticmethod(replaced_first))
+    assert torch.equal(load(path)["weight"], torch.zeros(1000))

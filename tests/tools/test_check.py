@@ -13,6 +13,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +24,7 @@ from lightning_asyncpp import GPTModule, apply_layers, check_model
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.tools.check import check
+from lightning_asyncpp.tools.check.record import LOSS, UPDATES, Record, Value, first_difference
 
 DIM, CLASSES = 8, 4
 AdamW = functools.partial(torch.optim.AdamW, lr=0.02)
@@ -182,6 +184,7 @@ class Drops(Net):
     """Needs the result of a layer of the first stage in some batches."""
 
     def __init__(self) -> None:
+        torch.manual_seed(10)
         super().__init__(nn.Sequential(nn.Linear(DIM, DIM), Side(), Chooses()))
 
 
@@ -338,7 +341,7 @@ WRONG: dict[str, tuple[Callable[[], Net], list[Any], dict[str, Any], tuple[str, 
     "SAM": (SharpnessAware, batches(), {}, ("pieces", "loss")),
     "optimizer over all": (StepsByTheWholeNorm, batches(), {}, ("pieces", "gradient used")),
     "autocast": (AutocastAroundTheModel, batches(), {}, ("pieces", "loss")),
-    "annealed layer": (AnnealsALayer, batches(), {}, ("delayed", "gradient used")),
+    "annealed layer": (AnnealsALayer, batches(), {}, ("delayed", "gradient")),
     "late hook": (Net, batches(), {"callbacks": [ScalesWeights()]}, ("delayed", "weights")),
     "contrastive": (Contrastive, batches(), {}, ("whole", "loss")),
     "time first": (TimeFirst, [torch.randn(8, 2, DIM)], {}, ("whole", "loss")),
@@ -355,12 +358,61 @@ def test_what_differs(name: str) -> None:
     assert found.values[0] != found.values[1]
     assert f"update {found.update}, {found.kind}" in str(report)
     assert found.name == "" or f"of {found.name} (stage {found.stage}): a norm of" in str(report)
-    page, *rules = str(report).split("May be explained by ")[1].splitlines()
-    assert page == "https://lightning-asyncpp.github.io/lightning-asyncpp/start/your-model/#what-a-module-must-keep-to:"
-    rows = (Path(__file__).parents[2] / "docs" / "start" / "your-model.md").read_text().split("must keep to")[1]
-    named = [rule.strip().partition(": ")[0] for rule in rules if rule.startswith(" " * 6)]
-    assert named
-    assert all(f"| {name} |" in rows for name in named)
+    assert "May be explained by https://lightning-asyncpp.github.io/lightning-asyncpp/concepts/contract/" in str(report)
+
+
+class LeavesOutBadBatches(Net):
+    """Keeps a loss, which the last stage alone has."""
+
+    last_loss = 1.0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last_loss = float(loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(self.last_loss)
+
+
+def test_an_attribute_that_differs_is_a_hint() -> None:
+    report = check_model(LeavesOutBadBatches(), batches())
+    found = report.differences[0]
+    assert (found.comparison, found.kind, found.update, found.stage) == ("pieces", "gradient used", 0, 0)
+    assert found.attributes["last_loss"][1] is None, "the first stage has none of its own"
+    assert "then self.last_loss of the module differs, too: " in str(report)
+
+
+class KeepsMeans(L.Callback):
+    """Meets weights that are one update old, in attributes and in their containers."""
+
+    def __init__(self) -> None:
+        self.means: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, p in pl_module.named_parameters():
+            self.means[name] = self.means.get(name, torch.zeros(())) + p.detach().mean()
+
+
+def test_what_a_callback_keeps_is_compared() -> None:
+    report = check_model(Net(), batches(), callbacks=[KeepsMeans()])
+    found = report.differences[0]
+    assert (found.comparison, found.kind) == ("delayed", "value at the end")
+    assert found.name == "KeepsMeans.means['model.0.weight']"
+    marked = lightning_asyncpp.after_own_update(KeepsMeans())
+    assert check_model(Net(), batches(), callbacks=[marked, EMAWeightAveraging(decay=0.9)]).ok
+
+
+def test_the_number_of_updates_comes_first() -> None:
+    expected, found = Record(), Record()
+    for record, count in ((expected, 2), (found, 4)):
+        record.seen[0, LOSS, ""] = Value(count, count)
+        record.seen[0, UPDATES, "model.0.weight"] = Value(count, count)
+    apart = first_difference(expected, found)
+    assert apart is not None
+    assert (apart.kind, apart.values) == ("number of updates", (2, 4))
 
 
 class BatchNorm(Net):

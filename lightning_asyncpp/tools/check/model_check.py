@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
 import os
@@ -33,6 +34,7 @@ from lightning_asyncpp.tools.check.record import GRADIENT, Record, first_differe
 from lightning_asyncpp.tools.check.reference_strategy import ReferenceStrategy
 from lightning_asyncpp.tools.check.report import CheckReport, Comparison, Difference
 from lightning_asyncpp.tools.check.same_draws import SameDraws
+from lightning_asyncpp.trainer.other_package import check_package
 from lightning_asyncpp.trainer.strategy import DelayedGradientStrategy
 
 _QUIET: Mapping[str, Any] = {
@@ -76,6 +78,7 @@ def check_model(
     Raises:
         ConfigurationError: the pipeline cannot train the module, with every problem that was found.
     """
+    check_package(module)
     accumulated = trainer.pop("accumulate_grad_batches", 1)
     batches = list(itertools.islice(data, updates))
     if not batches:
@@ -112,6 +115,7 @@ class _Check:
         strategy = DelayedGradientStrategy(**arguments)
         found = self._run(strategy)
         self._note_stages(strategy)
+        del strategy
         zeros = {(key[0], key[2]) for key, value in found.seen.items() if key[1] == GRADIENT and value.shown == 0.0}
         expected = self._run(self._reference(self.settings, zeros=zeros))
         self.losses = self.losses or expected.losses
@@ -146,10 +150,12 @@ class _Check:
         return ReferenceStrategy(settings, self._counts, self.seed + seed, device, **how)
 
     def _run(self, strategy: Strategy, module: LightningModule | None = None, keep: bool = False) -> Record:
-        record, given = Record(keep), {"accelerator": "cpu", **_QUIET, **self.trainer}
+        gc.collect()  # circles of what was trained before
+        given = {"accelerator": "cpu", **_QUIET, **self.trainer}
         callbacks = given.pop("callbacks", None) or []
         batches = list(itertools.islice(itertools.cycle(self.batches), self.updates))
         module, callbacks, batches = copy.deepcopy((self.module if module is None else module, callbacks, batches))
+        record = Record(keep, callbacks)
         seed_everything(getattr(strategy, "seed", self.seed), workers=False, verbose=False)
         trainer = Trainer(strategy=strategy, max_steps=self.updates, callbacks=[record, *callbacks], **given)
         trainer.fit(module, DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from lightning_asyncpp.core.cut.units import Unit, pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.schedule import Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
+from lightning_asyncpp.core.stage_optimizer import name_parameters
 from lightning_asyncpp.core.updates.clipping import clip_by_norm
 
 
@@ -64,6 +65,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         units = pipeline_units(self.network)
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
         super().setup(trainer)
+        name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})
         self.hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.schedules = self._schedules(units)
@@ -152,6 +154,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self._before = self._newest
         self.update += 1
         return result
+
+    def drain(self) -> None:
+        """Do nothing: every update is applied at once."""
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of the gradient as hooks left it; where a stage steps before that is known, by the last."""

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-_PAGE = "https://lightning-asyncpp.github.io/lightning-asyncpp/start/your-model/#what-a-module-must-keep-to"
-_STEP = "optimization: every parameter is treated separately, by its own gradient and options, once per update"
-_CALL = "a step: what layers need comes through arguments, not attributes, closures or contexts around the call"
-_HOOKS = "hooks: only the optimizer changes weights, and strategy.drain() or after_own_update comes before reading"
-_LOSS = "the loss: a mean over samples, or over what micro_batch_weight counts; none that needs the whole batch at once"
-_BATCH = "a batch: its first dimension is that of the samples, or split_batch cuts it"
-# Of the page, what may explain a difference.
-_RULES = {
-    "pieces": (_CALL, _STEP, _HOOKS),
-    "delayed": (_HOOKS, _CALL),
-    "whole": (_LOSS, _BATCH),
+_PAGE = "https://lightning-asyncpp.github.io/lightning-asyncpp/concepts/contract/"
+_SENTENCES = {
+    3: "By arguments", 4: "Once, in order", 5: "Weights in layers", 6: "What a step keeps", 7: "Random numbers",
+    8: "A mean over samples", 9: "Samples first", 11: "Each parameter by itself", 12: "Of its own batch",
+    13: "The optimizer changes weights", 14: "One update behind", 15: "After its own update",
+}  # fmt: skip
+# Of these, what may explain a difference that a comparison finds; of a kind, or of any other.
+_WHY: dict[str, dict[str, tuple[int, ...]]] = {
+    "pieces": {"loss": (3, 6, 7), "gradient": (5, 3, 11), "gradient used": (11, 6, 7), "": (11, 13, 6)},
+    "delayed": {"gradient used": (12, 14), "weights": (13, 12), "value at the end": (15, 14), "": (14, 4, 12)},
+    "whole": {"": (8, 9)},
 }
 _MEANINGS = {
     "pieces": "cutting the model, a pipeline without delay against the whole, in the same microbatches",
@@ -38,13 +38,22 @@ class Difference:
     comparison: str = ""
     stage: int | None = None
     hint: str = ""  # what was found to make it right
+    attributes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # of the module, that differ as well
 
     def __str__(self) -> str:
         place = f" of {self.name}" if self.name else ""
         place += f" (stage {self.stage})" if self.stage is not None else ""
         more = f"; so do {self.others} more" if self.others else ""
-        why = self.hint or "\n      ".join([f"May be explained by {_PAGE}:", *_RULES[self.comparison]])
-        return f"update {self.update}, {self.kind}{place}: {_both(self.kind, self.values)}{more}\n    {why}"
+        lines = [f"update {self.update}, {self.kind}{place}: {_both(self.kind, self.values)}{more}"]
+        for name, values in self.attributes.items():
+            lines.append(f"then self.{name} of the module differs, too: {_both('', values)}")
+        lines += [self.hint] if self.hint else []
+        return "\n    ".join([*lines, f"May be explained by {_PAGE}, sentence {self._sentences()}."])
+
+    def _sentences(self) -> str:
+        of_comparison = _WHY[self.comparison]
+        numbers = of_comparison.get(self.kind, of_comparison[""])
+        return " or ".join(f"{number} ({_SENTENCES[number]})" for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -76,11 +85,6 @@ class CheckReport:
         """Whether nothing differs, and losses are finite."""
         return not self.differences and all(map(math.isfinite, self.losses))
 
-    @property
-    def bitwise(self) -> bool:
-        """Whether the pipeline trains to the last bit what the whole model does with its microbatches."""
-        return all(difference.comparison == "whole" for difference in self.differences)
-
     def __str__(self) -> str:
         lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
         of = f" (accumulate_grad_batches={self.accumulated} is left out)" if self.accumulated != 1 else ""
@@ -94,7 +98,7 @@ class CheckReport:
 
 def _both(kind: str, values: tuple[Any, Any]) -> str:
     expected, found = (f"{value:.9g}" if isinstance(value, float) else str(value) for value in values)
-    norm = "a norm of " if kind in ("gradient used", "weights", "value at the end") else ""
+    norm = "a norm of " if kind in ("gradient", "gradient used", "weights", "value at the end") else ""
     if expected == found:
         return f"{norm}{expected} on both sides, and other elements"
     return f"{norm}{expected} is right, {found} was found"

@@ -73,7 +73,7 @@ TABLE = [
     ),
     Entry("BatchSizeFinder", REFUSED, "It needs an out-of-memory error on all ranks at once."),
     Entry("Callback", BASE, "Yours: hooks run on every rank; metrics are the same on all, weights the stage's own."
-        " **Between two batches weights are one update old**: `after_own_update(callback)`, see above."
+        " Between two batches weights may be one update old: `after_own_update(callback)`, see above."
         " Checkpoints have every stage's state."),
     Entry("Checkpoint", BASE, "A checkpoint callback of your own must call `trainer.save_checkpoint` on every rank."),
     Entry("DeviceStatsMonitor", NOTE, "Logs the device of rank 0, the last stage.", {"cpu_stats": False}),
@@ -131,13 +131,9 @@ def make(name: str) -> callbacks.Callback:
 
 
 OF_YOURS = (
-    "**A callback of yours that reads weights in `on_train_batch_end` sees them one update old** under",
-    "`async_pipeline`: the batch's own update is applied in the middle of the next batch. A hand-written EMA,",
-    "norms of updates or swaps of weights come out wrong. Give the Trainer",
-    "`callbacks=[lightning_asyncpp.after_own_update(MyEMA())]`: its `on_train_batch_end` is then called once the",
-    "update has been applied (there it may not save or evaluate). Or put it into the LightningModule's own",
-    "`on_train_batch_end`, or use `EMAWeightAveraging`. In `on_train_epoch_end` and in validations all updates",
-    "have been applied.",
+    "A callback of yours that reads or changes weights in `on_train_batch_end`, such as a hand-written EMA, needs",
+    "`after_own_update` ([the contract](../concepts/contract.md#between-two-batches)), or is Lightning's",
+    "`EMAWeightAveraging`. In `on_train_epoch_end` and in validations all updates have been applied.",
 )
 
 

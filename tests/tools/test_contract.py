@@ -1,0 +1,70 @@
+"""The contract: its wrong examples are refused or found by check_model, which names their sentence; right ones pass."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asyncpp import ConfigurationError, check_model
+from lightning_asyncpp.tools.check import report
+
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "contract.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+READY = re.search(r"(?s)<!-- run first:\n(.*?)-->", TEXT)[1]  # type: ignore[index]
+SENTENCES = {
+    int(number): (title, body)
+    for number, title, body in re.findall(r"(?ms)^\*\*(\d+)\. (.*?)\.\*\*(.*?)(?=^\*\*\d|^## |\Z)", TEXT)
+}
+UNSEEN = [number for number, (_, body) in SENTENCES.items() if "*unseen*" in body and number != 14]
+REFUSED = {1: ConfigurationError, 2: ConfigurationError, 4: RuntimeError}  # 4: torch's own words
+
+
+def batches(number: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    if number == 9:
+        return [torch.randn(6, 8, 8, generator=generator)]
+    return [(torch.randn(8, 8, generator=generator), torch.randint(4, (8,), generator=generator)) for _ in range(3)]
+
+
+def compared(number: int, side: int) -> Any:
+    """What check_model finds in the wrong example of a sentence (0), or in the right one (1)."""
+    names: dict[str, Any] = {}
+    exec(READY, names)
+    codes = re.findall(r"(?ms)^```python\n(.*?)^```", SENTENCES[number][1])
+    for code in codes[: side + 1]:  # the right one may go on from the wrong one
+        for name in ("module", "callbacks"):
+            names.pop(name, None)
+        if "class Net(Net)" not in code:
+            names["Net"] = names["Classifier"]
+        exec(code, names)
+    module = names["module"] if "module" in names else names["Net"]()
+    return check_model(module, batches(number), callbacks=names.get("callbacks"))
+
+
+@pytest.mark.parametrize("number", SENTENCES)
+def test_right_examples_train_as_in_one_process(number: int) -> None:
+    found = compared(number, 1)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("number", sorted({*SENTENCES} - {*UNSEEN}))
+def test_wrong_examples_are_refused_or_found(number: int) -> None:
+    if number in REFUSED:
+        with pytest.raises(REFUSED[number]):
+            compared(number, 0)
+        return
+    found = str(compared(number, 0))
+    assert f"{number} ({SENTENCES[number][0]})" in found, found
+    assert "https://lightning-asyncpp.github.io/lightning-asyncpp/concepts/contract/" in found
+
+
+def test_the_report_knows_the_page() -> None:
+    assert [*SENTENCES] == [*range(1, 18)]
+    assert UNSEEN == [10, 16, 17]
+    assert {number: SENTENCES[number][0] for number in report._SENTENCES} == report._SENTENCES
+    named = {number for of_kind in report._WHY.values() for numbers in of_kind.values() for number in numbers}
+    assert named == {*report._SENTENCES}
