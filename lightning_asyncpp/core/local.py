@@ -23,14 +23,12 @@ from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.engine import Actions, Engine
 from lightning_asyncpp.core.local_messages import LocalMesh, LocalTransport, Mailbox
-from lightning_asyncpp.core.randomness import CallersGenerators
+from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.runner import stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.stage_optimizer import HyperParameters
-from lightning_asyncpp.core.updates.control_message import Payload
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Payload, Update
 from lightning_asyncpp.core.weights import WeightVersions
 
 T = TypeVar("T")
@@ -78,7 +76,7 @@ class LocalPipeline(Engine):
     ) -> None:
         # In place of what an engine makes for its one stage; what is not here it inherits.
         self.stage, self.mesh, self.settings = whole, Mesh(1, 1, 0), settings
-        self.host_batch, self.generators, self.evaluated = HostBatch(), CallersGenerators(device), 0
+        self.host_batch, self.evaluated = HostBatch(), 0
         self._shared = share(stages)
         self._mailbox = Mailbox(len(stages))
         # Within a batch every stage has states of Python's and NumPy's generators: first and last draw the same.
@@ -94,7 +92,6 @@ class LocalPipeline(Engine):
         transport = LocalTransport(self._mailbox, stage.index, device) if stage.num_stages > 1 else None
         engine = Engine(stage, mesh, self.settings, seed, device, hooks, transport=transport)
         engine.host_batch = self.host_batch
-        engine.generators = engine.updates.generators = self.generators
         return engine
 
     @property
@@ -117,11 +114,6 @@ class LocalPipeline(Engine):
         """Whether a drain would do nothing."""
         return self.idle
 
-    @property
-    def undelayed(self) -> int:  # type: ignore[override]
-        """Number of mini-batches of a run without delay that this one goes on from."""
-        return self.engines[0].undelayed
-
     def schedules(self) -> list[Schedule]:
         """Those of all stages."""
         return [engine.schedule for engine in self.engines]
@@ -132,7 +124,7 @@ class LocalPipeline(Engine):
         after = _python_draws()
         self._draws = [after] * len(self.engines)
         try:
-            with self.generators.set_aside():
+            with preserved_generators(self.runner.device):
                 output = self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
             after = self._draws[-1]
         finally:
@@ -149,7 +141,7 @@ class LocalPipeline(Engine):
         self, hyper_parameters: HyperParameters | None = None, payload: Payload | None = None, note: Any = None
     ) -> None:
         """Declare the mini-batch complete on all stages; arguments as for :meth:`Engine.close`."""
-        with self.generators.set_aside():
+        with preserved_generators(self.runner.device):
             self._take_turns([engine.iter_close(hyper_parameters, payload, note) for engine in self.engines])
 
     def apply_due(self) -> list[Update]:
@@ -159,7 +151,7 @@ class LocalPipeline(Engine):
     def drain(self) -> list[Update]:
         """Finish everything in flight and apply every update; return those of the first stage."""
         with ExitStack() as stack:
-            for context in (torch.inference_mode(False), torch.enable_grad(), self.generators.set_aside()):
+            for context in (torch.inference_mode(False), torch.enable_grad(), preserved_generators(self.runner.device)):
                 stack.enter_context(context)
             for engine in self.engines:
                 stack.enter_context(engine.modes_of_forwards())

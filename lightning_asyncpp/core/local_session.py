@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.elsewhere import second_names, uses_of
@@ -25,6 +24,7 @@ from lightning_asyncpp.core.local import LocalPipeline
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -117,7 +117,7 @@ class LocalSession(PipelineSession):
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Have the updates of every stage step its own parameters."""
-        whole, check = self.stage_optimizer, self.watch.check
+        whole = self.stage_optimizer
         self._attached = [
-            AttachedOptimizer(whole.part(part.stage.parameters.values()), part, step, check) for part in engine.parts
+            AttachedOptimizer(whole.part(part.stage.parameters.values()), part, step) for part in engine.parts
         ]

@@ -134,6 +134,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer, self._step_optimizer)
         mark_as_stepped(optimizer)
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         return optimizer
 
     @override
@@ -189,15 +190,15 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         Raises:
             ConfigurationError: the first time, on every rank, if a rank found that the step cannot be run right.
         """
-        self._trained_engine("strategy.training_step")
+        engine = self._trained_engine("strategy.training_step")
         if self._recorder is not None:
             self._recorder.begin_batch()
         with self._driving():
-            output = self.session.run(batch, self._user_step(step_fn))
-        if not self._mesh.is_last:
+            output = engine.run(batch, self._user_step(step_fn))
+        if not engine.mesh.is_last:
             return None
-        if (nan := output.nan_losses()) is not None:
-            self._note.nan_places.append(Reading([nan[1]]))
+        if (place := output.first_nan) is not None:
+            self._note.nan_places.append(Reading([place]))
         return or_nan(output.mean_loss(self._hooks.loss_reduction), self.root_device)
 
     @override
@@ -220,10 +221,14 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             raise ConfigurationError(refusals.NOTHING_TO_STEP)
         with self._driving():
             note, self._note = self._note, MiniBatchNote()
-            self.session.close(note=note)
-            self._applied(self.session.apply_due())
+            self._applied(self.session.close(note=note))
         if self._recorder is not None:
             self._recorder.end_batch()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradient of the batches since the last step, on every stage: they belong to no update."""
+        self._trained_engine("optimizer.zero_grad()").drop()
+        self._note = MiniBatchNote()
 
     @override
     def clip_gradients_norm(
@@ -263,6 +268,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             self._recorder.write()
 
     def _step_optimizer(self, update: Update) -> None:
+        self.session.check_failure()
         optimizer, note = self.session.optimizer, update.note
         assert optimizer is not None
         if note.clipping is not None:

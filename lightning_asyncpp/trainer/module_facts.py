@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.network import network_in, network_name
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
-from lightning_asyncpp.core.model_call import ModelCall
+from lightning_asyncpp.core.runner import ModelCall
 from lightning_asyncpp.errors import ConfigurationError
 
 

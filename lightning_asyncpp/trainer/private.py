@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -257,27 +257,36 @@ def current_hook(module: LightningModule) -> str | None:
     return hook
 
 
-@contextmanager
-def running_hook(module: LightningModule, name: str) -> Iterator[None]:
-    """Let ``module.log`` take what runs meanwhile for the hook ``name``."""
-    before = current_hook(module)
-    module._current_fx_name = name
-    try:
-        yield
-    finally:
-        module._current_fx_name = before
+class AtUpdate(NamedTuple):
+    """What Lightning reads when an update is applied, as it was when its batch was run.
+
+    Attributes:
+        global_step: hooks decide by it.
+        clip_val, clip_algorithm: how the gradient is clipped.
+    """
+
+    global_step: int
+    clip_val: float | None
+    clip_algorithm: Any
+
+
+def state_at_update(module: LightningModule) -> AtUpdate:
+    """What the update of the batch that has just run is to find."""
+    trainer = module.trainer
+    return AtUpdate(trainer.global_step, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 @contextmanager
-def at_global_step(trainer: Trainer, step: int) -> Iterator[None]:
-    """Let ``trainer.global_step`` read ``step`` meanwhile: hooks of an update that comes late decide by it."""
+def at_update(trainer: Trainer, state: AtUpdate) -> Iterator[None]:
+    """Let the trainer be meanwhile as it was when the batch was run whose update comes late."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     counts = required(loop, "optim_progress", "tell hooks of an update its own step").optimizer.step.total
-    present, counts.completed = counts.completed, step
+    present = counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm = state
     try:
         yield
     finally:
-        counts.completed = present
+        counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm = present
 
 
 def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: float) -> bool:

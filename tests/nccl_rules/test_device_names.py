@@ -21,12 +21,10 @@ from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.runner.common import Flight, Task
-from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.runner import Flight, Task, stage_runner
 from lightning_asyncpp.core.updates import mini_batch, reduction
 from lightning_asyncpp.core.updates.clipping import clip_values
-from lightning_asyncpp.core.updates.control_message import StopFlags
-from lightning_asyncpp.core.updates.mini_batch import MiniBatch
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags
 from lightning_asyncpp.core.updates.reduction import Reduction, plan_buckets, squares
 from lightning_asyncpp.core.weights import WeightVersions, lent, writing
 from lightning_asyncpp.core.wire import handover

@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_asyncpp.core.batches.tree import map_tensors, merge_outputs
-from lightning_asyncpp.core.batches.user_hooks import loss_of
 from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -27,45 +28,66 @@ class BatchOutput:
     results: list[Any]
     weights: list[float]
 
+    @property
+    def weight(self) -> float:
+        """What the batch weighs."""
+        return sum(self.weights)
+
+    @cached_property
+    def _losses(self) -> Tensor | None:
+        """Losses of the micro-batches that have a weight; None without any."""
+        losses = [loss_of(result).detach() for result, weight in zip(self.results, self.weights) if weight]
+        return torch.stack(losses) if losses else None
+
     def mean_loss(self, reduction: str = "mean") -> Tensor | None:
         """Weighted mean of the losses, without those that are NaN where others are not; None without samples."""
-        total = sum(self.weights)
-        if not total:
+        losses = self._losses
+        if losses is None:
             return None
-        losses = self._losses()
-        missing = losses.isnan()
-        if reduction == "mean":
-            losses = losses * self._counting(losses.dtype, losses.device)
-        mean = losses.sum() / total
-        others = losses.masked_fill(missing, 0.0).sum() / (total - self._weight_of(missing)).to(losses.dtype)
-        return torch.where(missing.any(), others, mean)  # asking whether any is NaN would wait for the device
-
-    def nan_losses(self) -> tuple[Tensor, Tensor] | None:
-        """Weight of the micro-batches whose loss is NaN, and which is the first of them, from 1; None without samples.
-
-        Both stay on the device; they are 0 where no loss is NaN.
-        """
-        if not sum(self.weights):
-            return None
-        missing = self._losses().isnan()
-        return self._weight_of(missing), missing.any() * (missing.int().argmax() + 1)
-
-    def _losses(self) -> Tensor:
-        """Losses of the micro-batches that have a weight."""
-        return torch.stack([loss_of(result).detach() for result, w in zip(self.results, self.weights) if w])
-
-    def _counting(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        missing, device, total = losses.isnan(), losses.device, sum(self.weights)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
         weights = torch.tensor([weight for weight in self.weights if weight], dtype=dtype, device="cpu")
-        return weights.to(device, non_blocking=True)
+        weights = weights.to(device, non_blocking=True)
+        if reduction == "mean":
+            losses = losses * weights.to(losses.dtype)
+        others = losses.masked_fill(missing, 0.0).sum() / (total - (weights * missing).sum()).to(losses.dtype)
+        return torch.where(missing.any(), others, losses.sum() / total)  # to ask if any is NaN would wait for a GPU
 
-    def _weight_of(self, chosen: Tensor) -> Tensor:
-        dtype = torch.float32 if chosen.device.type == "mps" else torch.float64
-        return (self._counting(dtype, chosen.device) * chosen).sum()
+    @property
+    def first_nan(self) -> Tensor | None:
+        """Which micro-batch with a weight is the first whose loss is NaN, from 1, or 0; None without samples."""
+        if self._losses is None:
+            return None
+        missing = self._losses.isnan()
+        return missing.any() * (missing.int().argmax() + 1)
 
     def beside_loss(self) -> dict[str, Any]:
         """What a training step returned beside its loss, for the whole batch."""
+        if not self.results or not isinstance(self.results[0], Mapping):
+            return {}
         beside = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
         return merge_outputs(map_tensors(Tensor.detach, beside), self.weights) if any(beside) else {}
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss of a training step: the tensor itself, or the entry ``"loss"``.
+
+    Raises:
+        ConfigurationError: there is none, or it is not a single number.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+        if isinstance(result, Mapping):
+            what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
+        mend = "" if result is not None else (
+            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): weights stay as they are"
+            " but for momentum and decay"
+        )  # fmt: skip
+        raise ConfigurationError(
+            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{mend}"
+        )
+    return loss.reshape(()) if loss.ndim else loss
 
 
 def nan_loss_text(mini_batch: int, place: int) -> str:

@@ -88,11 +88,11 @@ class Conductor(Callback):
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what the last update brought; drain if anything that follows needs it."""
-        self.step_metrics.updates.log_received()
+        self.step_metrics.log_received()
         engine = self.session.running()
         if self._must_drain(trainer, batch_idx):
             self.drain()
-            self.step_metrics.updates.log_received()
+            self.step_metrics.log_received()
         if engine.accumulating:  # an update within the batch may have agreed on a stop: it waits for a whole mini-batch
             return
         if engine.updates.agreed.interrupted:

@@ -200,14 +200,15 @@ class LogRecorder:
         ``sync_dist`` is implied: the value is always reduced over micro-batches and replicas.
         """
         entry = _entry(
-            name, _reduction(name, reduce_fx), prog_bar, logger,
+            name, reduce_fx, prog_bar, logger,
             self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch,
             add_dataloader_idx,
         )  # fmt: skip
         if isinstance(value, Metric):
             self._log_metric_object(entry, value)
             return
-        check_loggable(name, value)
+        if not (isinstance(value, Tensor) and value.numel() == 1):
+            check_loggable(name, value)
         if name not in self.entries and len(self.entries) >= self.slots:
             raise ConfigurationError(f"more names are logged in one batch than metric_slots={self.slots}: raise it")
         known = self.entries.setdefault(name, entry)
@@ -242,23 +243,12 @@ class LogRecorder:
         if self.gaps is not None:
             self.gaps.clear()
 
-    def take(self, other: LogRecorder) -> None:
-        """Go on with what another one recorded, after :meth:`clear`; the other is cleared."""
-        self.entries.update(other.entries)
-        self.values.update(other.values)
-        self._pending += other._pending
-        self.metrics.update(other.metrics)
-        self.metric_entries.update(other.metric_entries)
-        other.clear()
-        other.metrics.clear()
-        other.metric_entries.clear()
-
     def logged(self) -> list[Logged]:
         """The values so far, after :meth:`settle`."""
         return [Logged(self.entries[name], a.result(), a.weight) for name, a in self.values.items()]
 
     def objects(self, modules: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-        """The torchmetrics objects that were logged, as other replicas know them: what was said, and the object's name.
+        """The torchmetrics objects that were logged, as other replicas know them: what of, and the object's name.
 
         Args:
             modules: name -> module, those objects among them.
@@ -273,17 +263,17 @@ class LogRecorder:
         """Have what any replica logged, in the same order on all: to compute it takes all of them.
 
         Args:
-            of_replicas: what :meth:`objects` said on each.
+            of_replicas: what :meth:`objects` returned on each.
             modules: name -> module.
         """
-        own, said = dict(self.metrics), dict(self.metric_entries)
+        own, entries = dict(self.metrics), dict(self.metric_entries)
         self.metrics.clear()
         self.metric_entries.clear()
         for fields, place in itertools.chain.from_iterable(of_replicas):
             name = fields["name"]
             metric = own.get(name, modules.get(place))
             if name not in self.metrics and isinstance(metric, Metric):
-                self.metrics[name], self.metric_entries[name] = metric, said.get(name) or Entry(**fields)
+                self.metrics[name], self.metric_entries[name] = metric, entries.get(name) or Entry(**fields)
 
     def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
         """What was recorded and not sent on yet; torchmetrics objects by their names.
@@ -354,13 +344,10 @@ def number(name: str, computed: Any) -> float:
     return float(computed)  # type: ignore[arg-type]
 
 
-# Made once, not in every micro-batch.
-_entry = lru_cache(maxsize=256)(Entry)
-
-
-def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+@lru_cache(maxsize=256)  # made once, not in every micro-batch
+def _entry(name: str, reduce_fx: str | Callable[..., Any], *options: Any) -> Entry:
     text = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
     text = "mean" if text == "avg" else text
     if text not in _REDUCTIONS:
         raise ConfigurationError(f"self.log({name!r}, reduce_fx={text!r}): use one of {', '.join(_REDUCTIONS)}")
-    return text
+    return Entry(name, text, *options)

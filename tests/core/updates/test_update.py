@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lightning_asyncpp.core.updates.control_message import StopFlags
 from torch import nn
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.updates.clipping import clip_coefficient, gradient_norm
-from lightning_asyncpp.core.updates.control_message import StopFlags
-from lightning_asyncpp.core.updates.mini_batch import MiniBatch
+from lightning_asyncpp.core.updates.clipping import clip_coefficient
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch, gradient_norm
 from lightning_asyncpp.core.updates.reduction import squares
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
