@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.batch_output import BatchOutput
 from lightning_asyncpp.core.batches.host_batch import HostBatch
-from lightning_asyncpp.core.batches.micro_batch import Slot
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput, Slot
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.progress import PROGRESS

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.batch_output import BatchOutput
 from lightning_asyncpp.core.batches.host_batch import HostBatch
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.engine import Actions, Engine

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import COLLECTED, Collected
-from lightning_asyncpp.core.batches.batch_output import loss_of
 from lightning_asyncpp.core.batches.host_batch import HostBatch
-from lightning_asyncpp.core.batches.micro_batch import NO_MARK, Slot, cut_batch
+from lightning_asyncpp.core.batches.micro_batch import NO_MARK, Slot, cut_batch, loss_of
 from lightning_asyncpp.core.batches.structure import flatten, unflatten
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
@@ -30,6 +29,7 @@ from lightning_asyncpp.core.wire.transport import Arrival, InputGradient, Transp
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 
 T = TypeVar("T")
+Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
 _MOST_TEXT_BYTES = 4096  # of a failure
 
@@ -116,6 +116,9 @@ class StageRunner(ABC):
         self.trace: Trace | None = None
         self.clock = clock_of(device)
         self.call = ModelCall(stage.model, hooks.model_name)
+        # Around the step of the user, and around the layers within it.
+        self._step_context: Context = hooks.forward_context if hooks.context_around_step else nullcontext
+        self._layers_context: Context = nullcontext if hooks.context_around_step else hooks.forward_context
         self._neighbours: Transport = transport  # type: ignore[assignment]  # a single stage does not ask for it
 
     @abstractmethod
@@ -139,7 +142,8 @@ class StageRunner(ABC):
             host_batch: what of it is still on the host.
         """
         weigh = self.hooks.micro_batch_weight if self.mesh.is_first else None  # weights travel with micro-batches
-        return cut_batch(batch, parts, self.hooks.split_batch, weigh, host_batch.of(batch))
+        on_host = batch if self.device.type == "cpu" else host_batch.of(batch)
+        return cut_batch(batch, parts, self.hooks.split_batch, weigh, on_host)
 
     def backward(self, flight: Flight, weights: dict[str, Tensor]) -> None:
         """Run the backward of a flight, adding to the gradients of ``weights``, and send the inputs' gradients."""
@@ -230,8 +234,10 @@ class StageRunner(ABC):
     def _send(self, task: Task, output: Any, header: Header, flight: Flight) -> Flight:
         """Send the output of the layers on, behind a header with the weight and the fingerprint of ``header``."""
         layer = self.stage.units[-1].name
-        tensors, structure = flatten(output, layer)
-        kind, infos = Header.TENSOR if isinstance(output, Tensor) else Header.TUPLE, describe(tensors, layer)
+        is_tensor = type(output) is Tensor
+        tensors, structure = ((output,), b"") if is_tensor else flatten(output, layer)
+        kind = Header.TENSOR if is_tensor or isinstance(output, Tensor) else Header.TUPLE
+        infos = describe(tensors, layer)
         outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure)
         flight.outputs = tuple([tensor for tensor in tensors if tensor.requires_grad])
         with self.span(Beside.SEND, task.k, num_bytes=0 if self.trace is None else outgoing.num_bytes):
@@ -241,13 +247,6 @@ class StageRunner(ABC):
     def _send_empty(self, task: Task) -> Flight:
         self._neighbours.send_activation(Header(task.k, Header.EMPTY), ())
         return Flight(task.k, task.version)
-
-    def _step_context(self) -> AbstractContextManager[Any]:
-        return self.hooks.forward_context() if self.hooks.context_around_step else _NOTHING
-
-    def _layers_context(self) -> AbstractContextManager[Any]:
-        """Around the layers within the step of the user."""
-        return _NOTHING if self.hooks.context_around_step else self.hooks.forward_context()
 
 
 class FirstStage(StageRunner):

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.core.batches.batch_output import NanLosses, or_nan
+from lightning_asyncpp.core.batches.micro_batch import or_nan
+from lightning_asyncpp.core.batches.not_counted import NanLosses
 from lightning_asyncpp.core.batches.tree import merge_outputs
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.partition_choice import example_of

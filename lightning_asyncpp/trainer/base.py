@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.core.batches.batch_output import or_nan
+from lightning_asyncpp.core.batches.micro_batch import or_nan
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.elsewhere import OtherStage
@@ -121,8 +121,8 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         rank_zero_info(f"Pipeline: {self.session.describe()}")
         self.session.watch.progress.enter("a run")
         self._batch_ends = BatchEnds(module, self.session, trainer)
-        drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
-        self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
+        args = self.session, self.step_metrics, self.drain, self._batch_ends, self.progress
+        self._conductor = Conductor(trainer, *args)
         self._conductor.install(trainer)
         self.step_metrics.connect(trainer, module)
         self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
@@ -167,6 +167,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         optimizer = self.optimizers[0]
         self.session.compare(optimizer_entries(optimizer))
         self.session.attach(optimizer, self._step_optimizer)
+        self._hyper_parameters = self.session.stage_optimizer.hyper_parameters
         _optimizer_to_device(optimizer, self.root_device)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
@@ -216,10 +217,10 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the module's own hooks see no placeholder."""
         PROGRESS.made += 1
-        if has_placeholder(batch):
+        engine = self.session.engine
+        if engine is not None and not (engine.mesh.is_first or engine.mesh.is_last) and has_placeholder(batch):
             return batch
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        engine = self.session.engine
         if self._only_moves_batches and engine is not None and self.root_device.type != "cpu":
             engine.host_batch.moved(batch, moved)
         return moved
@@ -231,7 +232,8 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         assert batch_ends is not None
         if private.begins_accumulation(module.trainer):
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
-        output = engine.run(args[0], self._user_step("training_step", args, kwargs), batch_ends.call_late)
+        afterwards = batch_ends.call_late if batch_ends.kinds else _nothing
+        output = engine.run(args[0], self._user_step("training_step", args, kwargs), afterwards)
         mesh = engine.mesh
         returned: dict[str, Any] = {"loss": NO_LOSS}
         if mesh.is_last:
@@ -269,10 +271,11 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         if not engine.accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)
         assert self._batch_ends is not None
-        hyper_parameters, note = self.session.stage_optimizer.hyper_parameters(), private.state_at_update(self._module)
-        engine.close(hyper_parameters, self.step_metrics.payload(), note)
+        payload = self.step_metrics.payload(self.root_device)
+        engine.close(self._hyper_parameters(), payload, private.state_at_update(self._module))
         updates = engine.apply_due()
-        self._batch_ends.call_late()
+        if self._batch_ends.waiting:
+            self._batch_ends.call_late()
         self._receive(updates)
         return result
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
-from lightning_asyncpp.core.batches.batch_output import BatchOutput
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput
 from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.checkpoint import state

@@ -144,9 +144,9 @@ class MiniBatch:
     _payload_at: int = _FIXED
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    _counts: Reading = field(init=False)
+    _statistics: Tensor | Reading = field(init=False)  # on the host, or on their way there
     _count: tuple[Tensor, dist.Work] | None = None
-    _norms: Reading | None = None
+    _norms: Sequence[Tensor] | Reading | None = None
     _squares: float = 0.0
     _total: Tensor | None = None  # of all stages, on the first
 
@@ -186,7 +186,7 @@ class MiniBatch:
             steps_ahead: whether :meth:`reduce_now` will be called.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
-        self._counts = Reading([statistics])
+        self._statistics = statistics if statistics.is_cpu else Reading([statistics])
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
             self.gradients = self.reduction.gradients  # the stage's own are not needed any more
@@ -272,7 +272,9 @@ class MiniBatch:
         assert self._norms is not None
         # The newest reading first: what was asked for before it is there when it is. Added exactly, so that the order
         # of the squares does not matter.
-        squares = [norm * norm for (norm,) in self._norms.get()]
+        there = self._norms
+        norms = [n for (n,) in there.get()] if isinstance(there, Reading) else [norm.item() for norm in there]
+        squares = [norm * norm for norm in norms]
         self._squares = math.fsum(squares if self.reduction is None else self.reduction.squares + squares)
         self.message = self._written()
         if self.exchange is not None:
@@ -299,7 +301,8 @@ class MiniBatch:
         mesh, finite = self.mesh, math.isfinite(self._squares)
         weight = self.weight if mesh.is_last else 0.0
         squares = self._squares if mesh.replica == 0 and finite else 0.0  # every replica holds the same gradient
-        (counts,) = self._counts.get()
+        there = self._statistics
+        counts = there.tolist() if isinstance(there, Tensor) else there.get()[0]
         fixed = (weight, squares, not finite, self._stop.interrupted, self._stop.finished)
         vector = torch.zeros(self.length, dtype=torch.float64, device="cpu")
         vector[: self._payload_at] = torch.tensor([*fixed, *counts], dtype=torch.float64, device="cpu")
@@ -335,12 +338,13 @@ class MiniBatch:
         elif self.reduction is not None:
             gradients = {}
         counted = [gradient for gradient in gradients.values() if gradient is not None]
-        self._norms = Reading(foreach.norm(counted, 2, dtype=torch.float64) if counted else [])
+        norms = foreach.norm(counted, 2, dtype=torch.float64) if counted else []
+        self._norms = norms if not norms or norms[0].is_cpu else Reading(norms)
 
     def _is_known(self) -> bool:
         """Whether the device has got to everything that the message holds."""
         payload = self.payload is None or isinstance(self.payload, Tensor) or self.payload.is_there()
-        return payload and self._norms is not None and self._norms.is_there() and self._counts.is_there()
+        return payload and all(not isinstance(r, Reading) or r.is_there() for r in (self._norms, self._statistics))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.core.batches.batch_output import no_weight_text
+from lightning_asyncpp.core.batches.not_counted import no_weight_text
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
 from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.mesh import Mesh

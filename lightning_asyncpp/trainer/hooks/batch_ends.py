@@ -72,11 +72,15 @@ class BatchEnds(Callback):
         module: that is trained.
         session: the pipeline.
         trainer: whose callbacks they are.
+
+    Attributes:
+        waiting: ends of batches whose hooks are still to be called.
+        kinds: of callbacks on any rank.
     """
 
     def __init__(self, module: LightningModule, session: PipelineSession, trainer: L.Trainer) -> None:
         self._module, self._session, self._trainer = module, session, trainer
-        self._waiting: deque[_BatchEnd] = deque()
+        self.waiting: deque[_BatchEnd] = deque()
         self._is_late = False
         callbacks = [c for c in trainer.callbacks if not isinstance(c, BatchEnds)]  # type: ignore[attr-defined]
         self._called = [c for c in callbacks if isinstance(c, WeightAveraging) or vars(c).get(_MARK)]
@@ -90,11 +94,11 @@ class BatchEnds(Callback):
         reads_only = all(isinstance(callback, WeightAveraging) for callback in self._called)
         own = "" if not self._called else _READS if reads_only else _MAY_CHANGE
         # A callback may be on some ranks alone; drains must be the same on all.
-        self._kinds = {*exchange(session.running().mesh, own)} - {""}
+        self.kinds = {*exchange(session.running().mesh, own)} - {""}
 
     def release(self) -> None:
         """Give the hooks back."""
-        self._waiting.clear()
+        self.waiting.clear()
         for callback in self._called:
             vars(callback).pop(HOOK, None)
         self._called = []
@@ -105,10 +109,8 @@ class BatchEnds(Callback):
         It does where they may change weights that the mini-batch is still running at, and where one process has all
         stages: these apply an update one after the other, but the hooks are called once. A drain costs no time there.
         """
-        if not self._kinds:
-            return False
         engine = self._session.running()
-        return len(engine.parts) > 1 or (_MAY_CHANGE in self._kinds and engine.accumulating and engine.at_newest)
+        return len(engine.parts) > 1 or (_MAY_CHANGE in self.kinds and engine.accumulating and engine.at_newest)
 
     def check_drain(self) -> None:
         """Refuse a drain by a hook that is called in the middle of another batch: it would meet that batch's update.
@@ -127,23 +129,22 @@ class BatchEnds(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: LightningModule, *arguments: Any) -> None:
         """Call the hooks, now or when the batch's update has been applied."""
         engine = self._session.running()
-        self._waiting.append(_BatchEnd(engine.mini_batch, engine.next_forward, arguments))
+        self.waiting.append(_BatchEnd(engine.mini_batch, engine.next_forward, arguments))
         self._call_due()
 
     def call_late(self) -> None:
         """Call the hooks of earlier batches whose updates have just been applied, in the middle of a later batch."""
-        if self._waiting:
-            self._is_late = True
-            try:
-                # The last resort of a drain may come from an evaluation.
-                with torch.inference_mode(False), torch.enable_grad():
-                    self._call_due()
-            finally:
-                self._is_late = False
+        self._is_late = True
+        try:
+            # The last resort of a drain may come from an evaluation.
+            with torch.inference_mode(False), torch.enable_grad():
+                self._call_due()
+        finally:
+            self._is_late = False
 
     def _call_due(self) -> None:
-        while self._waiting and self._waiting[0].updates <= self._session.running().updates.applied:
-            end = self._waiting.popleft()
+        while self.waiting and self.waiting[0].updates <= self._session.running().updates.applied:
+            end = self.waiting.popleft()
             # Not from the process's generators: how much was drawn there by then depends on when the hook is called,
             # and on whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
             seed, engine = derive(self._session.seed, "batch end", end.first), self._session.running()

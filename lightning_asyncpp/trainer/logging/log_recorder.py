@@ -1,15 +1,18 @@
-"""``self.log`` inside micro-batches: values as they were logged, and what they come to over a mini-batch."""
+"""``self.log`` inside micro-batches: values as they were logged, over a mini-batch, and on their way to all ranks."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import numbers
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -17,6 +20,8 @@ from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.errors import ConfigurationError
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
+_HEAD = 2  # schema; the first micro-batch whose loss is NaN, from 1, or 0
+_ABSENT = -1.0  # in place of a weight: the batch did not log this name
 
 
 @dataclass(frozen=True)
@@ -351,3 +356,86 @@ def _entry(name: str, reduce_fx: str | Callable[..., Any], *options: Any) -> Ent
     if text not in _REDUCTIONS:
         raise ConfigurationError(f"self.log({name!r}, reduce_fx={text!r}): use one of {', '.join(_REDUCTIONS)}")
     return Entry(name, text, *options)
+
+
+class LoggedBatch:
+    """Logged values of a mini-batch on their way from the device, as a payload of the control message.
+
+    They are numbers at agreed places of it. What stands where (the schema) is exchanged only when it changes. Every
+    rank then logs the same value under the same name, so callbacks that decide on a metric decide alike everywhere.
+
+    Args:
+        recorded: what was logged.
+        nan_places: of its batches, which micro-batch is the first whose loss is NaN, from 1; or 0.
+        slots: how many names a payload has places for.
+        late: whether they are on a device, from which they come in the background.
+
+    Attributes:
+        length: of the payload.
+        schema: names and options of the values in the order of the payload, as JSON.
+        schema_number: stands for it.
+    """
+
+    def __init__(self, recorded: Recorded, nan_places: Sequence[Tensor], slots: int, late: bool) -> None:
+        self.length = payload_length(slots)
+        self.schema, self.schema_number = _encode_schema(tuple(recorded.places.values()))
+        self._recorded, self._num_places = recorded, len(nan_places)
+        tensors = [*nan_places, *recorded.tensors()]
+        self._reading = Reading(tensors) if late else None
+        self._numbers = [] if late else [tensor.item() for tensor in tensors]
+
+    def is_there(self) -> bool:
+        """Whether :meth:`get` need not wait."""
+        return self._reading is None or self._reading.is_there()
+
+    def get(self) -> Tensor:
+        """The payload, (length,) fp64 on the host; waits for the device."""
+        numbers = self._numbers if self._reading is None else [number for (number,) in self._reading.get()]
+        self._recorded.settle(numbers[self._num_places :])
+        payload = [float(self.schema_number), next(filter(None, numbers[: self._num_places]), 0.0)]
+        for name in self._recorded.places:
+            logged = self._recorded.values.get(name)
+            payload += (0.0, _ABSENT) if logged is None else (logged.result(), logged.weight)
+        payload += [0.0] * (self.length - len(payload))
+        return torch.tensor(payload, dtype=torch.float64, device="cpu")
+
+
+@lru_cache(maxsize=256)
+def _encode_schema(entries: tuple[Entry, ...]) -> tuple[str, int]:
+    """A schema, and a number that stands for it; 0 is the empty one's."""
+    schema = json.dumps([asdict(entry) for entry in entries])
+    return schema, zlib.crc32(schema.encode()) + 1 if entries else 0
+
+
+def payload_length(slots: int) -> int:
+    """Length of the vector that carries up to ``slots`` values."""
+    return _HEAD + 2 * slots
+
+
+def decode_schema(schema: str) -> list[Entry]:
+    """Entries in the order of a payload, out of its schema."""
+    return [Entry(**fields) for fields in json.loads(schema)]
+
+
+def combine(payload: Tensor, layouts: Sequence[Sequence[Entry]]) -> list[Logged]:
+    """Values of a mini-batch over the replicas that logged them.
+
+    Args:
+        payload: shape (replicas, payload length).
+        layouts: what stands at the places, for each replica.
+
+    Returns:
+        For every entry its value and the weight that it stands for.
+    """
+    rows = []
+    for row, entries in zip(payload.tolist(), layouts):
+        for index, entry in enumerate(entries):
+            value, weight = row[_HEAD + 2 * index : _HEAD + 2 * index + 2]
+            if weight != _ABSENT:
+                rows.append(Logged(entry, value, weight))
+    return combined(rows) if len(layouts) > 1 else rows
+
+
+def nan_micro_batch(payload: Tensor) -> int:
+    """Which micro-batch of a replica was the first whose loss is NaN, from 1; 0 if none was."""
+    return next((int(place) for place in payload[:, 1].tolist() if place), 0)

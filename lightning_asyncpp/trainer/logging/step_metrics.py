@@ -17,7 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_asyncpp.core.batches.batch_output import BatchOutput, nan_loss_text
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput
+from lightning_asyncpp.core.batches.not_counted import nan_loss_text
 from lightning_asyncpp.core.batches.tree import merge_outputs
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -26,9 +27,12 @@ from lightning_asyncpp.core.updates.mini_batch import Payload, Update
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement
 from lightning_asyncpp.trainer.logging.exchanged import Exchange
-from lightning_asyncpp.trainer.logging.log_recorder import Entry, Gaps, Logged, LogRecorder
-from lightning_asyncpp.trainer.logging.payload import (
+from lightning_asyncpp.trainer.logging.log_recorder import (
+    Entry,
+    Gaps,
+    Logged,
     LoggedBatch,
+    LogRecorder,
     combine,
     decode_schema,
     nan_micro_batch,
@@ -145,13 +149,13 @@ class StepMetrics:
         if output.first_nan is not None:
             self._nan_places.append(output.first_nan)
 
-    def payload(self) -> Payload:
-        """What the last stage attaches to the control message of the mini-batch."""
+    def payload(self, device: torch.device) -> Payload:
+        """What the last stage attaches to the control message of the mini-batch; where steps run on ``device``."""
         slots = self.session.settings.metric_slots
         if not self._mesh.is_last:
             self._train.clear()
             return torch.zeros(payload_length(slots), dtype=torch.float64)
-        payload = LoggedBatch(self._train.hand_over(slots), self._nan_places, slots)
+        payload = LoggedBatch(self._train.hand_over(slots), self._nan_places, slots, late=device.type != "cpu")
         self._own_schemas[payload.schema_number] = payload.schema
         self._nan_places = []
         return payload
