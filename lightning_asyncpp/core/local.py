@@ -259,6 +259,7 @@ class AllWeights(WeightVersions):
         self._copies = {(tie.stage, tie.name) for tie in shared}
         first = self._all[0]
         self.room, self.compute_dtype = max(weights.room for weights in self._all), first.compute_dtype
+        self.has_masters = first.has_masters
         self.parameters = self._merged(lambda weights: weights.parameters) or {}
         self.buffers = {name: buffer for weights in self._all for name, buffer in weights.buffers.items()}
 

@@ -135,7 +135,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer, self._step_optimizer)
         mark_as_stepped(optimizer)
-        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        optimizer.__class__ = _with_zero_grad(type(optimizer), self._drop)
         return optimizer
 
     @override
@@ -226,7 +226,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         if self._recorder is not None:
             self._recorder.end_batch()
 
-    def _zero_grad(self, set_to_none: bool = True) -> None:
+    def _drop(self) -> None:
         """Drop the gradient of the batches since the last step, on every stage: they belong to no update."""
         self._trained_engine("optimizer.zero_grad()").drop()
         self._note = MiniBatchNote()
@@ -403,3 +403,13 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         finally:
             self.session.leave()
         super().teardown()
+
+
+def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Optimizer]:
+    """A class of optimizers with another ``zero_grad``, which Fabric takes from the class and not from the object."""
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        drop()
+
+    names = {name: vars(kind)[name] for name in ("__module__", "__qualname__", "__doc__") if name in vars(kind)}
+    return type(kind.__name__, (kind,), {**names, "zero_grad": zero_grad})

@@ -156,11 +156,7 @@ class DelayCorrection(Optimizer):
         self.base.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in vars(self).items()
-            if not key.startswith("_optimizer_") and key not in ("step", "zero_grad")
-        }
+        return {key: value for key, value in vars(self).items() if not key.startswith("_optimizer_") and key != "step"}
 
     def _take_remembered(self, params: list[Tensor]) -> Entries:
         """Take what is remembered out of ``state``: a base may go by its emptiness."""

@@ -24,15 +24,17 @@ from lightning_asyncpp.private_names import required
 def check_names(trainer: Trainer) -> None:
     """Make sure of the names that functions here use in every batch, where they take them as given."""
     purpose = "follow the batches of a training"
-    fit_loop, connector = trainer.fit_loop, required(trainer, "_logger_connector", purpose)
-    used: dict[str, Any] = {
-        "_data_fetcher": fit_loop, "_should_check_val_fx": fit_loop.epoch_loop,
-        "_batches_that_stepped": fit_loop.epoch_loop, "_skip_backward": fit_loop.epoch_loop.automatic_optimization,
-        "optim_progress": fit_loop.epoch_loop.automatic_optimization, "_results": trainer, "metrics": connector,
-        "_first_loop_iter": connector, "_current_fx_name": trainer.lightning_module,
-    }  # fmt: skip
-    for name, owner in used.items():
-        required(owner, name, purpose)
+    connector, epoch_loop = required(trainer, "_logger_connector", purpose), trainer.fit_loop.epoch_loop
+    required(trainer.fit_loop, "_data_fetcher", purpose)
+    required(epoch_loop, "_should_check_val_fx", purpose)
+    required(epoch_loop, "_batches_that_stepped", purpose)
+    required(epoch_loop.automatic_optimization, "_skip_backward", purpose)
+    required(epoch_loop.automatic_optimization, "optim_progress", purpose)
+    required(trainer.lightning_module, "_current_fx_name", purpose)
+    required(type(trainer), "_results", purpose)
+    required(type(connector), "metrics", purpose)
+    required(connector, "_logged_metrics", purpose)
+    required(connector, "_first_loop_iter", purpose)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             required(callback, "_every_n_train_steps", "drain the pipeline before a checkpoint")
@@ -252,8 +254,8 @@ def log_at_step(trainer: Trainer, metrics: dict[str, float], batches_ago: int) -
 
 def _log_with_epoch(trainer: Trainer, metrics: dict[str, Any], step: int) -> None:
     """Send values to the loggers, with the epoch; ``trainer.logged_metrics`` has it only if somebody logs it."""
-    connector = required(trainer, "_logger_connector", "log metrics with the step that they belong to")
-    logged = required(connector, "_logged_metrics", "keep what was logged as plain Lightning does")
+    connector = trainer._logger_connector
+    logged: dict[str, Any] = connector._logged_metrics
     before = {name: logged[name] for name in ("epoch",) if name in logged}
     connector.log_metrics({**metrics, "epoch": metrics.get("epoch", trainer.current_epoch)}, step=step)
     if "epoch" not in metrics:

@@ -63,6 +63,7 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_batches_that_stepped": (lambda t: t.fit_loop.epoch_loop, private.pass_over_end_of_batch),
     "_should_check_val_fx": (lambda t: type(t.fit_loop.epoch_loop), private.check_names),
     "_data_fetcher": (lambda t: t.fit_loop, private.check_names),
+    "_logged_metrics": (lambda t: t._logger_connector, private.check_names),
     "metrics": (lambda t: type(t._logger_connector), private.check_names),
     "val_loop": (lambda t: t.fit_loop.epoch_loop, lambda t: private.run_validations_in(t, nullcontext)),
     "run": (
@@ -127,19 +128,6 @@ def test_a_missing_name_is_named(trainer: L.Trainer, monkeypatch: pytest.MonkeyP
         use(trainer)
 
 
-def test_a_missing_name_of_a_running_trainer_is_named() -> None:
-    loop = SimpleNamespace(_batches_that_stepped=0)
-    connector = SimpleNamespace(metrics={"log": {"x": 1.0}}, _logged_metrics={}, log_metrics=lambda metrics, step: None)
-    running: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop), _logger_connector=connector, log_every_n_steps=1, should_stop=False,
-        current_epoch=0,
-    )  # fmt: skip
-    private.log_step_metrics(running, 0)
-    del connector._logged_metrics
-    with pytest.raises(PrivateNameError, match="_logged_metrics"):
-        private.log_step_metrics(running, 0)
-
-
 @pytest.mark.parametrize("name", AT_AN_EPOCHS_END)
 def test_a_missing_name_at_an_epochs_end_is_named(name: str) -> None:
     parts = {part: lambda *_, **__: True for part in (*AT_AN_EPOCHS_END, "update_lr_schedulers")}
@@ -201,7 +189,7 @@ def test_a_missing_count_of_a_metrics_updates_is_named() -> None:
 def test_every_name_is_tested() -> None:
     source = Path(private.__file__).read_text()
     required = set(re.findall(r', "(\w+)", (?:purpose|")', source))
-    assert required == set(USES) | {"_batches_that_stepped", "metrics", "_logged_metrics", "batches", *AT_AN_EPOCHS_END}
+    assert required == set(USES) | {"batches", *AT_AN_EPOCHS_END}
     assert "getattr(" not in source, "a name that is looked up quietly"
 
 

@@ -8,13 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lightning_asyncpp.core.updates.control_message import StopFlags
 from torch import nn
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.updates.clipping import clip_coefficient
-from lightning_asyncpp.core.updates.mini_batch import MiniBatch, gradient_norm
-from lightning_asyncpp.core.updates.reduction import squares
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags, gradient_norm
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 
@@ -51,8 +49,10 @@ def test_flags_are_told_apart(flag: str) -> None:
 
 def test_norms_are_summed_in_double_precision() -> None:
     gradients = {"large": torch.tensor([1e4]), "small": torch.full((1000,), 1e-2)}
-    assert math.fsum(squares(gradients)) == pytest.approx(1e8 + 1000 * float(torch.tensor(1e-2)) ** 2, rel=1e-14)
-    assert squares({"overflows in fp32": torch.tensor([1e30]), "none": None}) == [pytest.approx(1e60, rel=1e-6)]
+    exact = math.sqrt(1e8 + 1000 * float(torch.tensor(1e-2)) ** 2) / 2
+    assert launched(gradients).finish().norm == float(torch.tensor(exact, dtype=torch.float32))
+    overflows = {"overflows in fp32": torch.tensor([1e30, 1e30]), "none": None}
+    assert launched(overflows).finish().norm == pytest.approx(math.sqrt(0.5) * 1e30, rel=1e-6)
 
 
 def test_a_mini_batch_without_weight_has_no_norm() -> None:

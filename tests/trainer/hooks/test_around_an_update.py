@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
 from tests.trainer.pool import Pools
-from tests.trainer.projections import Projected, PutsOtherMemory, project
+from tests.trainer.projections import Changing, Projected, PutsOtherMemory, project
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, train, val_loaders
 
@@ -70,12 +70,12 @@ def test_changed_weights_where_stages_step_ahead(pools: Pools, module: type[Net]
     assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), emulated["weights"])
 
 
-class Saves(Net):
-    def on_train_batch_end(self, *_: Any) -> None:
+class Saves(Changing):
+    def change(self, batch_idx: int) -> None:
         self.trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
 
 
-def test_a_module_that_gathers_between_two_updates_is_refused(pools: Pools) -> None:
+def test_who_gathers_between_two_updates_is_refused(pools: Pools) -> None:
     for outcome in pools.outcomes(2, fit, Run(Saves, options={"micro_batches": 2})):
         assert outcome.error == "ConfigurationError"
         assert "in the middle of the next batch" in outcome.message
