@@ -88,11 +88,11 @@ def test_mini_batches_pass_on_in_order() -> None:
     """What arrives between a look at one mini-batch and at the next one must not let the second go first."""
     passed_on: list[str] = []
     queue = object.__new__(UpdateQueue)
-    queue.closed, queue._leaving = deque(), deque()
+    queue.closed, queue._leaving, queue._dropped, queue._next_backward = deque(), deque(), deque(), 2
     for index, (name, looks) in enumerate({"first": 1, "second": 0}.items()):
         tied = cast("TiedGradients", ArrivesLate(looks, passed_on, name))
         queue.closed.append(launched({"a": torch.ones(2)}, index=index, tied=tied))
-    queue.closed.append(MiniBatch(Mesh(1, 1, 0), 2, 2))
+    queue.closed.append(MiniBatch(Mesh(1, 1, 0), 2, 2, end=3))
     queue.poll()
     assert passed_on == []
     queue.poll()
