@@ -99,9 +99,16 @@ class Averaged(Net):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.steps += 1
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [after_own_update(LimitsWeights())]
+
+
+class LimitsWeights(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         with torch.no_grad():
-            self.model[0].weight.clamp_(-0.3, 0.3)
-            self.mean.lerp_(self.model[0].weight, 0.5)
+            pl_module.model[0].weight.clamp_(-0.3, 0.3)
+            pl_module.mean.lerp_(pl_module.model[0].weight, 0.5)
 
 
 class Noisy(Net):

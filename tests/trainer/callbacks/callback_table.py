@@ -135,9 +135,8 @@ OF_YOURS = (
     "`async_pipeline`: the batch's own update is applied in the middle of the next batch. A hand-written EMA,",
     "norms of updates or swaps of weights come out wrong. Give the Trainer",
     "`callbacks=[lightning_asyncpp.after_own_update(MyEMA())]`: its `on_train_batch_end` is then called once the",
-    "update has been applied (there it may not save or evaluate). Or put it into the LightningModule's own",
-    "`on_train_batch_end`, or use `EMAWeightAveraging`. In `on_train_epoch_end` and in validations all updates",
-    "have been applied.",
+    "update has been applied (there it may not save or evaluate). Or use `EMAWeightAveraging`. In",
+    "`on_train_epoch_end` and in validations all updates have been applied.",
 )
 
 
