@@ -36,12 +36,12 @@ class StageOptimizer:
     Args:
         optimizer: of the whole model.
         own: the parameters of the stage.
-        saved_elsewhere: those of them that another stage has too, and saves.
+        saved_by_others: those of them that another stage has too, and saves.
     """
 
-    def __init__(self, optimizer: Optimizer, own: Collection[Tensor], saved_elsewhere: Collection[Tensor] = ()) -> None:
+    def __init__(self, optimizer: Optimizer, own: Collection[Tensor], saved_by_others: Collection[Tensor] = ()) -> None:
         self.optimizer = optimizer
-        here, other = {id(p) for p in own}, {id(p) for p in saved_elsewhere}
+        here, other = {id(p) for p in own}, {id(p) for p in saved_by_others}
         self._whole = [_members(group) for group in optimizer.param_groups]
         numbered = list(enumerate(p for group in self._whole for p in group["params"]))
         self._numbers = [number for number, p in numbered if id(p) in here]

@@ -186,7 +186,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             batch: the batch; it is cut into micro-batches along the first dimension. Middle stages ignore it.
 
         Returns:
-            The mean loss of this replica's batch, detached, on the last stage (rank 0 among them); ``None`` elsewhere.
+            The mean loss of this replica's batch, detached, on the last stage (rank 0 among them); ``None`` on others.
 
         Raises:
             ConfigurationError: the first time, on every rank, if a rank found that the step cannot be run right.
@@ -336,7 +336,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         Returns:
             On the last stage what ``step_fn`` would have returned for the whole batch: tensors of the micro-batches are
             joined along the first dimension, tensors of one element averaged with the micro-batches' weights. ``None``
-            elsewhere.
+            on others.
         """
         self._check_drain("strategy.evaluation_step")
         engine = self.session.running()

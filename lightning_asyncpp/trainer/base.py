@@ -199,7 +199,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
 
     @property
     def batch_weight(self) -> float | None:
-        """What the micro-batches of the newest batch weigh together, on the last stage; None elsewhere."""
+        """What the micro-batches of the newest batch weigh together, on the last stage; None on others."""
         return self.step_metrics.batch_weight if self._mesh.is_last else None
 
     @override

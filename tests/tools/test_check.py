@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_asyncpp
-from lightning_asyncpp import GPTModule, apply_layers, check_model
+from lightning_asyncpp import GPTModule, after_own_update, apply_layers, check_model
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.tools.check import check

@@ -331,9 +331,8 @@ class MiniBatch:
         gradients = self.gradients
         if self.tied is not None:
             self.tied.pass_on(gradients, self._uses)
-            names = self.tied.names - self.tied.counted_elsewhere if self.reduction is not None else (
-                gradients.keys() - self.tied.counted_elsewhere
-            )  # fmt: skip
+            names = gradients.keys() if self.reduction is None else self.tied.names
+            names -= self.tied.counted_by_others
             gradients = {name: gradient for name, gradient in gradients.items() if name in names}
         elif self.reduction is not None:
             gradients = {}

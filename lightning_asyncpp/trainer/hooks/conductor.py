@@ -77,7 +77,7 @@ class Conductor(Callback):
             self.session.engine.updates.requested.interrupted = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Go on with the metrics of a run that was resumed, and mend what Lightning counts in it."""
+        """Go on with the metrics of a run that was resumed, and correct what Lightning counts in it."""
         if (recorded := self._progress.begin(trainer, pl_module)) is not None:
             self.step_metrics.load_state_dict(recorded)
         self._resumed.at_start()

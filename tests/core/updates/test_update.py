@@ -71,7 +71,7 @@ def test_clipping_is_torchs(max_norm: float) -> None:
 class ArrivesLate:
     """The shared gradients of a mini-batch: all that is not seen to arrive at the first look arrives after it."""
 
-    counted_elsewhere = names = frozenset[str]()
+    counted_by_others = names = frozenset[str]()
 
     def __init__(self, looks: int, passed_on: list[str], name: str) -> None:
         self.looks, self.passed_on, self.name = looks, passed_on, name
