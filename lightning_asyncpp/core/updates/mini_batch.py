@@ -331,8 +331,7 @@ class MiniBatch:
         gradients = self.gradients
         if self.tied is not None:
             self.tied.pass_on(gradients, self._uses)
-            names = gradients.keys() if self.reduction is None else self.tied.names
-            names -= self.tied.counted_by_others
+            names = set(gradients if self.reduction is None else self.tied.names) - self.tied.counted_by_others
             gradients = {name: gradient for name, gradient in gradients.items() if name in names}
         elif self.reduction is not None:
             gradients = {}
