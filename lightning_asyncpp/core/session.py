@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -236,12 +235,6 @@ class PipelineSession:
         updates = self.running().drain()
         afterwards()
         return updates
-
-    @contextmanager
-    def weights_may_change(self) -> Iterator[None]:
-        """Something runs between two updates that may change the newest weights."""
-        yield
-        self.running().weights.adopt(unseen=True)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the update being applied to a norm over all stages of ``max_norm``.

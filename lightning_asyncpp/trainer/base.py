@@ -242,7 +242,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
             returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
         if not private.skips_backward(module.trainer):
             # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
-            seed = derive(self.session.seed, "closure", mesh.stage, engine.next_forward)
+            seed = derive(engine.runner.seed, "closure", mesh.stage, engine.next_forward)
             self._draws = drawing_from(seed, self.root_device)
             self._draws.__enter__()
         return returned

@@ -148,9 +148,10 @@ class BatchEnds(Callback):
             # Not from the process's generators: how much was drawn there by then depends on when the hook is called,
             # and on whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
             seed, engine = derive(self._session.seed, "batch end", end.first), self._session.running()
-            with self._session.weights_may_change(), drawing_from(seed, engine.runner.device):
+            with drawing_from(seed, engine.runner.device):
                 for hook in self._hooks:
                     hook(self._trainer, self._module, *end.arguments)
+            engine.weights.adopt(unseen=True)
 
 
 def _nothing(*_: Any) -> None:
