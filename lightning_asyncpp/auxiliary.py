@@ -81,7 +81,7 @@ class Collected:
         self.statistics[layer] = counts if before is None else before + counts
 
 
-_collected: ContextVar[Collected | None] = ContextVar("collected", default=None)
+COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
 class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a generator costs every micro-batch more
@@ -96,13 +96,13 @@ class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a gen
     def __enter__(self) -> Collected:
         """Begin a collection."""
         self._said = Collected()
-        self._token = _collected.set(self._said)
+        self._token = COLLECTED.set(self._said)
         return self._said
 
     def __exit__(self, *_: object) -> None:
         """End it."""
         outer = None if self._token.old_value is Token.MISSING else self._token.old_value
-        _collected.reset(self._token)
+        COLLECTED.reset(self._token)
         if outer is not None:
             for layer, counts in self._said.take_statistics().items():
                 outer.add(layer, counts)
@@ -157,7 +157,7 @@ def _in_backward() -> bool:
 
 
 def _current(what: str) -> Collected:
-    collected = _collected.get()
+    collected = COLLECTED.get()
     if collected is None:
         raise RuntimeError(
             f"a layer has {what} that nobody collects: run the model inside `with lightning_asyncpp.auxiliary"

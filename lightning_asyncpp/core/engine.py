@@ -14,24 +14,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.batch_output import BatchOutput
 from lightning_asyncpp.core.batches.host_batch import HostBatch
-from lightning_asyncpp.core.batches.micro_batch import Slot
-from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput, Slot
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.progress import PROGRESS
-from lightning_asyncpp.core.randomness import CallersGenerators
+from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.runner.common import Flight, StageBeforeFailedError, Task
-from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.runner import Flight, StageBeforeFailedError, Task, stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.stage_optimizer import HyperParameters
 from lightning_asyncpp.core.trace import Beside
-from lightning_asyncpp.core.updates.control_message import Payload
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Payload, Update
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire.transport import Transport
@@ -60,9 +55,6 @@ class Engine:
 
     Attributes:
         host_batch: to be told of batches that are moved to the device.
-        generators: torch's, as the caller has them while a batch runs.
-        undelayed: how many mini-batches were trained without delay before this run resumed; 0 if the checkpoint has
-            older weights, or this stage keeps none.
     """
 
     def __init__(
@@ -83,15 +75,14 @@ class Engine:
         if transport is None and mesh.num_stages > 1:
             transport = Transport(mesh, device, settings.max_message_bytes, timeout)
         self.runner = stage_runner(stage, mesh, transport, hooks, seed, device)
-        self.generators = CallersGenerators(device)
-        self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule, self.generators)
+        self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
         self.next_forward = 0
         self.next_backward = 0
         self.evaluated = 0
-        self.undelayed = 0
         self.host_batch = HostBatch()
         self._drained = 0
         self._checked = False
+        self._modules = list(stage.modules())
         self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
         self._flights: dict[int, Flight] = {}
 
@@ -141,7 +132,7 @@ class Engine:
             step: the user's step, called with a micro-batch and its weight.
             afterwards: called when an update has been applied between two micro-batches; it may still change weights.
         """
-        with self.generators.set_aside():
+        with preserved_generators(self.runner.device):
             return finish(self.iter_batch(batch, step, afterwards))
 
     def iter_batch(
@@ -150,26 +141,27 @@ class Engine:
         """Run a training batch action by action; arguments as for :meth:`run`."""
         count = self.settings.micro_batches
         slots = self._slots(batch) if self._checked else self._slots_checked(batch)
-        self._in_evaluation = {module for module in self.stage.modules() if not module.training}
+        self._in_evaluation = {module for module in self._modules if not module.training}
         if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
             self.weights.adopt()
         first = self.next_forward
         flights: list[Flight] = []
         if not self._checked:
             flights.append((yield from self._iter_checked(first, slots[0], step)))
-        done, opened = len(flights), self.updates.open
+        done, opened, updates = len(flights), self.updates.open, self.updates
         for action in self.schedule.batch(first + done, count - done, self.next_backward, opened.index, opened.first):
             yield action
             if action.kind is Kind.UPDATE:
-                self.updates.apply_held()
+                updates.apply_held()
                 afterwards()
-                continue
-            if action.kind is Kind.FORWARD:
+            elif action.kind is Kind.FORWARD:
                 flights.append(self._forward(action.index, slots[action.index - first], step))
             else:
-                self._backward(action)
-            self.updates.poll()
-        return BatchOutput([f.result for f in flights if f.weight], [f.weight for f in flights if f.weight])
+                self._backward(action.index)
+            if updates.busy:
+                updates.poll(self.next_backward)
+        landed = [flight for flight in flights if flight.weight]
+        return BatchOutput([flight.result for flight in landed], [flight.weight for flight in landed])
 
     def drop(self) -> None:
         """Throw away the gradient of the batches since the last :meth:`close`: they belong to no update.
@@ -190,7 +182,7 @@ class Engine:
                 stages give counts.
             note: what the strategy wants to know at its update.
         """
-        with self.generators.set_aside():
+        with preserved_generators(self.runner.device):
             finish(self.iter_close(hyper_parameters, payload, note))
 
     def iter_close(
@@ -201,7 +193,7 @@ class Engine:
         self.updates.close(self.next_forward, hyper_parameters, payload, note)
         if flushes:
             yield from self._iter_backwards()
-        self.updates.launch_complete(self.next_backward)
+        self.updates.poll(self.next_backward)
 
     def apply_due(self) -> list[Update]:
         """Apply the updates whose time has come; return these, and those that were applied within the last batch.
@@ -225,8 +217,8 @@ class Engine:
             ProtocolError: the stage before has a further batch.
         """
         with (
-            torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(), self.generators.set_aside(),
-            self.runner.span(Beside.DRAIN, self.mini_batch),
+            torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(),
+            preserved_generators(self.runner.device), self.runner.span(Beside.DRAIN, self.mini_batch),
         ):  # fmt: skip
             return finish(self.iter_drain())
 
@@ -236,7 +228,7 @@ class Engine:
         if transport is not None:
             transport.announce_end()  # before this stage waits for one that may be waiting for a further batch
         yield from self._iter_backwards()
-        self.updates.launch_complete(self.next_backward)
+        self.updates.poll(self.next_backward)
         if transport is not None:
             transport.expect_end()  # what the stage before may still need on its way there has been sent
         yield from self.updates.iter_all()
@@ -264,7 +256,7 @@ class Engine:
         flights = []
         self.weights.adopt()
         weights = self.weights.for_evaluation()
-        with self.generators.set_aside():
+        with preserved_generators(self.runner.device), self.runner.untraced():
             for slot in slots:
                 task = Task(
                     self.evaluated, self.weights.newest, weights, slot.content, slot.mark, step, purpose, slot.weight
@@ -310,7 +302,6 @@ class Engine:
         self.updates.begin_at(state["mini_batch"], state["micro_batch"])
         self.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
-        self.undelayed = 0 if older else state["mini_batch"]
         self.weights.restore(state["version"], older, masters)
 
     def set_seed(self, seed: int) -> None:
@@ -344,32 +335,30 @@ class Engine:
         return slots
 
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
-        version = self.schedule.stage_rule.version(self.mini_batch, k - self.updates.open.first)
-        leaves = self.weights.leaves(version)
-        task = Task(k, version, leaves, slot.content, slot.mark, step, weight=slot.weight)
-        flight = self.runner.forward(task)
-        self._flights[k] = flight
+        opened = self.updates.open
+        version = self.schedule.stage_rule.version(opened.index, k - opened.first)
+        task = Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step, weight=slot.weight)
+        flight = self._flights[k] = self.runner.forward(task)
         self.next_forward = k + 1
         PROGRESS.made += 1
-        self.updates.open.weight += flight.weight
-        if flight.weight:
-            for layer, counts in flight.said.take_statistics().items():
-                self.updates.open.counted.add(layer, counts)
+        opened.weight += flight.weight
+        if flight.weight and flight.beside.statistics:
+            for layer, counts in flight.beside.take_statistics().items():
+                opened.counted.add(layer, counts)
         return flight
 
-    def _backward(self, action: Action) -> None:
-        flight = self._flights.pop(action.index)
+    def _backward(self, k: int) -> None:
+        flight = self._flights.pop(k)
         weights = self.weights.sum_at(flight.version)
-        with self.updates.reducing(action.index, weights):
+        if self.updates.reduces:
+            with self.updates.reducing(k, weights):
+                self.runner.backward(flight, weights)
+        else:
             self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
-        flight.said.losses = []
-        # With its graph the result would keep what the nodes have, such as the gradients that were sent off.
-        if flight.result is not None:
-            flight.result = map_tensors(Tensor.detach, flight.result)
-        self.next_backward = action.index + 1
+        flight.beside.losses = []
+        self.next_backward = k + 1
         PROGRESS.made += 1
-        self.updates.launch_complete(self.next_backward)
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:
         """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
@@ -377,7 +366,6 @@ class Engine:
         yield Action(Kind.FORWARD, k)
         try:
             flight = self._forward(k, slot, step)
-            self.weights.check_unwritten(flight.version)
         except Exception as caught:
             error = caught
             self.runner.announce_failure(k, error)
@@ -385,7 +373,8 @@ class Engine:
         assert flight is not None
         yield Action(Kind.BACKWARD, k)
         try:
-            self._backward(Action(Kind.BACKWARD, k))
+            self._backward(k)
+            self.updates.poll(self.next_backward)
         except ConfigurationError as caught:
             error = caught
             self.runner.send_input_gradients(flight)
@@ -397,12 +386,14 @@ class Engine:
         """Run the backwards of everything in flight."""
         for action in self.schedule.drain(self.next_backward, self.next_forward):
             yield action
-            self._backward(action)
+            self._backward(action.index)
+            if self.updates.busy:
+                self.updates.poll(self.next_backward)
 
     @contextmanager
     def modes_of_forwards(self) -> Iterator[None]:
         """Have layers in the modes in which the forwards ran: what a backward computes again depends on them."""
-        others = [m for m in self.stage.modules() if m.training == (m in self._in_evaluation)]
+        others = [m for m in self._modules if m.training == (m in self._in_evaluation)]
         for module in others:
             module.training = not module.training
         try:

@@ -17,20 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.batch_output import BatchOutput
 from lightning_asyncpp.core.batches.host_batch import HostBatch
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.engine import Actions, Engine
 from lightning_asyncpp.core.local_messages import LocalMesh, LocalTransport, Mailbox
-from lightning_asyncpp.core.randomness import CallersGenerators
+from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.runner.stages import stage_runner
+from lightning_asyncpp.core.runner import stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.stage_optimizer import HyperParameters
-from lightning_asyncpp.core.updates.control_message import Payload
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Payload, Update
 from lightning_asyncpp.core.weights import WeightVersions
 
 T = TypeVar("T")
@@ -78,7 +76,7 @@ class LocalPipeline(Engine):
     ) -> None:
         # In place of what an engine makes for its one stage; what is not here it inherits.
         self.stage, self.mesh, self.settings = whole, Mesh(1, 1, 0), settings
-        self.host_batch, self.generators, self.evaluated = HostBatch(), CallersGenerators(device), 0
+        self.host_batch, self.evaluated = HostBatch(), 0
         self._shared = share(stages)
         self._mailbox = Mailbox(len(stages))
         # Within a batch every stage has states of Python's and NumPy's generators: first and last draw the same.
@@ -95,7 +93,6 @@ class LocalPipeline(Engine):
         transport = LocalTransport(self._mailbox, stage.index, device) if stage.num_stages > 1 else None
         engine = Engine(stage, mesh, self.settings, seed, device, hooks, transport=transport)
         engine.host_batch = self.host_batch
-        engine.generators = engine.updates.generators = self.generators
         return engine
 
     @property
@@ -118,11 +115,6 @@ class LocalPipeline(Engine):
         """Whether a drain would do nothing."""
         return self.idle
 
-    @property
-    def undelayed(self) -> int:  # type: ignore[override]
-        """Number of mini-batches of a run without delay that this one goes on from."""
-        return self.engines[0].undelayed
-
     def schedules(self) -> list[Schedule]:
         """Those of all stages."""
         return [engine.schedule for engine in self.engines]
@@ -133,7 +125,7 @@ class LocalPipeline(Engine):
         after = _python_draws()
         self._draws = [after] * len(self.engines)
         try:
-            with self.generators.set_aside():
+            with preserved_generators(self.runner.device):
                 output = self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
             after = self._draws[-1]
         finally:
@@ -150,7 +142,7 @@ class LocalPipeline(Engine):
         self, hyper_parameters: HyperParameters | None = None, payload: Payload | None = None, note: Any = None
     ) -> None:
         """Declare the mini-batch complete on all stages; arguments as for :meth:`Engine.close`."""
-        with self.generators.set_aside():
+        with preserved_generators(self.runner.device):
             self._take_turns([engine.iter_close(hyper_parameters, payload, note) for engine in self.engines])
 
     def apply_due(self) -> list[Update]:
@@ -160,7 +152,7 @@ class LocalPipeline(Engine):
     def drain(self) -> list[Update]:
         """Finish everything in flight and apply every update; return those of the first stage."""
         with ExitStack() as stack:
-            for context in (torch.inference_mode(False), torch.enable_grad(), self.generators.set_aside()):
+            for context in (torch.inference_mode(False), torch.enable_grad(), preserved_generators(self.runner.device)):
                 stack.enter_context(context)
             for engine in self.engines:
                 stack.enter_context(engine.modes_of_forwards())
@@ -311,6 +303,7 @@ class AllWeights(WeightVersions):
         self._copies = {(tie.stage, tie.name) for tie in shared}
         first = self._all[0]
         self.room, self.compute_dtype = max(weights.room for weights in self._all), first.compute_dtype
+        self.has_masters = first.has_masters
         self.parameters = self._merged(lambda weights: weights.parameters) or {}
         self.buffers = {name: buffer for weights in self._all for name, buffer in weights.buffers.items()}
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.materialize import materialize
@@ -24,6 +23,7 @@ from lightning_asyncpp.core.local import LocalPipeline
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, OptimizerStep
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
 
@@ -116,12 +116,12 @@ class LocalSession(PipelineSession):
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Have the updates of every stage step its own parameters."""
-        whole, check = self.stage_optimizer, self.watch.check
+        whole = self.stage_optimizer
 
         def attached(part: Engine) -> AttachedOptimizer:
             others = [stage for stage in self._stages if stage is not part.stage]
             own_step = _among_own(part.stage, others, step)
-            return AttachedOptimizer(whole.part(part.stage.parameters.values()), part, own_step, check)
+            return AttachedOptimizer(whole.part(part.stage.parameters.values()), part, own_step)
 
         self._attached = [attached(part) for part in engine.parts]
 

@@ -113,7 +113,7 @@ class StalenessRule:
     def version(self, mini_batch: int, place: int = 0) -> int:
         """Number v of the weights W_v that micro-batch number ``place`` of mini-batch t runs on."""
         is_held = self.held is None or place < self.held
-        if self.in_start(mini_batch) or not is_held:
+        if mini_batch < self.synchronous_start or not is_held:
             return mini_batch
         return max(mini_batch - self.delay, self.synchronous_start)
 
@@ -138,7 +138,7 @@ class StalenessRule:
 
     def updates_behind(self, mini_batch: int) -> int:
         """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush."""
-        return 0 if self.in_start(mini_batch) or self.held == 0 else self.delay
+        return 0 if mini_batch < self.synchronous_start or self.held == 0 else self.delay
 
     def flushes(self, mini_batch: int) -> bool:
         """Whether mini-batch t ends with a flush."""
@@ -182,7 +182,7 @@ class Schedule:
         held = held_back(stage, self.num_stages, self.lookahead, self.staleness, self.slack)
         return replace(self.pipeline_rule, held=held)
 
-    @property
+    @cached_property
     def agrees_first(self) -> bool:
         """Whether all stages have agreed on an update before any of them applies it: :func:`agrees_first`."""
         return agrees_first(self.staleness, self.slack)
@@ -200,11 +200,6 @@ class Schedule:
     def reaches_newest(self, mini_batch: int) -> bool:
         """Whether micro-batches of mini-batch t may run at the weights that its own update will be applied to."""
         return self.pipeline_rule.at_newest(mini_batch) or self.staleness == "least"
-
-    def applies_after_next_batch(self, mini_batch: int, micro_batches: int) -> bool:
-        """Whether this stage applies the update of mini-batch t when the batch after it is over, not within it."""
-        rule = self.stage_rule
-        return rule.updates_behind(mini_batch) > 0 and (rule.held is None or rule.held >= micro_batches)
 
     def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> Iterator[Action]:
         """Actions that bring ``count`` micro-batches from ``first`` on under way.

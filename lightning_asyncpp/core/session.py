@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.attached_optimizer import AttachedOptimizer, OptimizerStep
-from lightning_asyncpp.core.batches.batch_output import BatchOutput
-from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.cuda_graphs import cuda_graph_problems
 from lightning_asyncpp.core.cut.cutting import cut
@@ -30,10 +27,9 @@ from lightning_asyncpp.core.ranks.agreed import compare_ranks
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.core.stage_optimizer import StageOptimizer, name_parameters
+from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, OptimizerStep, StageOptimizer, name_parameters
 from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
-from lightning_asyncpp.core.updates.control_message import Payload
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.mini_batch import Payload, Update
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
@@ -181,7 +177,7 @@ class PipelineSession:
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Have the updates of the engine step the optimizer."""
         self.stage_optimizer.keep_own()
-        self._attached = [AttachedOptimizer(self.stage_optimizer, engine, step, self.watch.check)]
+        self._attached = [AttachedOptimizer(self.stage_optimizer, engine, step)]
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -210,34 +206,16 @@ class PipelineSession:
         if self.watch.failure is not None:
             self.watch.check()
 
-    def run(self, batch: Any, step: Step, afterwards: Callable[[], None] = lambda: None) -> BatchOutput:
-        """Run a training batch: see :meth:`Engine.run`.
-
-        Args:
-            batch: the batch, on the first and the last stage; ignored on the others.
-            step: the user's step, called with a micro-batch and its weight.
-            afterwards: called when an update has been applied between two micro-batches; it may still change weights.
-        """
-        return self.running().run(batch, step, afterwards)
-
-    def close(self, payload: Payload | None = None, note: Any = None) -> None:
-        """End the mini-batch, with the hyper-parameters that are set now.
+    def close(self, payload: Payload | None = None, note: Any = None) -> list[Update]:
+        """End the mini-batch, with the hyper-parameters that are set now, and apply the updates whose time has come.
 
         Args:
             payload: what its control message carries.
             note: what the strategy wants to know at its update.
         """
-        self.running().close(self.stage_optimizer.hyper_parameters(), payload, note)
-
-    def apply_due(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
-        """Apply the updates whose time has come.
-
-        Args:
-            afterwards: called when they have been applied; it may still change weights.
-        """
-        updates = self.running().apply_due()
-        afterwards()
-        return updates
+        engine = self.running()
+        engine.close(self.stage_optimizer.hyper_parameters(), payload, note)
+        return engine.apply_due()
 
     def check_drain(self) -> None:
         """Raise RuntimeError if an update is being applied: what drains would find a part of it."""
@@ -248,17 +226,15 @@ class PipelineSession:
             )
 
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
-        """Finish what is in flight and apply every outstanding update; arguments as for :meth:`apply_due`."""
+        """Finish what is in flight and apply every outstanding update.
+
+        Args:
+            afterwards: called when they have been applied; it may still change weights.
+        """
         self.check_drain()
         updates = self.running().drain()
         afterwards()
         return updates
-
-    @contextmanager
-    def weights_may_change(self) -> Iterator[None]:
-        """Something runs between two updates that may change the newest weights."""
-        yield
-        self.running().weights.adopt(unseen=True)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the update being applied to a norm over all stages of ``max_norm``.

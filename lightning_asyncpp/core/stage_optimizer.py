@@ -1,4 +1,4 @@
-"""A stage's part of an optimizer that was made from the whole model.
+"""A stage's part of an optimizer that was made from the whole model, and how updates of an engine step it.
 
 All stages have the same groups and options, by construction, and a parameter has the same number on each of them.
 """
@@ -8,18 +8,23 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_asyncpp.core import foreach
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Update
 from lightning_asyncpp.errors import ConfigurationError
 
-HyperParameters = list[dict[str, Any]]
-"""Of every group, without its parameters."""
+OptimizerStep = Callable[[Update], None]
 _PARAMETERS = ("params", "param_names")
+_PLAIN = frozenset({type(None), bool, int, float, str})  # values that nobody can change in place
+_NOTHING = nullcontext()
 
 
 class StageOptimizer:
@@ -31,12 +36,12 @@ class StageOptimizer:
     Args:
         optimizer: of the whole model.
         own: the parameters of the stage.
-        saved_elsewhere: those of them that another stage has too, and saves.
+        saved_by_others: those of them that another stage has too, and saves.
     """
 
-    def __init__(self, optimizer: Optimizer, own: Collection[Tensor], saved_elsewhere: Collection[Tensor] = ()) -> None:
+    def __init__(self, optimizer: Optimizer, own: Collection[Tensor], saved_by_others: Collection[Tensor] = ()) -> None:
         self.optimizer = optimizer
-        here, other = {id(p) for p in own}, {id(p) for p in saved_elsewhere}
+        here, other = {id(p) for p in own}, {id(p) for p in saved_by_others}
         self._whole = [_members(group) for group in optimizer.param_groups]
         numbered = list(enumerate(p for group in self._whole for p in group["params"]))
         self._numbers = [number for number, p in numbered if id(p) in here]
@@ -87,21 +92,24 @@ class StageOptimizer:
             hyper_parameters: of :meth:`hyper_parameters`.
             step: steps the optimizer.
         """
-        with self._installed():
-            groups = self.optimizer.param_groups
-            present = self.hyper_parameters()
-            for group, earlier, of_step in zip(groups, hyper_parameters, self._of_step):
-                group.update((k, _copied(v)) for k, v in earlier.items() if k in group and k not in of_step)
-                for key in _options(group).keys() - earlier.keys() - of_step.keys():
+        with _NOTHING if self._kept else self._installed():
+            kept = []
+            for group, earlier, of_step in zip(self.optimizer.param_groups, hyper_parameters, self._of_step):
+                for key in group.keys() - earlier.keys() - of_step.keys() - set(_PARAMETERS):
                     del group[key]  # another stage's step has made it
-            before = self.hyper_parameters()
+                present = {key: value for key, value in group.items() if key not in _PARAMETERS}
+                set_to = {key: earlier[key] for key in present if key in earlier and key not in of_step}
+                before = _copies(present) | set_to
+                group.update(_copies(set_to))
+                kept.append((group, present, before, of_step))
             step()
-            for group, was, now, of_step in zip(groups, before, present, self._of_step):
-                changed = {
-                    k for k, v in _options(group).items() if k in of_step or k not in was or not _equal(v, was[k])
-                }
-                of_step.update((key, group[key]) for key in changed)
-                group.update((key, value) for key, value in now.items() if key not in changed)
+            for group, present, before, of_step in kept:
+                for key in group.keys() - set(_PARAMETERS):
+                    is_same = key in before and (group[key] is before[key] or _equal(group[key], before[key]))
+                    if key in of_step or not is_same:
+                        of_step[key] = group[key]
+                    else:
+                        group[key] = present[key]
 
     def state_dict(self) -> dict[str, Any]:
         """This stage's part of the whole model's state, as torch numbers it; those of all stages can be merged.
@@ -163,6 +171,75 @@ class StageOptimizer:
         ]
 
 
+class AttachedOptimizer:
+    """Steps an optimizer with every update of an engine, until :meth:`release`.
+
+    Args:
+        stage_optimizer: of the engine's stage; its optimizer is told the delay if it wants to know.
+        engine: whose updates are applied.
+        step: clips the gradient of an update, and steps the optimizer; raises what ended the run meanwhile.
+
+    Attributes:
+        update: that is being applied.
+    """
+
+    def __init__(self, stage_optimizer: StageOptimizer, engine: Engine, step: OptimizerStep) -> None:
+        self.stage_optimizer, self._engine, self._step = stage_optimizer, engine, step
+        self.update: Update | None = None
+        optimizer: Any = stage_optimizer.optimizer
+        self._told_delay: Callable[[float], None] | None = getattr(optimizer, "set_delay", None)
+        self.set_delay()
+        engine.weights.masters_hold_weights = not hasattr(optimizer, "compute_weights")
+        optimized = set(stage_optimizer.parameters)
+        engine.updates.train_only([name for name, p in engine.stage.parameters.items() if p in optimized])
+        engine.updates.apply = self._apply
+
+    def release(self) -> None:
+        """Let the engine go: a circle would keep its weights until a collection."""
+        self._engine.updates.detach()
+        self.stage_optimizer.release()
+
+    def set_delay(self) -> None:
+        """Tell the optimizer how old the gradients of the next mini-batch are, if it wants to know."""
+        engine, rule = self._engine, self._engine.schedule.stage_rule
+        if self._told_delay is not None:
+            in_start = rule.in_start(engine.mini_batch)
+            self._told_delay(0 if in_start else rule.staleness(engine.settings.micro_batches))
+
+    def _apply(self, update: Update) -> None:
+        if self._told_delay is not None:
+            self._told_delay(update.staleness)
+        masters = self._engine.weights.compute_weights()
+        self.update = update
+        try:
+            with around_step(self.stage_optimizer.optimizer, update.weights_before, masters):
+                self.stage_optimizer.step(update.hyper_parameters, partial(self._step, update))
+        finally:
+            self.update = None
+
+
+@contextmanager
+def around_step(
+    optimizer: Any, older: Mapping[nn.Parameter, Tensor] | None, masters: Mapping[nn.Parameter, Tensor] | None
+) -> Iterator[None]:
+    """Let a step see the weights before it, and have the weights written that gradients are taken at.
+
+    Args:
+        optimizer: one with ``weights_before(weights)`` compares, and would copy them otherwise; one with
+            ``compute_weights(weights)`` writes by itself; any other's are the masters, rounded.
+        older: parameter -> its weights before the step, alive as the older version; None: there is none.
+        masters: parameter -> where to write; None: the parameters are no masters.
+    """
+    with (
+        optimizer.weights_before(older) if older and hasattr(optimizer, "weights_before") else _NOTHING,
+        optimizer.compute_weights(masters) if masters and hasattr(optimizer, "compute_weights") else _NOTHING,
+    ):
+        yield
+    if masters and not hasattr(optimizer, "compute_weights"):
+        with torch.no_grad():
+            foreach.copy_(list(masters.values()), [parameter.detach() for parameter in masters])
+
+
 def name_of(optimizer: Optimizer) -> str:
     """Its class, with that of what it wraps in brackets, if anything."""
     inner, name = getattr(optimizer, "base", None), type(optimizer).__name__
@@ -190,7 +267,7 @@ def _counted(members: Sequence[Mapping[str, list[Any]]]) -> list[list[int]]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) for key, value in group.items() if key not in _PARAMETERS}
+    return _copies({key: value for key, value in group.items() if key not in _PARAMETERS})
 
 
 def _renumbered(node: Mapping[Any, Any], numbers: Mapping[int, int]) -> dict[Any, Any]:
@@ -204,9 +281,11 @@ def _renumbered(node: Mapping[Any, Any], numbers: Mapping[int, int]) -> dict[Any
     return found
 
 
+def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v if type(v) in _PLAIN else _copied(v) for k, v in options.items()}
+
+
 def _copied(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

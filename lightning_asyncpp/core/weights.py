@@ -11,9 +11,7 @@ masters' dtype, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +34,7 @@ class WeightVersions:
         compute_dtype: of the versions, with the parameters as masters; None: the parameters are the newest version.
 
     Attributes:
+        has_masters: whether the parameters are masters beside the versions.
         used_twice: names of the parameters that have several leaves.
         masters_hold_weights: whether masters are the weights, in their own dtype; a correction may keep them elsewhere.
     """
@@ -58,8 +57,8 @@ class WeightVersions:
         self._uses_of: dict[str, list[str]] = {}
         for use, name in self._uses.items():
             self._uses_of.setdefault(name, []).append(use)
+        self.has_masters = compute_dtype is not None
         self._slots = [self._slot(copied=False)] + [self._slot(copied=True) for _ in range(room - 1)]
-        self._writes = [_writes(slot) for slot in self._slots]
         # Name of a leaf -> its gradients, summed in the masters' dtype.
         self._sums: dict[str, Tensor] = {}
         self._summed_at = 0  # slot whose leaves hold the gradients so far, without masters
@@ -68,11 +67,6 @@ class WeightVersions:
         self._master_writes = self._writes_to_masters()
         if self.has_masters:
             self._sum_gradients_of_leaves()
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether the parameters are masters beside the versions."""
-        return self.compute_dtype is not None
 
     def leaves(self, version: int) -> dict[str, Tensor]:
         """Leaf tensors of version ``version``, the newest or (with room for it) the one before."""
@@ -93,12 +87,13 @@ class WeightVersions:
         """Hand over the gradients summed so far and start the sum anew.
 
         Raises:
-            ConfigurationError: one is sparse, or a forward wrote into weights: see :meth:`check_unwritten`.
+            ConfigurationError: one is sparse.
         """
-        for version in range(max(self.newest - self.room + 1, 0), self.newest + 1):
-            self.check_unwritten(version)
         leaves = self._slots[self._summed_at]
-        gradients = {name: sum_of(self.gradients_apart(name)) for name in self.parameters}
+        gradients: dict[str, Tensor | None] = {}
+        for name in self.parameters:
+            summed = self._sums.get(name) if self.has_masters else leaves[name].grad
+            gradients[name] = sum_of(self.gradients_apart(name)) if name in self.used_twice else summed
         if sparse := [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]:
             raise ConfigurationError(
                 f"{', '.join(sparse[:5])}: sparse gradients are not summed, counted and clipped over stages; make them"
@@ -154,9 +149,9 @@ class WeightVersions:
         before, after = self._slots[(self.newest - 1) % self.room], self._slots[self.newest % self.room]
         with torch.no_grad():
             owned = [*self.parameters, *self.buffers]
-            foreach.copy_([after[name] for name in owned], [before[name] for name in owned])
+            if owned:
+                foreach.copy_([after[name] for name in owned], [before[name] for name in owned])
         self._show_newest()
-        self._writes[self.newest % self.room] = _writes(after)
         return None if self.has_masters else {p: before[name] for name, p in self.parameters.items()}
 
     def older(self) -> dict[str, Tensor] | None:
@@ -210,12 +205,12 @@ class WeightVersions:
             for name, value in (masters or {}).items() if self.has_masters else ():
                 self.parameters[name].copy_(value)
         self._show_newest()
-        self._writes = [_writes(slot) for slot in self._slots]
         self.note_step()
 
     def note_step(self) -> None:
         """The optimizer has stepped: from now on others write."""
-        self._master_writes = self._writes_to_masters()
+        if self.has_masters:
+            self._master_writes = self._writes_to_masters()
 
     @torch.no_grad()
     def adopt(self, unseen: bool = False) -> None:
@@ -239,23 +234,13 @@ class WeightVersions:
                     "weights were changed outside the optimizer's step: with weight_dtype='bf16' and this optimizer the"
                     " parameters are masters on another trajectory, and not the weights; leave weight_dtype out"
                 )
-            foreach.copy_([newest[name] for name in self.parameters], [p.detach() for p in self.parameters.values()])
+            if self.parameters:
+                masters = [parameter.detach() for parameter in self.parameters.values()]
+                foreach.copy_([newest[name] for name in self.parameters], masters)
             self.note_step()
-        self._writes[self.newest % self.room] = _writes(newest)
-
-    def check_unwritten(self, version: int) -> None:
-        """Raise ConfigurationError if a forward wrote into the weights of a version, of which there is a newer one."""
-        if self.room == 1 and not self.has_masters:
-            return  # what a forward writes, the optimizer finds
-        known, now = self._writes[version % self.room], _writes(self.leaves(version))
-        if written := [name for name in known if now[name] != known[name]]:
-            raise ConfigurationError(
-                f"{', '.join(written[:5])}: changed in place by a forward, which runs on older weights, so the change"
-                " would be lost; change weights in on_train_batch_end instead (torch.nn.Embedding: leave max_norm out)"
-            )
 
     def _writes_to_masters(self) -> dict[str, int]:
-        return _writes(self.parameters) if self.has_masters else {}
+        return {name: parameter._version for name, parameter in self.parameters.items()} if self.has_masters else {}
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         return [*self.parameters.items(), *self.buffers.items()]
@@ -284,22 +269,6 @@ class WeightVersions:
                 slot[name].register_post_accumulate_grad_hook(take)
 
 
-def lent(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> AbstractContextManager[None]:
-    """Lend the weights before a step, which are alive as the older version, to an optimizer that wants to compare.
-
-    Args:
-        optimizer: one with ``weights_before(weights)`` would copy them otherwise; any other needs nothing.
-        weights: parameter -> its weights before the step; None or empty: there is no older version.
-    """
-    lend = getattr(optimizer, "weights_before", None)
-    return lend(weights) if callable(lend) and weights else nullcontext()
-
-
-def _writes(leaves: Mapping[str, Tensor]) -> dict[str, int]:
-    """How often each was written to in place."""
-    return {name: leaf._version for name, leaf in leaves.items()}
-
-
 def _take_gradient(sums: dict[str, Tensor], name: str, dtype: torch.dtype, leaf: Tensor) -> None:
     """Add the gradient that a backward has just left on a leaf to the sum in a wider dtype."""
     assert leaf.grad is not None
@@ -308,26 +277,6 @@ def _take_gradient(sums: dict[str, Tensor], name: str, dtype: torch.dtype, leaf:
         sums[name].add_(gradient)
     else:
         sums[name] = gradient.to(dtype)
-
-
-def writing(optimizer: Any, weights: Mapping[nn.Parameter, Tensor] | None) -> AbstractContextManager[None]:
-    """Let a step of an optimizer that moves masters write the weights that gradients are taken at.
-
-    Args:
-        optimizer: one with ``compute_weights(weights)`` writes them by itself; any other's are the masters, rounded.
-        weights: parameter -> where to write; None: there are no masters.
-    """
-    if not weights:
-        return nullcontext()
-    write = getattr(optimizer, "compute_weights", None)
-    return write(weights) if callable(write) else _rounded_afterwards(weights)
-
-
-@contextmanager
-def _rounded_afterwards(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    yield
-    with torch.no_grad():
-        foreach.copy_(list(weights.values()), [parameter.detach() for parameter in weights])
 
 
 def sum_of(gradients: Sequence[Tensor]) -> Tensor | None:

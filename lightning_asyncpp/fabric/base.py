@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.core.batches.batch_output import NanLosses, or_nan
+from lightning_asyncpp.core.batches.micro_batch import or_nan
+from lightning_asyncpp.core.batches.not_counted import NanLosses
 from lightning_asyncpp.core.batches.tree import merge_outputs
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.partition_choice import example_of
@@ -134,6 +135,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer, self._step_optimizer)
         mark_as_stepped(optimizer)
+        optimizer.__class__ = _with_zero_grad(type(optimizer), self._drop)
         return optimizer
 
     @override
@@ -184,20 +186,20 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             batch: the batch; it is cut into micro-batches along the first dimension. Middle stages ignore it.
 
         Returns:
-            The mean loss of this replica's batch, detached, on the last stage (rank 0 among them); ``None`` elsewhere.
+            The mean loss of this replica's batch, detached, on the last stage (rank 0 among them); ``None`` on others.
 
         Raises:
             ConfigurationError: the first time, on every rank, if a rank found that the step cannot be run right.
         """
-        self._trained_engine("strategy.training_step")
+        engine = self._trained_engine("strategy.training_step")
         if self._recorder is not None:
             self._recorder.begin_batch()
         with self._driving():
-            output = self.session.run(batch, self._user_step(step_fn))
-        if not self._mesh.is_last:
+            output = engine.run(batch, self._user_step(step_fn))
+        if not engine.mesh.is_last:
             return None
-        if (nan := output.nan_losses()) is not None:
-            self._note.nan_places.append(Reading([nan[1]]))
+        if (place := output.first_nan) is not None:
+            self._note.nan_places.append(Reading([place]))
         return or_nan(output.mean_loss(self._hooks.loss_reduction), self.root_device)
 
     @override
@@ -220,10 +222,14 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             raise ConfigurationError(refusals.NOTHING_TO_STEP)
         with self._driving():
             note, self._note = self._note, MiniBatchNote()
-            self.session.close(note=note)
-            self._applied(self.session.apply_due())
+            self._applied(self.session.close(note=note))
         if self._recorder is not None:
             self._recorder.end_batch()
+
+    def _drop(self) -> None:
+        """Drop the gradient of the batches since the last step, on every stage: they belong to no update."""
+        self._trained_engine("optimizer.zero_grad()").drop()
+        self._note = MiniBatchNote()
 
     @override
     def clip_gradients_norm(
@@ -263,6 +269,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             self._recorder.write()
 
     def _step_optimizer(self, update: Update) -> None:
+        self.session.check_failure()
         optimizer, note = self.session.optimizer, update.note
         assert optimizer is not None
         if note.clipping is not None:
@@ -329,7 +336,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         Returns:
             On the last stage what ``step_fn`` would have returned for the whole batch: tensors of the micro-batches are
             joined along the first dimension, tensors of one element averaged with the micro-batches' weights. ``None``
-            elsewhere.
+            on others.
         """
         self._check_drain("strategy.evaluation_step")
         engine = self.session.running()
@@ -396,3 +403,13 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         finally:
             self.session.leave()
         super().teardown()
+
+
+def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Optimizer]:
+    """A class of optimizers with another ``zero_grad``, which Fabric takes from the class and not from the object."""
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        drop()
+
+    names = {name: vars(kind)[name] for name in ("__module__", "__qualname__", "__doc__") if name in vars(kind)}
+    return type(kind.__name__, (kind,), {**names, "zero_grad": zero_grad})

@@ -86,11 +86,11 @@ class ResumableLoader(LoaderInFront):
             return
         self._batches = self._read_before = 0 if ended else int(state["batches"])
         self._before, self._exhausted = None if ended else dict(state), False
-        length = self.length
+        length, own = self.length, vars(self)  # the way around an attribute's search, for every batch
         iterator = self._anew() if resumed is None else self._begin(state, ended)
         try:
             while (batch := self._next(iterator, length)) is not _END:
-                self._batches += 1
+                own["_batches"] += 1
                 if self._batches == length:  # only now the loader itself knows that its epoch has ended
                     self._exhausted = next(iterator, _END) is _END
                 yield batch
@@ -166,7 +166,7 @@ class ResumableLoader(LoaderInFront):
         if length is None and self._batches > self._read_before:  # such loaders are read one batch ahead
             self._before = self._state()  # not before the first: some, such as litdata's, then forget where to go on
         batch = next(iterator, _END)
-        self._exhausted = batch is _END
+        vars(self)["_exhausted"] = batch is _END
         return batch
 
     def _state(self) -> dict[str, Any]:

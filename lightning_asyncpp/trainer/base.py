@@ -12,18 +12,20 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.core.batches.batch_output import or_nan
+from lightning_asyncpp.core.batches.micro_batch import or_nan
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
 from lightning_asyncpp.core.cut.whole_model import whole_of
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.progress import PROGRESS
+from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.core.updates.clipping import clip_values
@@ -32,6 +34,7 @@ from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
+from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
 from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
@@ -53,17 +56,15 @@ from lightning_asyncpp.trainer.module_facts import (
 from lightning_asyncpp.trainer.refusals import (
     NOTHING_TO_STEP,
     ONE_OPTIMIZER,
-    OTHER_OPTIMIZER,
     module_problems,
     optimizer_problem,
     trainer_problems,
     without_gradients,
 )
 from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
-from lightning_asyncpp.trainer.watched_loops import WatchedLoops
 
 
-class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
@@ -83,13 +84,13 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         self._make_session(arguments)
         self.progress = Progress()
         self.session.watch.guard.is_torn_down = True
-        self.step_metrics = StepMetrics(self.session, self._set_loss)
+        self.step_metrics = StepMetrics(self.session)
         self._batch_ends: BatchEnds | None = None
         self._hidden_example: HiddenExample | None = None
         self._conductor: Conductor | None = None
         self.gradient_norm: float | None = None
         self.weight_seen = 0.0
-        self._loss: Tensor = torch.zeros(())
+        self._draws: drawing_from | None = None
 
     def __repr__(self) -> str:
         """What Lightning shows where it does not know the strategy: in another package of the same code."""
@@ -123,11 +124,11 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         self.session.start(hooks, self.root_device, training)
         compared = "; check_model compares it with one process" if training else ""
         rank_zero_info(f"Pipeline: {self.session.describe()}{compared}")
-        self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
-        drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
-        self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
+        self.session.watch.progress.enter("a run")
+        self._batch_ends = BatchEnds(module, self.session, trainer)
+        args = self.session, self.step_metrics, self.drain, self._batch_ends, self.progress
+        self._conductor = Conductor(trainer, *args)
         self._conductor.install(trainer)
-        self._batch_ends.install(trainer)
         self.step_metrics.connect(trainer, module)
         self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if self._mesh.num_replicas == 1:
@@ -171,6 +172,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         optimizer = self.optimizers[0]
         self.session.compare(optimizer_entries(optimizer))
         self.session.attach(optimizer, self._step_optimizer)
+        self._hyper_parameters = self.session.stage_optimizer.hyper_parameters
         _optimizer_to_device(optimizer, self.root_device)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
@@ -202,7 +204,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
 
     @property
     def batch_weight(self) -> float | None:
-        """What the micro-batches of the newest batch weigh together, on the last stage; None elsewhere."""
+        """What the micro-batches of the newest batch weigh together, on the last stage; None on others."""
         return self.step_metrics.batch_weight if self._mesh.is_last else None
 
     @override
@@ -217,25 +219,49 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         accumulate_as_scheduled(self._module.trainer)
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._batch_ends is not None
-        engine = self.session.running()
-        if private.begins_accumulation(self._module.trainer):
-            engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
-        step = self._user_step("training_step", args, kwargs)
-        output = self.session.run(args[0], step, self._batch_ends.call_late)
-        if not self._mesh.is_last:
-            return self._loss.clone()
-        loss = output.mean_loss(engine.runner.hooks.loss_reduction)
-        self.step_metrics.add_batch(loss, output)
-        self._loss = or_nan(loss, self.root_device)
-        return {**output.beside_loss(), "loss": self._loss.clone()}
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; the module's own hooks see no placeholder."""
+        PROGRESS.made += 1
+        engine = self.session.engine
+        if engine is not None and not (engine.mesh.is_first or engine.mesh.is_last) and has_placeholder(batch):
+            return batch
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._only_moves_batches and engine is not None and self.root_device.type != "cpu":
+            engine.host_batch.moved(batch, moved)
+        return moved
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the batch; stages before the last one, which do not know the loss, return what stands for none."""
+        engine, module, batch_ends = self._running(), self._module, self._batch_ends
+        assert batch_ends is not None
+        if private.begins_accumulation(module.trainer):
+            engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
+        afterwards = batch_ends.call_late if batch_ends.kinds else _nothing
+        output = engine.run(args[0], self._user_step("training_step", args, kwargs), afterwards)
+        mesh = engine.mesh
+        returned: dict[str, Any] = {"loss": NO_LOSS}
+        if mesh.is_last:
+            self.step_metrics.add_batch(output)
+            loss = output.mean_loss(engine.runner.hooks.loss_reduction)
+            returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
+        if not private.skips_backward(module.trainer):
+            # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
+            seed = derive(engine.runner.seed, "closure", mesh.stage, engine.next_forward)
+            self._draws = drawing_from(seed, self.root_device)
+            self._draws.__enter__()
+        return returned
+
+    @override
+    def backward(self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """The engine ran the backwards; what is left are the hooks around them."""
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        return self.precision_plugin.post_backward(closure_loss, self._module)
+        loss = None if closure_loss is NO_LOSS else closure_loss
+        self.precision_plugin.pre_backward(loss, self._module)  # type: ignore[arg-type]
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
+        if self._draws is not None:
+            self._draws.__exit__()
+            self._draws = None
+        return closure_loss
 
     @override
     def optimizer_step(
@@ -246,15 +272,22 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         **kwargs: Any,
     ) -> Any:
         """Run the batch, and apply the update of the batch before."""
-        assert self._batch_ends is not None
-        if optimizer is not self.session.optimizer:
-            raise ConfigurationError(OTHER_OPTIMIZER)
-        result = closure()
-        if not self.session.running().accumulating:
+        result, engine = closure(), self._running()
+        if not engine.accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)
-        self.session.close(self.step_metrics.payload(), note=self._module.trainer.global_step)
-        self._receive(self.session.apply_due(self._batch_ends.call_late))
+        assert self._batch_ends is not None
+        payload = self.step_metrics.payload(self.root_device)
+        engine.close(self._hyper_parameters(), payload, private.state_at_update(self._module))
+        updates = engine.apply_due()
+        if self._batch_ends.waiting:
+            self._batch_ends.call_late()
+        self._receive(updates)
         return result
+
+    def _running(self) -> Engine:
+        """The engine; raises what ended the run, if anything did."""
+        session = self.session
+        return session.running() if session.engine is None or session.watch.failure is not None else session.engine
 
     def drain(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory.
@@ -273,20 +306,13 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
             self.weight_seen += update.message.weight
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
-        self.step_metrics.updates.receive(updates)
-
-    def _set_loss(self, loss: float) -> None:
-        """Remember the newest loss that all ranks know; off the last stage it is what ``outputs`` holds."""
-        if not self._mesh.is_last:
-            self._loss = torch.full((), loss, device=self.root_device)
+        self.step_metrics.receive(updates)
 
     def _step_optimizer(self, update: Update) -> None:
-        """Clip and step, with the user's hooks around it; they see the ``global_step`` that their gradient's batch saw.
-
-        It is the note that the mini-batch was closed with.
-        """
-        with private.at_global_step(self._module.trainer, update.note):
-            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
+        """Clip and step, with the user's hooks around it; they see what the batch of the gradient saw."""
+        self._running()
+        with private.at_update(self._module.trainer, update.note):
+            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=_nothing)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))
@@ -295,14 +321,16 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
         clip_values(self.precision_plugin.main_params(optimizer), float(clip_val))
 
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
-        function = getattr(self._module, name)
+        function, metrics = getattr(self._module, name), self.step_metrics
+        recorder = metrics.recorder()
 
         def step(micro_batch: Any, weight: float | None) -> Any:
-            self.step_metrics.start_recording(weight)
+            metrics.active = metrics.unused if weight is None else recorder
+            metrics.active.weight = weight or 0.0
             try:
                 return function(micro_batch, *args[1:], **kwargs)
             finally:
-                self.step_metrics.stop_recording()
+                metrics.active = None
 
         return step
 
@@ -319,6 +347,7 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
     def teardown(self) -> None:
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
+        self.session.watch.progress.leave_all()
         self.step_metrics.disconnect()
         self.release_batch_hooks()
         if self._batch_ends is not None:
@@ -340,3 +369,24 @@ class PipelineStrategy(Launching, WatchedLoops, ReplicaBatches, EvaluationSteps,
                 refuse_state_dict(self.lightning_module, self.last_saved)
         finally:
             self.session.watch.guard.release()
+
+
+class _NoLoss:
+    """Stands for the loss where it is not known; Lightning's closure makes of it that there is none."""
+
+    def __truediv__(self, _: int) -> _NoLoss:
+        return self
+
+    def detach(self) -> _NoLoss:
+        """Return the same."""
+        return self
+
+    def clone(self) -> None:
+        """Return no loss."""
+
+
+NO_LOSS = _NoLoss()
+
+
+def _nothing() -> None:
+    """Do nothing where a closure is wanted."""

@@ -20,7 +20,7 @@ from lightning_asyncpp.core.cut.module_as_network import called_by_steps
 from lightning_asyncpp.core.cut.network import network_in, network_name
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
 from lightning_asyncpp.core.cut.whole_model import whole_of
-from lightning_asyncpp.core.model_call import ModelCall
+from lightning_asyncpp.core.runner import ModelCall
 from lightning_asyncpp.errors import ConfigurationError
 
 _NO_STATE_DICT = "_pipeline_no_state_dict"  # attribute of a network: why it gives none

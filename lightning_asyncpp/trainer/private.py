@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -19,6 +19,25 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy, launchers
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_asyncpp.private_names import required
+
+
+def check_names(trainer: Trainer) -> None:
+    """Make sure of the names that functions here use in every batch, where they take them as given."""
+    purpose = "follow the batches of a training"
+    connector, epoch_loop = required(trainer, "_logger_connector", purpose), trainer.fit_loop.epoch_loop
+    required(trainer.fit_loop, "_data_fetcher", purpose)
+    required(epoch_loop, "_should_check_val_fx", purpose)
+    required(epoch_loop, "_batches_that_stepped", purpose)
+    required(epoch_loop.automatic_optimization, "_skip_backward", purpose)
+    required(epoch_loop.automatic_optimization, "optim_progress", purpose)
+    required(trainer.lightning_module, "_current_fx_name", purpose)
+    required(type(trainer), "_results", purpose)
+    required(type(connector), "metrics", purpose)
+    required(connector, "_logged_metrics", purpose)
+    required(connector, "_first_loop_iter", purpose)
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            required(callback, "_every_n_train_steps", "drain the pipeline before a checkpoint")
 
 
 def replace_sigterm_broadcast(trainer: Trainer, function: Callable[[], None] = lambda: None) -> None:
@@ -150,10 +169,7 @@ def end_epoch(trainer: Trainer) -> None:
 
 def validation_is_due(trainer: Trainer) -> bool:
     """Whether the training loop validates after the current batch."""
-    loop = trainer.fit_loop.epoch_loop
-    check = required(loop, "_should_check_val_fx", "drain the pipeline before validation")
-    fetcher = required(trainer.fit_loop, "_data_fetcher", "drain the pipeline before validation")
-    return bool(check(fetcher))
+    return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))  # type: ignore[arg-type]
 
 
 def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
@@ -191,9 +207,7 @@ def is_compiled(module: LightningModule) -> bool:
 
 def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
     """Whether a checkpoint callback saves after the current batch, as far as its step interval says."""
-    if not isinstance(callback, ModelCheckpoint):
-        return False
-    every: int = required(callback, "_every_n_train_steps", "drain the pipeline before a checkpoint")
+    every = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
     return every > 0 and global_step % every == 0
 
 
@@ -219,13 +233,11 @@ def replace_step_logging(trainer: Trainer, at_end_of_batch: Callable[[], None]) 
 
 def log_step_metrics(trainer: Trainer, batches_ago: int) -> None:
     """Send the step metrics to the loggers as those of the batch ``batches_ago`` batches before the current one."""
-    purpose = "log metrics with the step that they belong to"
-    connector = required(trainer, "_logger_connector", purpose)
-    step = required(trainer.fit_loop.epoch_loop, "_batches_that_stepped", purpose) - batches_ago
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped - batches_ago
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     due = every > 0 and (step + 1) % every == 0
     if due or trainer.should_stop:
-        metrics = dict(required(connector, "metrics", purpose)["log"])
+        metrics = dict(trainer._logger_connector.metrics["log"])
         if metrics:
             _log_with_epoch(trainer, metrics, step)
 
@@ -242,8 +254,8 @@ def log_at_step(trainer: Trainer, metrics: dict[str, float], batches_ago: int) -
 
 def _log_with_epoch(trainer: Trainer, metrics: dict[str, Any], step: int) -> None:
     """Send values to the loggers, with the epoch; ``trainer.logged_metrics`` has it only if somebody logs it."""
-    connector = required(trainer, "_logger_connector", "log metrics with the step that they belong to")
-    logged = required(connector, "_logged_metrics", "keep what was logged as plain Lightning does")
+    connector = trainer._logger_connector
+    logged: dict[str, Any] = connector._logged_metrics
     before = {name: logged[name] for name in ("epoch",) if name in logged}
     connector.log_metrics({**metrics, "epoch": metrics.get("epoch", trainer.current_epoch)}, step=step)
     if "epoch" not in metrics:
@@ -253,31 +265,39 @@ def _log_with_epoch(trainer: Trainer, metrics: dict[str, Any], step: int) -> Non
 
 def current_hook(module: LightningModule) -> str | None:
     """Name of the hook that Lightning is running."""
-    hook: str | None = required(module, "_current_fx_name", "know where a metric is logged")
-    return hook
+    return module._current_fx_name
+
+
+class AtUpdate(NamedTuple):
+    """What Lightning reads when an update is applied, as it was when its batch was run.
+
+    Attributes:
+        global_step: hooks decide by it.
+        clip_val, clip_algorithm: how the gradient is clipped.
+    """
+
+    global_step: int
+    clip_val: float | None
+    clip_algorithm: Any
+
+
+def state_at_update(module: LightningModule) -> AtUpdate:
+    """What the update of the batch that has just run is to find."""
+    trainer = module.trainer
+    return AtUpdate(trainer.global_step, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 @contextmanager
-def running_hook(module: LightningModule, name: str) -> Iterator[None]:
-    """Let ``module.log`` take what runs meanwhile for the hook ``name``."""
-    before = current_hook(module)
-    module._current_fx_name = name
-    try:
-        yield
-    finally:
-        module._current_fx_name = before
-
-
-@contextmanager
-def at_global_step(trainer: Trainer, step: int) -> Iterator[None]:
-    """Let ``trainer.global_step`` read ``step`` meanwhile: hooks of an update that comes late decide by it."""
+def at_update(trainer: Trainer, state: AtUpdate) -> Iterator[None]:
+    """Let the trainer be meanwhile as it was when the batch was run whose update comes late."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    counts = required(loop, "optim_progress", "tell hooks of an update its own step").optimizer.step.total
-    present, counts.completed = counts.completed, step
+    counts = loop.optim_progress.optimizer.step.total
+    present = counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm = state
     try:
         yield
     finally:
-        counts.completed = present
+        counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm = present
 
 
 def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: float) -> bool:
@@ -286,10 +306,10 @@ def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: 
     ``LightningModule.log`` examines its arguments and moves the metric to its device every time, which takes longer
     than anything else that a pipeline does around a batch.
     """
-    purpose = "log metrics without holding up the pipeline"
-    results = required(trainer, "_results", purpose)
-    starting = required(required(trainer, "_logger_connector", purpose), "_first_loop_iter", purpose)
-    metric = None if results is None or starting else results.get(f"{hook}.{name}")
+    results = trainer._results
+    if results is None or trainer._logger_connector._first_loop_iter:
+        return False
+    metric = results.get(f"{hook}.{name}")
     if metric is None or metric.has_reset:
         return False
     results.update_metrics(f"{hook}.{name}", torch.tensor(value, dtype=torch.float32), weight)
@@ -311,8 +331,7 @@ def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
 
 def skips_backward(trainer: Trainer) -> bool:
     """Whether the training loop runs forwards only, as StochasticWeightAveraging has it in its extra epoch."""
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    return bool(required(loop, "_skip_backward", "know that no backward follows a training step"))
+    return trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
 
 
 def begins_accumulation(trainer: Trainer) -> bool:

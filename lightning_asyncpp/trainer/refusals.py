@@ -32,10 +32,6 @@ ONE_OPTIMIZER = (
     "configure_optimizers returned more than one optimizer (multiple optimizers): a pipeline has exactly one update per"
     " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
 )
-OTHER_OPTIMIZER = (
-    "trainer.optimizers holds another optimizer than at the start, while an update of that one is outstanding: change"
-    " its param_groups in place, or train in two parts, the second from a checkpoint"
-)
 NOTHING_TO_STEP = (
     "optimizer.step() came without a gradient: no closure has run since the step before; a pipeline applies every"
     " gradient once, so call optimizer.step(closure=optimizer_closure), or the closure first"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
-from lightning_asyncpp.core.batches.batch_output import BatchOutput
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput
 from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.checkpoint import state
@@ -48,7 +48,7 @@ def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[st
         last = mini_batch[-1]
         outputs = []
         for i in mini_batch:
-            outputs.append(training.session.run(case.batch(i, mesh.replica), case.step(training.model)))
+            outputs.append(training.engine.run(case.batch(i, mesh.replica), case.step(training.model)))
             if i in case.drains and i != last:
                 training.drain()
         training.close(outputs)
@@ -101,12 +101,11 @@ class Training:
     def close(self, outputs: list[BatchOutput]) -> None:
         """End the mini-batch."""
         if self.mesh.is_last:
-            known = [(o.mean_loss(), sum(o.weights) - float(nan[0])) for o in outputs if (nan := o.nan_losses())]
+            known = [(loss, _weight_of_numbers(o)) for o in outputs if (loss := o.mean_loss()) is not None]
             counted = [(float(loss), weight) for loss, weight in known if weight]  # the others are NaN
             total = sum(weight for _, weight in counted)
             self.losses.append(sum(loss * weight for loss, weight in counted) / max(total, 1e-9))
-        self.session.close(note=self.engine.mini_batch)
-        self._take(self.session.apply_due())
+        self._take(self.session.close(note=self.engine.mini_batch))
         check_what_is_kept(self.engine, outputs)
         if self.scheduler is not None:
             self.scheduler.step()
@@ -172,6 +171,11 @@ class Training:
         if self.mesh.groups is not None:
             dist.broadcast_object_list(content, 0, group=self.mesh.groups.host)
         return torch.load(io.BytesIO(content[0]), weights_only=True)
+
+
+def _weight_of_numbers(output: BatchOutput) -> float:
+    """What the micro-batches weigh whose loss is a number."""
+    return sum(weight for loss, weight in zip(output.results, output.weights) if not loss.isnan())
 
 
 def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:

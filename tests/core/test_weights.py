@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.core import weights as weights_module
-from lightning_asyncpp.core.weights import WeightVersions, writing
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.core.stage_optimizer import around_step
+from lightning_asyncpp.core.weights import WeightVersions
 
 
 def make(room: int = 2) -> tuple[WeightVersions, nn.Parameter]:
@@ -32,22 +32,6 @@ def test_only_the_newest_two_are_alive() -> None:
         for dead in (version - 2, version + 1):
             with pytest.raises(RuntimeError, match=f"weight version {dead} is not alive: the newest of 2 is {version}"):
                 weights.leaves(dead)
-
-
-def test_writing_into_a_version_that_is_not_the_last_is_refused() -> None:
-    weights, parameter = make()
-    for version in range(3):
-        leaf = weights.sum_at(version)["w"]
-        assert leaf is weights.leaves(version)["w"]
-        (leaf * 2).sum().backward()
-        assert weights.take_gradients()["w"] is not None
-        update(weights, parameter, 1.0)
-    weights.restore(3, {"w": torch.ones(2)})
-    weights.take_gradients()
-    with torch.no_grad():
-        weights.leaves(3)["w"].mul_(2)
-    with pytest.raises(ConfigurationError, match=r"w: changed in place by a forward, .* would be lost"):
-        weights.take_gradients()
 
 
 def test_without_a_delay_a_forward_may_write_into_the_weights() -> None:
@@ -172,12 +156,11 @@ def test_masters_stay_and_versions_are_kept_in_the_compute_dtype() -> None:
     memory = parameter.data_ptr()
     assert weights.leaves(0)["w"].dtype == torch.bfloat16
     assert weights.advance() is None  # nobody keeps the masters of before
-    with writing(None, weights.compute_weights()), torch.no_grad():
+    with around_step(None, None, weights.compute_weights()), torch.no_grad():
         parameter.add_(1 / 1024)
     assert parameter.data_ptr() == memory
     assert parameter.tolist() == [1 + 1 / 1024, 2 + 1 / 1024]
     assert weights.leaves(1)["w"].tolist() == [1.0, 2.0]  # rounded
-    weights.check_unwritten(1)
     assert weights.shown()["w"].dtype == torch.bfloat16
     assert torch.equal(weights.masters()["w"], parameter.detach())  # type: ignore[index]
 
@@ -223,7 +206,7 @@ def test_at_the_end_all_versions_come_to_the_host(dtype: torch.dtype | None, mon
     parameter = nn.Parameter(torch.tensor([1.0]))
     weights = WeightVersions({"w": parameter}, 2, uses={"u": "w"}, compute_dtype=dtype)
     weights.advance()
-    with writing(None, weights.compute_weights()), torch.no_grad():
+    with around_step(None, None, weights.compute_weights()), torch.no_grad():
         parameter.fill_(2.0)
     on_device = {leaf.data_ptr() for version in (0, 1) for leaf in weights.leaves(version).values()}
     monkeypatch.setattr(weights_module, "on_host", lambda tensor: tensor.detach().clone())

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_asyncpp.core.runner.common import StageRunner
+from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.updates import reduction
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.device_tensors import DeviceTensors

@@ -315,7 +315,7 @@ def _where(what: str) -> Wait:
             )  # a comprehension has a frame in some versions of Python
             if place == "elsewhere" and is_named and inside not in _ON_BEHALF_OF_OTHERS:
                 place = f"{inside}:{frame.f_code.co_name}"
-            is_run = inside.startswith("core/runner/") and frame.f_code.co_name in ("forward", "backward")
+            is_run = inside.startswith("core/runner.py") and frame.f_code.co_name in ("forward", "backward")
             per = "micro-batch" if is_run else per
         frame = frame.f_back
     return Wait(per, what, place)

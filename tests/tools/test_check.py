@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_asyncpp
-from lightning_asyncpp import GPTModule, apply_layers, check_model
+from lightning_asyncpp import GPTModule, after_own_update, apply_layers, check_model
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.tools.check import check
@@ -101,9 +101,16 @@ class Averaged(Net):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.steps += 1
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [after_own_update(LimitsWeights())]
+
+
+class LimitsWeights(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         with torch.no_grad():
-            self.model[0].weight.clamp_(-0.3, 0.3)
-            self.mean.lerp_(self.model[0].weight, 0.5)
+            pl_module.model[0].weight.clamp_(-0.3, 0.3)
+            pl_module.mean.lerp_(pl_module.model[0].weight, 0.5)
 
 
 class Noisy(Net):

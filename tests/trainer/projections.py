@@ -1,12 +1,14 @@
-"""Modules that change their weights at the end of a batch."""
+"""Modules whose weights a callback changes at the end of a batch, after the batch's own update."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import torch
 from torch.nn import functional as F
 
+from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
 from tests.trainer.runs import Net
 
 
@@ -17,31 +19,45 @@ def project(parameters: Any) -> None:
             parameter.copy_(F.normalize(parameter, dim=1))
 
 
-class Projected(Net):
-    def on_train_batch_end(self, *_: Any) -> None:
+class _Changes(L.Callback):
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.change(batch_idx)
+
+
+class Changing(Net):
+    """Calls ``change`` after every batch's own update."""
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [after_own_update(_Changes())]
+
+    def change(self, batch_idx: int) -> None:
+        raise NotImplementedError
+
+
+class Projected(Changing):
+    def change(self, batch_idx: int) -> None:
         project(self.parameters())
 
 
-class PutsOtherMemory(Net):
-    def on_train_batch_end(self, *_: Any) -> None:
+class PutsOtherMemory(Changing):
+    def change(self, batch_idx: int) -> None:
         for parameter in self.parameters():
             parameter.data = parameter.data.clamp(-0.2, 0.2)
 
 
-class Shrinks(Net):
+class Shrinks(Changing):
     """Every call shows, and when it comes: not only the first of several."""
 
-    @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def change(self, batch_idx: int) -> None:
         for parameter in self.parameters():
             parameter.mul_(1.0 - 0.05 * (batch_idx + 1))
 
 
-class Draws(Net):
+class Draws(Changing):
     """What is drawn must be the same on all ranks, and in one process."""
 
-    @torch.no_grad()
-    def on_train_batch_end(self, *_: Any) -> None:
+    def change(self, batch_idx: int) -> None:
         factor = 1.0 - 0.1 * torch.rand(())
         for parameter in self.parameters():
             parameter.mul_(factor)

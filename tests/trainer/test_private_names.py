@@ -48,9 +48,7 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_slurm_sigusr_handler_fn": (lambda t: type(t._signal_connector), replace_signal_handlers),
     "register_signal_handlers": (lambda t: type(t._signal_connector), replace_signal_handlers),
     "_has_already_handler": (lambda t: type(t._signal_connector), replace_signal_handlers),
-    "optim_progress": (
-        lambda t: t.fit_loop.epoch_loop.automatic_optimization, lambda t: private.at_global_step(t, 0).__enter__()
-    ),
+    "optim_progress": (lambda t: t.fit_loop.epoch_loop.automatic_optimization, private.check_names),
     "_register_signal": (lambda t: type(t._signal_connector), replace_signal_handlers),
     "_save_last_checkpoint": (
         lambda t: type(t.checkpoint_callback), lambda t: private.save_last_checkpoint(t, t.checkpoint_callback)
@@ -63,8 +61,10 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "update_lr_schedulers": (lambda t: type(t.fit_loop.epoch_loop), lambda t: private.end_batch(t, counted=True)),
     "_should_accumulate": (lambda t: type(t.fit_loop.epoch_loop), lambda t: private.end_batch(t, counted=True)),
     "_batches_that_stepped": (lambda t: t.fit_loop.epoch_loop, private.pass_over_end_of_batch),
-    "_should_check_val_fx": (lambda t: type(t.fit_loop.epoch_loop), private.validation_is_due),
-    "_data_fetcher": (lambda t: t.fit_loop, private.validation_is_due),
+    "_should_check_val_fx": (lambda t: type(t.fit_loop.epoch_loop), private.check_names),
+    "_data_fetcher": (lambda t: t.fit_loop, private.check_names),
+    "_logged_metrics": (lambda t: t._logger_connector, private.check_names),
+    "metrics": (lambda t: type(t._logger_connector), private.check_names),
     "val_loop": (lambda t: t.fit_loop.epoch_loop, lambda t: private.run_validations_in(t, nullcontext)),
     "run": (
         lambda t: type(t.fit_loop.epoch_loop.val_loop), lambda t: private.run_validations_in(t, nullcontext)
@@ -73,23 +73,19 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
     "_accelerator_connector": (lambda t: t, private.synchronizes_batch_norm),
     "_layer_sync": (lambda t: t._accelerator_connector, private.synchronizes_batch_norm),
     "_compiler_ctx": (lambda t: t.lightning_module, lambda t: private.is_compiled(t.lightning_module)),
-    "_every_n_train_steps": (
-        lambda t: t.checkpoint_callback, lambda t: private.checkpoint_is_due(t.checkpoint_callback, 1)
-    ),
+    "_every_n_train_steps": (lambda t: t.checkpoint_callback, private.check_names),
     "_last_global_step_saved": (lambda t: t.checkpoint_callback, private.count_step_as_saved),
     "_logger_connector": (lambda t: t, lambda t: private.replace_step_logging(t, lambda: None)),
     "update_train_step_metrics": (
         lambda t: type(t._logger_connector), lambda t: private.replace_step_logging(t, lambda: None)
     ),
-    "_results": (lambda t: type(t), lambda t: private.update_logged(t, "hook", "name", 0.0, 1.0)),
-    "_first_loop_iter": (
-        lambda t: t._logger_connector, lambda t: private.update_logged(t, "hook", "name", 0.0, 1.0)
-    ),
+    "_results": (lambda t: type(t), private.check_names),
+    "_first_loop_iter": (lambda t: t._logger_connector, private.check_names),
     "_data_connector": (lambda t: t, lambda t: private.shuffle_only(t, lambda _: True)),
     "_prepare_dataloader": (
         lambda t: type(t._data_connector), lambda t: private.shuffle_only(t, lambda _: True)
     ),
-    "_skip_backward": (lambda t: t.fit_loop.epoch_loop.automatic_optimization, private.skips_backward),
+    "_skip_backward": (lambda t: t.fit_loop.epoch_loop.automatic_optimization, private.check_names),
     "_max_depth": (lambda t: SUMMARY, lambda t: private.summary_depth(SUMMARY)),
     "_start_method": (lambda t: DDP, lambda t: private.start_method(DDP)),
     "_MultiProcessingLauncher": (lambda t: launchers, lambda t: private.multiprocessing_launcher()),
@@ -98,7 +94,7 @@ USES: dict[str, tuple[Callable[[L.Trainer], Any], Callable[[L.Trainer], Any]]] =
         lambda t: launchers._MultiProcessingLauncher, lambda t: private.multiprocessing_launcher()
     ),
     "_configure_launcher": (lambda t: Strategy, lambda t: private.check_launcher()),
-    "_current_fx_name": (lambda t: t.lightning_module, lambda t: private.current_hook(t.lightning_module)),
+    "_current_fx_name": (lambda t: t.lightning_module, private.check_names),
 }  # fmt: skip
 
 
@@ -130,20 +126,6 @@ def test_a_missing_name_is_named(trainer: L.Trainer, monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(holder, name, raising=True)
     with pytest.raises(PrivateNameError, match=name):
         use(trainer)
-
-
-@pytest.mark.parametrize("name", ["_batches_that_stepped", "metrics", "_logged_metrics"])
-def test_a_missing_name_of_a_running_trainer_is_named(name: str) -> None:
-    loop = SimpleNamespace(_batches_that_stepped=0)
-    connector = SimpleNamespace(metrics={"log": {"x": 1.0}}, _logged_metrics={}, log_metrics=lambda metrics, step: None)
-    running: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop), _logger_connector=connector, log_every_n_steps=1, should_stop=False,
-        current_epoch=0,
-    )  # fmt: skip
-    private.log_step_metrics(running, 0)
-    del vars(loop if name in vars(loop) else connector)[name]
-    with pytest.raises(PrivateNameError, match=name):
-        private.log_step_metrics(running, 0)
 
 
 @pytest.mark.parametrize("name", AT_AN_EPOCHS_END)
@@ -207,7 +189,7 @@ def test_a_missing_count_of_a_metrics_updates_is_named() -> None:
 def test_every_name_is_tested() -> None:
     source = Path(private.__file__).read_text()
     required = set(re.findall(r', "(\w+)", (?:purpose|")', source))
-    assert required == set(USES) | {"_batches_that_stepped", "metrics", "_logged_metrics", "batches", *AT_AN_EPOCHS_END}
+    assert required == set(USES) | {"batches", *AT_AN_EPOCHS_END}
     assert "getattr(" not in source, "a name that is looked up quietly"
 
 

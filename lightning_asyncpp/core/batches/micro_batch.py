@@ -1,4 +1,4 @@
-"""Micro-batches: cutting a batch, weighing the pieces, and telling two batches apart."""
+"""Micro-batches: cutting a batch, weighing the pieces, telling two batches apart, and what a step made of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import hashlib
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.tree import children_of, is_named_tuple, map_leaves, tensors_of
+from lightning_asyncpp.core.batches.tree import (
+    children_of,
+    is_named_tuple,
+    map_leaves,
+    map_tensors,
+    merge_outputs,
+    tensors_of,
+)
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.errors import ConfigurationError
 
@@ -28,7 +37,7 @@ def number_of_samples(batch: Any) -> int:
     Raises:
         ConfigurationError: no tensor of the batch has a first dimension.
     """
-    for tensor in tensors_of(batch):
+    for tensor in _tensors(batch):
         if tensor.ndim > 0:
             return tensor.size(0)
     raise ConfigurationError(
@@ -59,13 +68,15 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             many entries as there are samples, and so have all its entries, so that either may be the samples.
     """
     samples = number_of_samples(batch)
+    filled = min(parts, samples)
+    if isinstance(batch, Tensor):
+        return [*batch.tensor_split(filled), *[None] * (parts - filled)] if filled else [None] * parts
     sizes = {tensor.size(0) for tensor in tensors_of(batch) if tensor.ndim > 0}
     if sizes != {samples}:
         raise ConfigurationError(
             f"the tensors of a batch have different first dimensions {sorted(sizes)}: the pipeline cannot tell which of"
             " them are batched; define split_batch(batch, parts) on the module"
         )
-    filled = min(parts, samples)
     refuse_ambiguous = filled > 1  # a single one holds everything, whichever way a list is cut
 
     def is_leaf(node: Any) -> bool:
@@ -80,6 +91,10 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
     slots = [map_leaves(functools.partial(piece, slot=slot), batch, is_leaf) for slot in range(filled)]
     return slots + [None] * (parts - filled)
+
+
+def _tensors(batch: Any) -> Sequence[Tensor]:
+    return [batch] if isinstance(batch, Tensor) else list(tensors_of(batch))
 
 
 def _pieces(leaf: Any, samples: int, parts: int) -> Sequence[Any]:
@@ -169,7 +184,7 @@ def cut_batch(
         raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} micro-batches")
     is_whole = split is split_batch
     readable = split(on_host, parts) if is_whole and on_host is not batch else contents
-    if any(tensor.is_cuda for tensor in tensors_of(on_host if is_whole else contents)):
+    if any(tensor.is_cuda for tensor in _tensors(on_host if is_whole else contents)):
         marks = [NO_MARK] * parts  # a mark is not worth a wait for the GPU
     else:
         marks = [fingerprint(on_host, parts)] * parts if is_whole else list(map(fingerprint, contents))
@@ -182,8 +197,9 @@ def _weights(micro_batches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[
     """Weights of micro-batches, 0 for one that is missing; what lies on a GPU is read all at once."""
     returned: list[Any] = [0.0 if micro_batch is None else weigh(micro_batch) for micro_batch in micro_batches]
     places = [place for place, weight in enumerate(returned) if isinstance(weight, Tensor) and weight.numel() == 1]
-    for place, (weight,) in zip(places, Reading([returned[place] for place in places]).get()):
-        returned[place] = weight
+    if places:
+        for place, (weight,) in zip(places, Reading([returned[place] for place in places]).get()):
+            returned[place] = weight
     return list(map(checked_weight, returned))
 
 
@@ -211,9 +227,88 @@ def fingerprint(batch: Any, micro_batches: int = 1) -> int:
     It hashes up to 1024 evenly spread elements of every tensor for each micro-batch, its shape and its dtype.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors_of(batch):
+    for tensor in _tensors(batch):
         flat = tensor.detach().reshape(-1)
         stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * micro_batches)) or 1
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1 or 1  # other than NO_MARK
+
+
+@dataclass(frozen=True)
+class BatchOutput:
+    """What the last stage has to show for a batch.
+
+    Attributes:
+        results: what the user's step returned for each micro-batch that had samples.
+        weights: their weights.
+    """
+
+    results: list[Any]
+    weights: list[float]
+
+    @property
+    def weight(self) -> float:
+        """What the batch weighs."""
+        return sum(self.weights)
+
+    @cached_property
+    def _losses(self) -> Tensor | None:
+        """Losses of the micro-batches that have a weight; None without any."""
+        losses = [loss_of(result).detach() for result, weight in zip(self.results, self.weights) if weight]
+        return torch.stack(losses) if losses else None
+
+    def mean_loss(self, reduction: str = "mean") -> Tensor | None:
+        """Weighted mean of the losses, without those that are NaN where others are not; None without samples."""
+        losses = self._losses
+        if losses is None:
+            return None
+        missing, device, total = losses.isnan(), losses.device, sum(self.weights)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        weights = torch.tensor([weight for weight in self.weights if weight], dtype=dtype, device="cpu")
+        weights = weights.to(device, non_blocking=True)
+        if reduction == "mean":
+            losses = losses * weights.to(losses.dtype)
+        others = losses.masked_fill(missing, 0.0).sum() / (total - (weights * missing).sum()).to(losses.dtype)
+        return torch.where(missing.any(), others, losses.sum() / total)  # to ask if any is NaN would wait for a GPU
+
+    @property
+    def first_nan(self) -> Tensor | None:
+        """Which micro-batch with a weight is the first whose loss is NaN, from 1, or 0; None without samples."""
+        if self._losses is None:
+            return None
+        missing = self._losses.isnan()
+        return missing.any() * (missing.int().argmax() + 1)
+
+    def beside_loss(self) -> dict[str, Any]:
+        """What a training step returned beside its loss, for the whole batch."""
+        if not self.results or not isinstance(self.results[0], Mapping):
+            return {}
+        beside = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
+        return merge_outputs(map_tensors(Tensor.detach, beside), self.weights) if any(beside) else {}
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss of a training step: the tensor itself, or the entry ``"loss"``.
+
+    Raises:
+        ConfigurationError: there is none, or it is not a single number.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+        if isinstance(result, Mapping):
+            what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
+        mend = "" if result is not None else (
+            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): weights stay as they are"
+            " but for momentum and decay"
+        )  # fmt: skip
+        raise ConfigurationError(
+            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{mend}"
+        )
+    return loss.reshape(()) if loss.ndim else loss
+
+
+def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
+    """The mean loss of a batch; NaN for a batch without samples, which has none."""
+    return torch.full((), float("nan"), device=device) if loss is None else loss

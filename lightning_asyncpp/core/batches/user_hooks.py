@@ -7,10 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.errors import ConfigurationError
 
 Step = Callable[[Any, float | None], Any]
 """The user's step, called with a micro-batch and its weight; None where it is left at its call of the model."""
@@ -54,24 +51,3 @@ class UserHooks:
         given = {name: value for name, value in (given or {}).items() if value is not None}
         own = {name: getattr(module, name) for name in BY_NAME if hasattr(module, name)}
         return cls(**{**own, **given, **others})
-
-
-def loss_of(result: Any) -> Tensor:
-    """Return the loss of a training step: the tensor itself, or the entry ``"loss"``.
-
-    Raises:
-        ConfigurationError: there is none, or it is not a single number.
-    """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
-        if isinstance(result, Mapping):
-            what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
-        mend = "" if result is not None else (
-            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): weights stay as they are"
-            " but for momentum and decay"
-        )  # fmt: skip
-        raise ConfigurationError(
-            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{mend}"
-        )
-    return loss.reshape(()) if loss.ndim else loss

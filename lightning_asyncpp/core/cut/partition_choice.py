@@ -26,7 +26,7 @@ from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.partition import Partition, balanced, check_given, uniform
 from lightning_asyncpp.core.cut.units import Unit, has_parameters, pipeline_units
 from lightning_asyncpp.core.randomness import seeded
-from lightning_asyncpp.core.wire.received import begin
+from lightning_asyncpp.core.wire.transport import begin
 from lightning_asyncpp.errors import ConfigurationError
 
 RUNS = 5

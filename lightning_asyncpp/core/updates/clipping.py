@@ -1,11 +1,9 @@
-"""The norm of a gradient over all stages, and clipping by it or by value."""
+"""Clipping a gradient by its norm over all stages, or by value."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 
@@ -22,15 +20,6 @@ def check_norm_type(norm_type: float) -> None:
         raise ConfigurationError(
             f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
         )
-
-
-def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Norm of the mean gradient from the squares of the summed one, rounded to fp32.
-
-    Rounding hides the last bits of the fp64 sum, whose order depends on the number of stages.
-    """
-    norm = math.sqrt(sum_of_squares) / weight if weight else 0.0
-    return float(torch.tensor(norm, dtype=torch.float32))
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

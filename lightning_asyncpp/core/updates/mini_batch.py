@@ -1,11 +1,17 @@
-"""A mini-batch from its first forward to its update: sums over replicas, then the one control message."""
+"""A mini-batch from its first forward to its update: sums over replicas, then the one control message.
+
+An all-reduce starts when the last rank joins, and takes a round of messages from then on. But gradients complete stage
+by stage, from the last to the first. So with one replica control messages are summed along that way, behind the
+gradients; the first stage, which comes last, finds the rest already there, and its sum travels to the others in front
+of the activations that need it: no stage sends more messages in a longer pipeline.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,19 +21,71 @@ from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
-from lightning_asyncpp.core.stage_optimizer import HyperParameters
 from lightning_asyncpp.core.trace import Moment
-from lightning_asyncpp.core.updates.control_message import (
-    ControlChain,
-    ControlMessage,
-    ControlSum,
-    MessageLayout,
-    Payload,
-    StopFlags,
-)
+from lightning_asyncpp.core.updates.control_exchange import ControlExchange
 from lightning_asyncpp.core.updates.reduction import Gradients, Reduction
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
+from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import lost_peers
+
+HyperParameters = list[dict[str, Any]]
+"""Of every group of an optimizer, without its parameters."""
+_FIXED = 5  # numbers of a message, before what layers counted
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """What all ranks agree on about a mini-batch, from one asynchronous exchange.
+
+    Attributes:
+        weight: sum of the micro-batches' weights over the mini-batch and the replicas.
+        norm: 2-norm of the whole gradient over all stages, after division by ``weight``; fp64 sums, rounded to fp32.
+        finite: whether every element of the gradient is.
+        interrupted: number of ranks that were told to end (SIGTERM).
+        finished: number of ranks that want training to stop early.
+        payload: what each replica's last stage attached, shape (replicas, length), fp64.
+        statistics: what layers counted, over all stages and replicas, (layout's length,) fp64.
+    """
+
+    weight: float
+    norm: float
+    finite: bool
+    interrupted: int
+    finished: int
+    payload: Tensor
+    statistics: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+
+class LatePayload(Protocol):
+    """What a last stage attaches to a control message, while it is still on its way from the device.
+
+    Attributes:
+        length: how many numbers it will be.
+    """
+
+    length: int
+
+    def is_there(self) -> bool:
+        """Whether :meth:`get` need not wait."""
+
+    def get(self) -> Tensor:
+        """The numbers, (length,) fp64 on the host; waits for the device."""
+
+
+Payload = Tensor | LatePayload
+
+
+@dataclass
+class StopFlags:
+    """What this rank asks of all; carried by the next control message.
+
+    Attributes:
+        interrupted: the process was told to end.
+        finished: somebody decided that training is done.
+    """
+
+    interrupted: bool = False
+    finished: bool = False
 
 
 @dataclass(eq=False)
@@ -39,50 +97,58 @@ class MiniBatch:
     with one replica on CPUs :meth:`poll` reads what the stages behind have added to the control message, which follows
     the last gradient that came from there.
 
+    The control message is an fp64 vector, which every rank writes and all are summed: five numbers, what layers counted
+    and the payload of each replica.
+
     Attributes:
         mesh: this rank's place.
         index: t.
         first: its first micro-batch.
+        transport: messages with the neighbours; None in a single stage.
         end: one past its last micro-batch; None while more may come (gradient accumulation).
         weight: sum of the micro-batches' weights so far.
         counted: what this stage's layers counted in its micro-batches.
         hyper_parameters: of every group of the optimizer, for its update, once it is closed.
         note: what the strategy wants to know at its update.
         payload: this replica's attachment to the control message, of the same length on all ranks.
-        layout: of its control message, once it is closed.
-        exchange: of the control messages, once it is closed; None in a world of one rank.
+        length: of the control message, once it is closed.
+        exchange: of the control messages, once it is closed; None where they travel along the pipeline.
         tied: the sums of gradients that other stages share, once it is closed; None if there are none.
         reduction: of its gradient over the replicas, once that has begun; None with one replica.
         launched: whether its gradient is complete and on the way.
         gradients: name -> summed gradient of this stage, once complete; replaced by the sum over the replicas.
         stepped: whether this stage has stepped ahead of the others.
         completed: when its gradient was complete, on the clock of the trace; None if nothing is recorded.
+        message: this rank's part of the control message, once it was sent.
     """
 
     mesh: Mesh
     index: int
     first: int
+    transport: Transport | None = None
     end: int | None = None
     weight: float = 0.0
     counted: Collected = field(default_factory=Collected)
     hyper_parameters: HyperParameters = field(default_factory=list)
     note: Any = None
-    payload: Payload = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    layout: MessageLayout = field(init=False)
-    exchange: ControlSum | None = None
+    payload: Payload | None = None
+    length: int = 0
+    exchange: ControlExchange | None = None
     tied: TiedGradients | None = None
     reduction: Reduction | None = None
     launched: bool = False
     gradients: Gradients = field(default_factory=dict)
     stepped: bool = False
     completed: Moment | None = None
+    message: Tensor | None = None
+    _payload_at: int = _FIXED
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    _counts: Reading = field(init=False)
+    _statistics: Tensor | Reading = field(init=False)  # on the host, or on their way there
     _count: tuple[Tensor, dist.Work] | None = None
-    _norms: Reading | None = None
+    _norms: Sequence[Tensor] | Reading | None = None
     _squares: float = 0.0
-    _message: Tensor | None = None
+    _total: Tensor | None = None  # of all stages, on the first
 
     def close(self, end: int, num_statistics: int, payload: Payload | None = None) -> None:
         """No further batch shares the update.
@@ -92,10 +158,9 @@ class MiniBatch:
             num_statistics: how many numbers the counts of all layers are.
             payload: what the control message carries; None: nothing.
         """
-        self.end = end
-        if payload is not None:
-            self.payload = payload
-        self.layout = MessageLayout(self.mesh, num_statistics, self.payload)
+        self.end, self.payload, self._payload_at = end, payload, _FIXED + num_statistics
+        size = 0 if payload is None else payload.numel() if isinstance(payload, Tensor) else payload.length
+        self.length = self._payload_at + self.mesh.num_replicas * size
 
     def launch(
         self,
@@ -121,14 +186,13 @@ class MiniBatch:
             steps_ahead: whether :meth:`reduce_now` will be called.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
-        self._counts = Reading([statistics])
+        self._statistics = statistics if statistics.is_cpu else Reading([statistics])
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
             self.gradients = self.reduction.gradients  # the stage's own are not needed any more
             if steps_ahead:
                 self._begin_count(statistics)
-            return
-        if self.tied is None or not self.mesh.is_first:
+        elif self.tied is None or not self.mesh.is_first:
             self._read_norms()
 
     def poll(self) -> bool:
@@ -137,9 +201,7 @@ class MiniBatch:
         Returns:
             Whether it has been sent.
         """
-        if not self.launched:
-            return False
-        if self._message is not None:
+        if self.message is not None:
             return True
         if self._norms is None:
             if not (self.reduction is None or self.reduction.poll()):
@@ -147,13 +209,16 @@ class MiniBatch:
             if not (self.tied is None or self.tied.have_arrived()):
                 return False
             self._read_norms()
-        if self.can_send() and (isinstance(self.exchange, ControlChain) or self._is_known()):  # others wait in a chain
-            self._send_message()
-        return self._message is not None
+        others_wait = self.transport is not None and self.exchange is None  # along the pipeline
+        if self.can_send() if others_wait else self._is_known():
+            self.send_message()
+        return self.message is not None
 
     def can_send(self) -> bool:
         """Whether the control message, unless it has been sent, need not wait for a stage behind in this process."""
-        return self._message is not None or not isinstance(self.exchange, ControlChain) or self.exchange.can_send()
+        if self.message is not None or self.transport is None or self.exchange is not None or self.mesh.is_last:
+            return True
+        return self.transport.has_part(self.index)
 
     def reduce_now(self) -> tuple[float, float, Tensor]:
         """Wait for the replicas, not for the other stages; the control message is sent.
@@ -162,7 +227,7 @@ class MiniBatch:
             The sum of the weights over the replicas; this stage's sum of squares; and its statistics
             over the replicas.
         """
-        statistics = self.layout.statistics(self._send_message())
+        statistics = self.send_message()[_FIXED : self._payload_at]
         if self._count is None:
             return self.weight, self._squares, statistics
         total, work = self._count
@@ -179,13 +244,72 @@ class MiniBatch:
 
     def finish(self) -> ControlMessage:
         """Wait for what all ranks have to say, and for the whole sums of gradients that stages share."""
-        total = self._send_message()
+        total = self.send_message()
         if self.exchange is not None:
-            with lost_peers():
-                total = self.exchange.finish()
+            total = self.exchange.finish()
+        elif self.transport is not None:
+            total = self.transport.receive_total(self.index, self.length) if self._total is None else self._total
         if self.tied is not None and not self.stepped:
             self.tied.take_whole_sums(self.gradients)
-        return self.layout.read(total)
+        weight, squares, non_finite, interrupted, finished = total[:_FIXED].tolist()
+        payloads = total[self._payload_at :].view(self.mesh.num_replicas, -1)
+        statistics = total[_FIXED : self._payload_at]
+        norm = gradient_norm(squares, weight)
+        return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), payloads, statistics)
+
+    def send_message(self) -> Tensor:
+        """Send the control message unless it has been sent; waits for the device, once.
+
+        Returns:
+            This rank's part of it.
+        """
+        if self.message is not None:
+            return self.message
+        if self._norms is None:
+            if self.reduction is not None:
+                self.reduction.wait()
+            self._read_norms()
+        assert self._norms is not None
+        # The newest reading first: what was asked for before it is there when it is. Added exactly, so that the order
+        # of the squares does not matter.
+        there = self._norms
+        norms = [n for (n,) in there.get()] if isinstance(there, Reading) else [norm.item() for norm in there]
+        squares = [norm * norm for norm in norms]
+        self._squares = math.fsum(squares if self.reduction is None else self.reduction.squares + squares)
+        self.message = self._written()
+        if self.exchange is not None:
+            self.exchange.send(self.message)
+        elif self.transport is not None:
+            self._pass_on(self.transport, self.message)
+        return self.message
+
+    def _pass_on(self, transport: Transport, vector: Tensor) -> None:
+        """Add this rank's vector to those of the stages behind; their gradients were complete before.
+
+        Theirs follows the last gradient that came from there, so it is there or about to be: it is waited for.
+        """
+        if not self.mesh.is_last:
+            vector = transport.receive_part(self.index, self.length) + vector
+        if not self.mesh.is_first:
+            transport.send_part(self.index, vector)
+        else:
+            self._total = vector
+            transport.send_total(self.index, vector)
+
+    def _written(self) -> Tensor:
+        """This rank's vector: weights and payloads of last stages count, and one replica's squares of each stage."""
+        mesh, finite = self.mesh, math.isfinite(self._squares)
+        weight = self.weight if mesh.is_last else 0.0
+        squares = self._squares if mesh.replica == 0 and finite else 0.0  # every replica holds the same gradient
+        there = self._statistics
+        counts = there.tolist() if isinstance(there, Tensor) else there.get()[0]
+        fixed = (weight, squares, not finite, self._stop.interrupted, self._stop.finished)
+        vector = torch.zeros(self.length, dtype=torch.float64, device="cpu")
+        vector[: self._payload_at] = torch.tensor([*fixed, *counts], dtype=torch.float64, device="cpu")
+        if mesh.is_last and self.payload is not None:
+            payload = self.payload if isinstance(self.payload, Tensor) else self.payload.get()
+            vector[self._payload_at :].view(mesh.num_replicas, -1)[mesh.replica] = payload
+        return vector
 
     def _begin_count(self, statistics: Tensor) -> None:
         """Begin to sum weights and statistics over the replicas, right behind the gradients.
@@ -204,46 +328,21 @@ class MiniBatch:
 
     def _read_norms(self) -> None:
         """Begin to read what of this stage's gradient the host must know: all that is not in the reduction's norms."""
+        gradients = self.gradients
         if self.tied is not None:
-            self.tied.pass_on(self.gradients, self._uses)
-        elsewhere = self.tied.counted_elsewhere if self.tied is not None else ()
-        tied = self.tied.names if self.tied is not None else ()
-        counted = [
-            gradient
-            for name, gradient in self.gradients.items()
-            if gradient is not None and name not in elsewhere and (self.reduction is None or name in tied)
-        ]
-        self._norms = Reading([foreach.norms(counted, torch.float64)])
+            self.tied.pass_on(gradients, self._uses)
+            names = set(gradients if self.reduction is None else self.tied.names) - self.tied.counted_by_others
+            gradients = {name: gradient for name, gradient in gradients.items() if name in names}
+        elif self.reduction is not None:
+            gradients = {}
+        counted = [gradient for gradient in gradients.values() if gradient is not None]
+        norms = foreach.norm(counted, 2, dtype=torch.float64) if counted else []
+        self._norms = norms if not norms or norms[0].is_cpu else Reading(norms)
 
     def _is_known(self) -> bool:
         """Whether the device has got to everything that the message holds."""
-        payload = True if isinstance(self.payload, Tensor) else self.payload.is_there()
-        return payload and self._norms is not None and self._norms.is_there() and self._counts.is_there()
-
-    def _send_message(self) -> Tensor:
-        """Send the control message unless it has been sent; waits for the device, once.
-
-        Returns:
-            This rank's part of it.
-        """
-        if self._message is not None:
-            return self._message
-        if self._norms is None:
-            if self.reduction is not None:
-                self.reduction.wait()
-            self._read_norms()
-        assert self._norms is not None
-        # The newest reading first: what was asked for before it is there when it is. Added exactly, so that the order
-        # of the squares does not matter.
-        (norms,) = self._norms.get()
-        reduced = self.reduction.squares if self.reduction is not None else []
-        self._squares = math.fsum([*reduced, *(norm * norm for norm in norms)])
-        (counts,) = self._counts.get()
-        self._message = self.layout.write(self.weight, self._squares, counts, self._stop, self.payload)
-        if self.exchange is not None:
-            with lost_peers():
-                self.exchange.send(self._message)
-        return self._message
+        payload = self.payload is None or isinstance(self.payload, Tensor) or self.payload.is_there()
+        return payload and all(not isinstance(r, Reading) or r.is_there() for r in (self._norms, self._statistics))
 
 
 @dataclass(frozen=True)
@@ -265,3 +364,12 @@ class Update:
     message: ControlMessage
     weights_before: dict[nn.Parameter, Tensor] | None = None
     staleness: float = 0
+
+
+def gradient_norm(sum_of_squares: float, weight: float) -> float:
+    """Norm of the mean gradient from the squares of the summed one, rounded to fp32.
+
+    Rounding hides the last bits of the fp64 sum, whose order depends on the number of stages.
+    """
+    norm = math.sqrt(sum_of_squares) / weight if weight else 0.0
+    return float(torch.tensor(norm, dtype=torch.float32))

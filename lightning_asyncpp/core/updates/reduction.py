@@ -223,7 +223,8 @@ class Reduction:
         self.ends.append(sent.ended or self._clock.now())
         gradients, flags = sent.bucket.views(sent.flat)
         self.gradients.update(gradients)
-        self._looked_at.append((list(gradients), foreach.norms(list(gradients.values()), torch.float64), flags))
+        norms = torch.stack(foreach.norm(list(gradients.values()), 2, dtype=torch.float64))
+        self._looked_at.append((list(gradients), norms, flags))
         self._taken += 1
         if self._taken == len(self._buckets):
             self._reading = Reading([tensor for _, *tensors in self._looked_at for tensor in tensors])
@@ -237,12 +238,6 @@ class Reduction:
                 elif name not in self._apart:
                     self.squares.append(norm * norm)
         self._looked_at, self._reading = [], None
-
-
-def squares(gradients: Mapping[str, Tensor | None]) -> list[float]:
-    """Sum of squares of each gradient that there is, in fp64; waits for the device."""
-    present = [gradient for gradient in gradients.values() if gradient is not None]
-    return [norm * norm for norm in foreach.norms(present, torch.float64).tolist()]
 
 
 class _Sent:

@@ -39,12 +39,12 @@ class TiedGradients:
 
     Attributes:
         names: of the parameters on this stage.
-        counted_elsewhere: those of them that another stage counts in the norm of the gradient.
+        counted_by_others: those of them that another stage counts in the norm of the gradient.
     """
 
     def __init__(self, mesh: Mesh, ties: Sequence[Tie], parameters: dict[str, Tensor], tags: Sequence[int]) -> None:
         self.names = names_on(mesh.stage, ties)
-        self.counted_elsewhere = names_on(mesh.stage, [tie for tie in ties if tie.stages[0] != mesh.stage])
+        self.counted_by_others = names_on(mesh.stage, [tie for tie in ties if tie.stages[0] != mesh.stage])
         self._mesh, self._ties, self._parameters, self._tags = mesh, ties, parameters, tags
         self._buckets = [Bucket([tie.name_on(mesh.stage)], parameters) for tie in ties]
         # Posted before anybody sends: what comes need not be stored on its way. Between two ranks all in the same

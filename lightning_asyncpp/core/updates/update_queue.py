@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +14,33 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.core.batches.batch_output import no_weight_text
+from lightning_asyncpp.core.batches.not_counted import no_weight_text
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
-from lightning_asyncpp.core.randomness import CallersGenerators
+from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.runner.common import StageRunner
+from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.stage_optimizer import HyperParameters
-from lightning_asyncpp.core.trace import HOST, Beside, Wait
-from lightning_asyncpp.core.updates.control_message import ControlMessage, Payload, StopFlags, control_sum
-from lightning_asyncpp.core.updates.mini_batch import MiniBatch, Update
-from lightning_asyncpp.core.updates.reduction import BUCKET_BYTES, GPU_BUCKET_BYTES, Reduction, plan_buckets
+from lightning_asyncpp.core.trace import HOST, Beside, Trace, Wait
+from lightning_asyncpp.core.updates.control_exchange import ControlExchange
+from lightning_asyncpp.core.updates.mini_batch import (
+    ControlMessage,
+    HyperParameters,
+    MiniBatch,
+    Payload,
+    StopFlags,
+    Update,
+)
+from lightning_asyncpp.core.updates.reduction import (
+    BUCKET_BYTES,
+    GPU_BUCKET_BYTES,
+    Gradients,
+    Reduction,
+    plan_buckets,
+)
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.core.weights import WeightVersions
-from lightning_asyncpp.errors import NonFiniteGradientError, lost_peers
+from lightning_asyncpp.errors import NonFiniteGradientError
 
 _KNOWN_STARTS = 8  # of mini-batches: more than run or are in flight at a time
 
@@ -42,7 +54,6 @@ class UpdateQueue:
         runner: its transport and its trace.
         weights: the weight versions that the updates make.
         schedule: which of them a mini-batch ran on, and when its update is due.
-        generators: torch's, as the optimizer's step has them.
 
     Attributes:
         open: the mini-batch that batches are added to.
@@ -51,6 +62,8 @@ class UpdateQueue:
         requested: what this rank asks of all.
         agreed: what some rank asked for, and all know.
         apply: steps the optimizer; the parameters hold the gradients meanwhile.
+        reduces: whether gradients are summed over replicas.
+        busy: whether :meth:`poll` may find something to do.
     """
 
     def __init__(
@@ -60,9 +73,7 @@ class UpdateQueue:
         runner: StageRunner,
         weights: WeightVersions,
         schedule: Schedule,
-        generators: CallersGenerators,
     ) -> None:
-        self.generators = generators
         self.mesh, self.settings, self.runner, self.weights, self.schedule = mesh, settings, runner, weights, schedule
         self._starts: deque[tuple[int, int]] = deque(maxlen=_KNOWN_STARTS)
         self.begin(0, 0)
@@ -75,8 +86,12 @@ class UpdateQueue:
         is_local = runner.transport is not None and runner.transport.is_local
         self._late = torch.empty(0, device=runner.device).is_cuda and not is_local
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
+        self._tied = names_on(mesh.stage, self._ties)
         self.train_only(weights.parameters)
+        self._no_statistics = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._next_backward = 0
         self._told = False  # of a mini-batch without weight
+        self.busy = False
         self._applied: list[Update] = []  # and not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
@@ -87,10 +102,10 @@ class UpdateQueue:
         Args:
             names: of parameters of this stage; what stages share is counted in any case.
         """
-        tied = names_on(self.mesh.stage, self._ties)
-        self._optimized = {n: p for n, p in self.weights.parameters.items() if n in names or n in tied}
+        self._optimized = {n: p for n, p in self.weights.parameters.items() if n in names or n in self._tied}
         size, late = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES, self.weights.used_twice
         self._buckets = plan_buckets(self._optimized, size, late) if self.mesh.num_replicas > 1 else []
+        self.reduces = bool(self._buckets)
 
     def detach(self) -> None:
         """Forget who applies updates."""
@@ -98,7 +113,7 @@ class UpdateQueue:
 
     def begin(self, index: int, first: int) -> None:
         """Open mini-batch ``index``, which begins, or after its gradient was dropped begins anew, with ``first``."""
-        self.open = MiniBatch(self.mesh, index, first)
+        self.open = MiniBatch(self.mesh, index, first, self.runner.transport)
         self._starts.append((index, first))
 
     def begin_at(self, index: int, first: int) -> None:
@@ -136,16 +151,15 @@ class UpdateQueue:
         mini_batch, whole = self.open, self.runner.stage.whole
         mini_batch.close(end, whole.statistics.length, payload)
         mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
-        if self.mesh.world_size > 1:
+        if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._late):
             # Made here, long before the gradient is complete, so that receives are posted when others send.
-            with lost_peers():
-                transport, index, length = self.runner.transport, mini_batch.index, mini_batch.layout.length
-                mini_batch.exchange = control_sum(self.mesh, transport, index, length, self._late)
+            mini_batch.exchange = ControlExchange(self.mesh, mini_batch.length)
         if self._ties:
             tags = tags_of(self._ties, whole.ties, mini_batch.index)
             mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
         self.closed.append(mini_batch)
         self.begin(mini_batch.index + 1, end)
+        self.busy = True
 
     def drop_open(self, end: int, next_backward: int) -> None:
         """Let the gradient of the batches since the last :meth:`close` belong to no update.
@@ -158,7 +172,7 @@ class UpdateQueue:
         dropped.end = end
         self._dropped.append(dropped)
         self.begin(dropped.index, end)
-        self.launch_complete(next_backward)
+        self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
         """Around the backward of micro-batch ``k``: if it is the last of a whole mini-batch, start to reduce.
@@ -167,36 +181,39 @@ class UpdateQueue:
             k: the micro-batch.
             weights: name -> the tensor that the backward adds the gradient to.
         """
-        complete = next((m for m in self.closed if m.end == k + 1), None) if self._buckets else None
+        complete = next((m for m in self.closed if m.end == k + 1), None)
         if complete is None:
             return nullcontext()
         complete.reduction = self._new_reduction()
         return complete.reduction.watching(weights, self.weights.gradient)
 
-    def launch_complete(self, next_backward: int) -> None:
-        """Send the gradients of mini-batches whose backwards, those before ``next_backward``, are all done."""
-        while self._dropped and next_backward >= (self._dropped[0].end or 0):
-            self._dropped.popleft()
-            self.weights.take_gradients()
-        for mini_batch in self.closed:
-            if not mini_batch.launched and next_backward >= (mini_batch.end or 0):
-                self._launch(mini_batch)
-        self.poll()
-
-    def poll(self) -> None:
-        """Take up what has arrived.
+    def poll(self, next_backward: int | None = None) -> None:
+        """Send the gradients of mini-batches whose backwards are all done, and take up what has arrived.
 
         It waits for nothing, but for what is there or about to be: with one replica on CPUs, for the part of the
         control message that follows the last gradient from the stage behind.
 
         Messages and shared gradients leave in the order of the mini-batches, which is how their receivers tell them
         apart: what arrives in the meantime for a later one waits for the one before.
+
+        Args:
+            next_backward: all before it are done; None: as many as the last time.
         """
+        done = self._next_backward = self._next_backward if next_backward is None else next_backward
+        while self._dropped and done >= (self._dropped[0].end or 0):
+            self._dropped.popleft()
+            self.weights.take_gradients()
+        in_order = True
         for mini_batch in self.closed:
-            if not mini_batch.poll():
-                break
+            if not mini_batch.launched:
+                if done < (mini_batch.end or 0):
+                    in_order = False
+                    break
+                self._launch(mini_batch)
+            in_order = in_order and mini_batch.poll()
         while self._leaving and self._leaving[0].have_left():
             self._leaving.popleft()
+        self.busy = not in_order or bool(self._dropped or self._leaving)
 
     def apply_held(self) -> None:
         """Apply the update of the mini-batch before the open one, which has run what it runs on the older weights.
@@ -244,13 +261,17 @@ class UpdateQueue:
         self._applied.append(self._apply(self.closed.popleft()))
 
     def _launch(self, mini_batch: MiniBatch) -> None:
-        apart = names_on(self.mesh.stage, self._ties) & self.weights.used_twice if not self._buckets else ()
+        apart = self._tied & self.weights.used_twice if self._tied and not self.reduces else ()
         uses = {name: self.weights.gradients_apart(name) for name in apart}
-        gradients = {n: g if n in self._optimized else None for n, g in self.weights.take_gradients().items()}
-        if self._buckets and mini_batch.reduction is None:
+        gradients = self.weights.take_gradients()
+        for name in gradients.keys() - self._optimized.keys():
+            gradients[name] = None
+        if self.reduces and mini_batch.reduction is None:
             mini_batch.reduction = self._new_reduction()
-        stage = self.runner.stage
-        statistics = stage.whole.statistics.pack(mini_batch.counted.take_statistics(), stage.counting_layers)
+        stage, statistics = self.runner.stage, self._no_statistics
+        if stage.whole.statistics.length:
+            counted = mini_batch.counted.take_statistics()
+            statistics = stage.whole.statistics.pack(counted, stage.counting_layers)
         if mini_batch.tied is not None:
             self._leaving.append(mini_batch.tied)
         if self.runner.trace is not None:
@@ -261,10 +282,9 @@ class UpdateQueue:
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
         assert self.mesh.groups.data_parallel is not None
-        tied = names_on(self.mesh.stage, self._ties)
         clock = HOST if self.runner.trace is None else self.runner.trace.clock
         group, late = self.mesh.groups.data_parallel, self.weights.used_twice
-        return Reduction(self._buckets, group, late=late, apart=tied, clock=clock)
+        return Reduction(self._buckets, group, late=late, apart=self._tied, clock=clock)
 
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
@@ -282,35 +302,20 @@ class UpdateQueue:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
-        update = self._update(mini_batch, message)
-        if math.isfinite(squares) and weight:
-            with self._stepping(mini_batch, message):
-                self.apply(update)
+        is_sound = math.isfinite(squares) and weight > 0
+        self._step(mini_batch, message, is_sound)
+        if is_sound:
             mini_batch.let_go()
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch) -> Update:
+        """Wait for what all ranks have to say about a mini-batch, and apply its update, unless that is done."""
         if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
-            return _update(mini_batch, self._agree(mini_batch))
-        message = self._agree(mini_batch)
-        update = self._update(mini_batch, message)
-        if message.finite and message.weight:
-            with self._stepping(mini_batch, message):
-                self.apply(update)
-        return update
-
-    def _update(self, mini_batch: MiniBatch, message: ControlMessage) -> Update:
-        """Make room for the version that the update of a mini-batch makes."""
-        rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
-        staleness = 0 if rule.in_start(mini_batch.index) else rule.staleness(count)
-        return _update(mini_batch, message, self.weights.advance(), staleness)
-
-    def _agree(self, mini_batch: MiniBatch) -> ControlMessage:
-        """Wait for what all ranks have to say about a mini-batch, and note it."""
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
             message = mini_batch.finish()
-        self._record_background(mini_batch)
+        if self.runner.trace is not None:
+            self._record_background(mini_batch, self.runner.trace)
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
         if message.weight:
@@ -320,37 +325,49 @@ class UpdateQueue:
             warnings.warn(no_weight_text(mini_batch.index), stacklevel=2)
         if not message.finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
-        return message
+        if mini_batch.stepped:
+            return Update(mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message)
+        return self._step(mini_batch, message, message.finite and message.weight > 0)
 
-    def _record_background(self, mini_batch: MiniBatch) -> None:
-        trace, reduction, index = self.runner.trace, mini_batch.reduction, mini_batch.index
-        if trace is None:
-            return
+    def _step(self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool) -> Update:
+        """Make room for the version that the update of a mini-batch makes, and step if its gradient is sound."""
+        rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
+        staleness = 0 if rule.in_start(mini_batch.index) else rule.staleness(count)
+        args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message
+        update = Update(*args, self.weights.advance(), staleness)
+        if is_sound:
+            self._step_with(mini_batch.gradients, update)
+        return update
+
+    def _step_with(self, gradients: Gradients, update: Update) -> None:
+        """Step the optimizer while the parameters hold the mean gradient.
+
+        What the step and hooks around it draw follows from the stage and the update, whenever it is applied.
+        """
+        if there := [gradient for gradient in gradients.values() if gradient is not None]:
+            foreach.divide_(there, update.message.weight)
+        runner, index = self.runner, update.mini_batch
+        for name, parameter in self.weights.parameters.items():
+            parameter.grad = gradients.get(name)
+        try:
+            with (
+                drawing_from(derive(runner.seed, "update", self.mesh.stage, index), runner.device),
+                runner.span(Kind.UPDATE, index, self.weights.newest),
+            ):
+                self.apply(update)
+                self.weights.note_step()
+                runner.stage.update_from_statistics(update.message.statistics)
+        finally:
+            for parameter in self.weights.parameters.values():
+                parameter.grad = None
+
+    def _record_background(self, mini_batch: MiniBatch, trace: Trace) -> None:
+        reduction, index = mini_batch.reduction, mini_batch.index
         if mini_batch.completed is not None:
             trace.record(Beside.PENDING, index, mini_batch.completed, trace.clock.now())
         if reduction is not None and reduction.started is not None:
             end = trace.clock.last(reduction.ends)
             trace.record(Beside.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
-
-    @contextmanager
-    def _stepping(self, mini_batch: MiniBatch, message: ControlMessage) -> Iterator[None]:
-        """The optimizer steps meanwhile: the parameters hold the mean gradient."""
-        gradients = mini_batch.gradients
-        foreach.divide_([gradient for gradient in gradients.values() if gradient is not None], message.weight)
-        for name, parameter in self.weights.parameters.items():
-            parameter.grad = gradients.get(name)
-        try:
-            with self.generators.put_back(), self.runner.span(Kind.UPDATE, mini_batch.index, self.weights.newest):
-                yield
-                self.weights.note_step()
-                self.runner.stage.update_from_statistics(message.statistics)
-        finally:
-            for parameter in self.weights.parameters.values():
-                parameter.grad = None
-
-
-def _update(mini_batch: MiniBatch, *args: Any) -> Update:
-    return Update(mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, *args)
 
 
 def _no_optimizer(_: Update) -> None:

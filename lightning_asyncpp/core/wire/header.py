@@ -69,11 +69,13 @@ class TensorInfo(NamedTuple):
 
     def empty(self, device: torch.device) -> Tensor:
         """An uninitialised tensor that looks so."""
-        return empty(self.shape, self.order, self.dtype, device)
+        if not self.order:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=device)
 
     def stored(self, tensor: Tensor) -> Tensor:
         """A tensor that looks so, as it travels: with its dimensions as they lie in memory."""
-        return as_stored(tensor, self.order)
+        return tensor.permute(self.order) if self.order else tensor
 
 
 @dataclass(slots=True)
@@ -186,11 +188,6 @@ def order_of(tensor: Tensor) -> Order:
     return () if order == tuple(range(tensor.ndim)) else order
 
 
-def as_stored(tensor: Tensor, order: Order) -> Tensor:
-    """A view with the dimensions as they lie in memory: contiguous if ``order`` is the tensor's and it has no gaps."""
-    return tensor.permute(order) if order else tensor
-
-
 def written_out(tensor: Tensor) -> Tensor:
     """The same numbers without gaps, and without a conjugation or a sign that torch has noted and not yet applied."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -199,13 +196,6 @@ def written_out(tensor: Tensor) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor without gaps; a single number has none, whatever the stride of the view that took it."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def empty(shape: Sequence[int], order: Order, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor whose dimensions lie so in memory."""
-    if not order:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ be used (several stages on one GPU) they are copied through the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lightning_asyncpp.core.wire.header import (
     Header,
     TensorInfo,
     as_bytes,
+    order_of,
     written_out,
 )
 from lightning_asyncpp.core.wire.link import Bytes, Frame, Link, Neighbours, connect_neighbours
@@ -42,6 +43,67 @@ class Arrival(NamedTuple):
 
     header: Header
     tensors: tuple[Tensor, ...]
+
+
+with torch.inference_mode(False):
+    # What the nodes hang on: autograd visits only what leads to a leaf that needs a gradient. It gets none.
+    _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+
+
+class InputGradient:
+    """Where the gradient of a received tensor arrives.
+
+    A received tensor is where this stage's graph begins, but as a leaf that needs a gradient it could not be changed in
+    place, which a layer may do with what another layer made (``x += ...``, ``ReLU(inplace=True)``). So it is handed out
+    as the result of a node, whose backward takes the gradient. This must not hold the tensor, whose node holds it: such
+    a cycle is never collected.
+
+    Args:
+        like: the tensor, of real or complex numbers.
+
+    Attributes:
+        gradient: summed over all uses of the tensor, once the backward has brought it.
+    """
+
+    __slots__ = ("_device", "_dtype", "_order", "_shape", "gradient")
+
+    def __init__(self, like: Tensor) -> None:
+        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
+        self._order = order_of(like)
+        self.gradient: Tensor | None = None
+
+    def get(self) -> Tensor:
+        """The gradient that a backward brought, with dimensions as the tensor's lie in memory, as it travels.
+
+        Zeros if nothing depended on the tensor.
+        """
+        gradient = self.gradient
+        if gradient is None:
+            gradient = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return gradient.permute(self._order) if self._order else gradient
+
+
+def begin(tensor: Tensor) -> tuple[Tensor, InputGradient]:
+    """Let the graph begin at a received tensor.
+
+    Returns:
+        A tensor with the same memory that needs a gradient and is no leaf, and where its gradient arrives.
+    """
+    gradient = InputGradient(tensor)
+    started: Tensor = _Begin.apply(_ANCHOR, tensor, gradient)
+    return started, gradient
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradient: InputGradient) -> Tensor:
+        ctx.gradient = gradient
+        return tensor.data  # not as a view: views that a custom function returns must not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.gradient.gradient = gradient
+        return None, None, None
 
 
 class Transport:
@@ -109,7 +171,14 @@ class Transport:
         link = self._before
         assert link is not None, "nothing comes before the first stage"
         frame = self._next(link, _ACTIVATION)
-        header, size = self._read_header(link, frame, k)
+        size = BEGINNING_BYTES
+        if frame.num_bytes >= size:
+            link.read_into(self._header[:size])
+            size += Header.rest_of(self._header)
+        if frame.num_bytes < size:
+            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are less than a header")
+        link.read_into(self._header[BEGINNING_BYTES:size])
+        header = Header.read(self._header[:size], k, self.max_message_bytes)
         behind = header.num_bytes if self._direct is None else 0
         if frame.num_bytes != size + behind or frame.number != k:
             raise ProtocolError(
@@ -296,17 +365,6 @@ class Transport:
         if kind == _TOTAL and self._after is not None:
             self.send_total(number, vector)
 
-    def _read_header(self, link: Link, frame: Frame, k: int) -> tuple[Header, int]:
-        """The header of an activation, and its size in bytes."""
-        size = BEGINNING_BYTES
-        if frame.num_bytes >= size:
-            link.read_into(self._header[:size])
-            size += Header.rest_of(self._header)
-        if frame.num_bytes < size:
-            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are less than a header")
-        link.read_into(self._header[BEGINNING_BYTES:size])
-        return Header.read(self._header[:size], k, self.max_message_bytes), size
-
     def _read(self, link: Link, info: TensorInfo) -> Tensor:
         tensor = info.empty(self.device)
         self._read_into(link, info.stored(tensor))
@@ -332,7 +390,8 @@ def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> Protoc
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; those on a GPU come to the host first."""
-    return _view(HostCopy(written_out(tensor)).wait())
+    tensor = written_out(tensor)
+    return _view(tensor if tensor.is_cpu else HostCopy(tensor).wait())
 
 
 def _view(tensor: Tensor) -> memoryview:

@@ -21,8 +21,8 @@ from typing_extensions import override
 from lightning_asyncpp import reference
 from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.auxiliary import Collected, collecting
-from lightning_asyncpp.core.batches.batch_output import BatchOutput, or_nan
-from lightning_asyncpp.core.batches.user_hooks import UserHooks, loss_of
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput, loss_of, or_nan
+from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.units import Unit, pipeline_units

@@ -14,9 +14,9 @@ from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.runner.common import Flight, Task
-from lightning_asyncpp.core.runner.stages import stage_runner
-from lightning_asyncpp.core.weights import WeightVersions, lent, writing
+from lightning_asyncpp.core.runner import Flight, Task, stage_runner
+from lightning_asyncpp.core.stage_optimizer import around_step
+from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.tools.plan.fake_tensors import Meter, Reading, bytes_of
@@ -124,7 +124,7 @@ class StageUnderTest:
 
     def _forward(self, k: int) -> Flight:
         flight = self.runner.forward(Task(k, 0, self.weights.leaves(0), self.batch, 0, self.step))
-        flight.said.take_statistics()
+        flight.beside.take_statistics()
         return flight
 
     def _update(self, gradients: dict[str, Tensor | None]) -> None:
@@ -132,7 +132,7 @@ class StageUnderTest:
         before = self.weights.advance()
         for name, parameter in self.weights.parameters.items():
             parameter.grad = gradients.get(name)
-        with lent(self.optimizer, before), writing(self.optimizer, self.weights.compute_weights()):
+        with around_step(self.optimizer, before, self.weights.compute_weights()):
             self.optimizer.step()
         for parameter in self.weights.parameters.values():
             parameter.grad = None

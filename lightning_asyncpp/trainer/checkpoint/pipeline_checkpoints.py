@@ -92,7 +92,7 @@ class PipelineCheckpoints(Strategy):
         state = self._state_dict(stage_model_state if self.checkpoints.sharded else gather_model_state)
         with with_state_dict(self._module):
             self._given = Given(dict(state), frozenset(self._module.state_dict()))
-        self.step_metrics.updates.log_before_save()
+        self.step_metrics.log_before_save()
         return state
 
     def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:

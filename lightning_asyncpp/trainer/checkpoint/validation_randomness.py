@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
-
 from lightning_asyncpp.core.randomness import random_states, set_random_states
-
-
-@contextmanager
-def drawing_from(seed: int) -> Iterator[None]:
-    """Let torch, numpy and Python draw from ``seed`` meanwhile, and go on afterwards as if nothing had been drawn."""
-    states = random_states()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        set_random_states(states)
 
 
 class ValidationRandomness:

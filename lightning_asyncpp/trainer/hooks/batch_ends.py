@@ -1,10 +1,8 @@
-"""What a module does at the end of a batch: after the batch's own update, and before a checkpoint is saved.
+"""Callbacks whose end of a batch comes after the batch's own update.
 
-A checkpoint that is saved there has what the hook did. In an asynchronous pipeline the update of batch t is applied in
-or after batch t+1, or at the end of batch t where the pipeline drains there. A hook that changes weights, as a
-projection does, would be called before or after it, whichever it happens to be, and so would make the training depend
-on how often the run validates. Called between update t and update t+1 it does to W_{t+1} what it does in a single
-process.
+In an asynchronous pipeline the update of batch t is applied in or after batch t+1, or at the end of batch t where the
+pipeline drains there. A callback that reads or changes weights would be called before or after it, whichever it happens
+to be. Called between update t and update t+1 it does to W_{t+1} what it does in a single process.
 
 Of batches that share update t (gradient accumulation) only the last one's hook has to wait for it. Those before come
 after update t-1, and so change W_t, which update t is then applied to. Mini-batch t runs at W_{t-1}, so none of its
@@ -16,32 +14,24 @@ staleness, under which the later micro-batches of mini-batch t run at W_t.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import lightning as L
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.checkpoint.validation_randomness import drawing_from
-from lightning_asyncpp.trainer.hooks.module_hooks import Replacement
-from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 
 C = TypeVar("C", bound=Callback)
-Hook = Callable[[L.Trainer, LightningModule, Any, Any, int], None]
 HOOK = "on_train_batch_end"
 _MARK = "_asyncpp_after_own_update"
-_READS = "hooks that read weights"
-_MAY_CHANGE = "hooks that may change weights"
+_READS = "callbacks that read weights"
+_MAY_CHANGE = "callbacks that may change weights"
 
 
 def after_own_update(callback: C) -> C:
@@ -58,128 +48,60 @@ def after_own_update(callback: C) -> C:
     return callback
 
 
-class _Taken(NamedTuple):
-    """A hook that was taken out of Lightning's hands.
-
-    Attributes:
-        owner: the module or the callback.
-        own: what its instance had under the hook's name; None if its class alone has it.
-        call: the hook.
-    """
-
-    owner: Any
-    own: Any
-    call: Hook
-
-
-class ModuleFirst(Callback):
-    """Calls the module's hook, after the callbacks that save nothing and before those that do, until :meth:`release`.
-
-    Lightning calls it after all of them: what it counts, logs or draws for the batch would be missing in a run that
-    goes on from a checkpoint of that batch. Callbacks that :func:`after_own_update` marked, and Lightning's that
-    average weights, come right before it.
-
-    Args:
-        module: whose hook it is.
-
-    Attributes:
-        around: makes what the hooks run in.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
-        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._taken: list[_Taken] = []
-
-    def install(self, trainer: L.Trainer) -> None:
-        """Take the place in front of the callbacks that save, if there are hooks to call."""
-        callbacks = [c for c in trainer.callbacks if not isinstance(c, ModuleFirst)]  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if _comes_after_own_update(callback):
-                self._take(callback, getattr(callback, HOOK))
-        if is_overridden(HOOK, self._module):
-            hook = self._module.on_train_batch_end
-            self._take(self._module, lambda trainer, module, *args: hook(*args))
-        if self._taken:
-            place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
-            callbacks.insert(place, self)
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
-
-    def release(self) -> None:
-        """Give the hooks back."""
-        for owner, own, _ in self._taken:
-            vars(owner).pop(HOOK, None)
-            if own is not None:
-                vars(owner)[HOOK] = own
-        self._taken.clear()
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Call the hooks."""
-        with self.around():
-            self._call(trainer, outputs, batch, batch_idx)
-
-    def _call(self, trainer: L.Trainer, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for taken in self._taken:
-            taken.call(trainer, self._module, outputs, batch, batch_idx)
-
-    def _take(self, owner: Any, call: Hook) -> None:
-        self._taken.append(_Taken(owner, vars(owner).get(HOOK), call))
-        vars(owner)[HOOK] = Replacement(owner, HOOK, lambda *_: None)
-
-
 class _BatchEnd(NamedTuple):
     """The end of a batch.
 
     Attributes:
         updates: how many are applied before it in a single process.
         first: micro-batch after it.
-        weight: of the batch, for what is logged.
-        outputs, batch, batch_idx: what the hook is called with.
+        arguments: of the hooks, behind the trainer and the module.
     """
 
     updates: int
     first: int
-    weight: float
-    outputs: Any
-    batch: Any
-    batch_idx: int
+    arguments: tuple[Any, ...]
 
 
-class BatchEnds(ModuleFirst):
+class BatchEnds(Callback):
     """Keeps the ends of batches until their updates have been applied; in order, and each exactly once.
 
+    It calls the callbacks that :func:`after_own_update` marked, and Lightning's that average weights, in the place of
+    the trainer, until :meth:`release`; before those that save.
+
     Args:
-        module: whose hook it is.
+        module: that is trained.
         session: the pipeline.
-        step_metrics: takes what the hook logs.
+        trainer: whose callbacks they are.
+
+    Attributes:
+        waiting: ends of batches whose hooks are still to be called.
+        kinds: of callbacks on any rank.
     """
 
-    def __init__(self, module: LightningModule, session: PipelineSession, step_metrics: StepMetrics) -> None:
-        super().__init__(module)
-        self._session, self._step_metrics = session, step_metrics
-        self._trainer: L.Trainer | None = None
-        self._waiting: deque[_BatchEnd] = deque()
+    def __init__(self, module: LightningModule, session: PipelineSession, trainer: L.Trainer) -> None:
+        self._module, self._session, self._trainer = module, session, trainer
+        self.waiting: deque[_BatchEnd] = deque()
         self._is_late = False
-        self._hooks: set[str] = set()  # kinds of hooks on any rank
+        callbacks = [c for c in trainer.callbacks if not isinstance(c, BatchEnds)]  # type: ignore[attr-defined]
+        self._called = [c for c in callbacks if isinstance(c, WeightAveraging) or vars(c).get(_MARK)]
+        if self._called:
+            place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
+            callbacks.insert(place, self)
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        self._hooks = [getattr(callback, HOOK) for callback in self._called]
+        for callback in self._called:
+            vars(callback)[HOOK] = _nothing
+        reads_only = all(isinstance(callback, WeightAveraging) for callback in self._called)
+        own = "" if not self._called else _READS if reads_only else _MAY_CHANGE
+        # A callback may be on some ranks alone; drains must be the same on all.
+        self.kinds = {*exchange(session.running().mesh, own)} - {""}
 
-    @override
-    def install(self, trainer: L.Trainer) -> None:
-        """Take the place in front of the callbacks that save, if there are hooks to call; a collective call."""
-        self._trainer = trainer
-        super().install(trainer)
-        reads_only = all(isinstance(taken.owner, WeightAveraging) for taken in self._taken)
-        engine = self._session.running()
-        # A callback may be on some ranks alone; drains and what is logged must be the same on all.
-        own = "" if not self._taken else _READS if reads_only else _MAY_CHANGE
-        self._hooks = {*exchange(engine.mesh, own)} - {""}
-        self._step_metrics.holds = bool(self._hooks) and engine.settings.delay > 0
-
-    @override
     def release(self) -> None:
-        self._waiting.clear()
-        super().release()
+        """Give the hooks back."""
+        self.waiting.clear()
+        for callback in self._called:
+            vars(callback).pop(HOOK, None)
+        self._called = []
 
     def meets_gradients(self) -> bool:
         """Whether the pipeline drains for the hooks after this batch.
@@ -188,9 +110,7 @@ class BatchEnds(ModuleFirst):
         stages: these apply an update one after the other, but the hooks are called once. A drain costs no time there.
         """
         engine = self._session.running()
-        if len(engine.parts) > 1:
-            return bool(self._hooks)
-        return _MAY_CHANGE in self._hooks and engine.accumulating and engine.at_newest
+        return len(engine.parts) > 1 or (_MAY_CHANGE in self.kinds and engine.accumulating and engine.at_newest)
 
     def check_drain(self) -> None:
         """Refuse a drain by a hook that is called in the middle of another batch: it would meet that batch's update.
@@ -200,60 +120,39 @@ class BatchEnds(ModuleFirst):
         """
         if self._is_late:
             raise ConfigurationError(
-                f"{HOOK} of the LightningModule saves a checkpoint, gathers weights or evaluates: it runs between two"
-                " updates, in the middle of the next batch; do that in a callback's on_train_batch_end (ModelCheckpoint"
-                " saves every_n_train_steps), or in on_train_epoch_end"
+                f"{HOOK} of a callback after its own update saves a checkpoint, gathers weights or evaluates: it runs"
+                " between two updates, in the middle of the next batch; do that in another callback's"
+                " on_train_batch_end (ModelCheckpoint saves every_n_train_steps), or in on_train_epoch_end"
             )
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        engine, weight = self._session.running(), self._step_metrics.batch_weight
-        self._waiting.append(_BatchEnd(engine.mini_batch, engine.next_forward, weight, outputs, batch, batch_idx))
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: LightningModule, *arguments: Any) -> None:
+        """Call the hooks, now or when the batch's update has been applied."""
+        engine = self._session.running()
+        self.waiting.append(_BatchEnd(engine.mini_batch, engine.next_forward, arguments))
         self._call_due()
 
     def call_late(self) -> None:
-        """Call the hooks of earlier batches whose updates have just been applied."""
-        if self._is_due:
-            # The last resort of a drain may come from an evaluation.
-            with torch.inference_mode(False), torch.enable_grad(), self._late():
-                self._call_due()
-
-    @property
-    def _is_due(self) -> bool:
-        return bool(self._waiting) and self._waiting[0].updates <= self._session.running().updates.applied
-
-    def _call_due(self) -> None:
-        assert self._trainer is not None
-        while self._is_due:
-            end = self._waiting.popleft()
-            engine = self._session.running()
-            schedule, parts = engine.schedule, engine.settings.micro_batches
-            is_newest = engine.mini_batch == end.updates
-            was_late = end.updates > engine.undelayed and schedule.applies_after_next_batch(end.updates - 1, parts)
-            with (
-                self._session.weights_may_change(),
-                self._step_metrics.of_batch(end.weight, held=is_newest and was_late),
-                drawing_from(self._seed(end.first)),
-                private.running_hook(self._module, HOOK),
-            ):
-                self._call(self._trainer, end.outputs, end.batch, end.batch_idx)
-
-    def _seed(self, k: int) -> int:
-        # Not from the process's generators: how much was drawn there by then depends on when the hook is called, and on
-        # whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
-        return derive(self._session.seed, "batch end", k)
-
-    @contextmanager
-    def _late(self) -> Iterator[None]:
-        """Note that the hooks run in the middle of a later batch, where nothing can drain."""
+        """Call the hooks of earlier batches whose updates have just been applied, in the middle of a later batch."""
         self._is_late = True
         try:
-            yield
+            # The last resort of a drain may come from an evaluation.
+            with torch.inference_mode(False), torch.enable_grad():
+                self._call_due()
         finally:
             self._is_late = False
 
+    def _call_due(self) -> None:
+        while self.waiting and self.waiting[0].updates <= self._session.running().updates.applied:
+            end = self.waiting.popleft()
+            # Not from the process's generators: how much was drawn there by then depends on when the hook is called,
+            # and on whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
+            seed, engine = derive(self._session.seed, "batch end", end.first), self._session.running()
+            with drawing_from(seed, engine.runner.device):
+                for hook in self._hooks:
+                    hook(self._trainer, self._module, *end.arguments)
+            engine.weights.adopt(unseen=True)
 
-def _comes_after_own_update(callback: Callback) -> bool:
-    return isinstance(callback, WeightAveraging) or bool(vars(callback).get(_MARK))
+
+def _nothing(*_: Any) -> None:
+    """Stand where the trainer calls a hook too early."""

@@ -18,6 +18,7 @@ from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.epoch_metrics import load_metric_states, metric_states
 from lightning_asyncpp.trainer.checkpoint.loop_state import ResumedLoops
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
+from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception, save_on_exception_again
 
@@ -33,7 +34,7 @@ class Conductor(Callback):
         session: the pipeline, started.
         step_metrics: what its steps logged.
         drain: finishes what is in flight and applies every update.
-        meets_gradients: whether what follows this batch may change weights that gradients in flight are taken at.
+        batch_ends: callbacks that come after their own update.
         progress: of this rank.
     """
 
@@ -43,13 +44,13 @@ class Conductor(Callback):
         session: PipelineSession,
         step_metrics: StepMetrics,
         drain: Callable[[], None],
-        meets_gradients: Callable[[], bool],
+        batch_ends: BatchEnds,
         progress: Progress,
     ) -> None:
         self.session = session
         self.step_metrics = step_metrics
         self.drain = drain
-        self._meets_gradients = meets_gradients
+        self._batch_ends = batch_ends
         self._progress = progress
         self.preemption = Preemption(trainer, self.request_stop)
         mesh, settings = session.running().mesh, session.running().settings
@@ -64,6 +65,7 @@ class Conductor(Callback):
         """Stand in front of the trainer's callbacks and take over what Lightning does per batch, and on signals."""
         callbacks = [c for c in trainer.callbacks if not isinstance(c, Conductor)]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
+        private.check_names(trainer)
         save_on_exception_again(trainer)
         private.replace_sigterm_broadcast(trainer)
         private.replace_signal_handlers(trainer, self.preemption.receive, self._resumed.before_training)
@@ -75,7 +77,7 @@ class Conductor(Callback):
             self.session.engine.updates.requested.interrupted = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Go on with the metrics of a run that was resumed, and mend what Lightning counts in it."""
+        """Go on with the metrics of a run that was resumed, and correct what Lightning counts in it."""
         if (recorded := self._progress.begin(trainer, pl_module)) is not None:
             self.step_metrics.load_state_dict(recorded)
         self._resumed.at_start()
@@ -88,11 +90,12 @@ class Conductor(Callback):
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what the last update brought; drain if anything that follows needs it."""
-        self.step_metrics.updates.log_received()
-        engine = self.session.running()
-        if self._must_drain(trainer, batch_idx):
+        self.step_metrics.log_received()
+        engine = self.session.engine
+        assert engine is not None
+        if self._must_drain(trainer, batch_idx, engine):
             self.drain()
-            self.step_metrics.updates.log_received()
+            self.step_metrics.log_received()
         if engine.accumulating:  # an update within the batch may have agreed on a stop: it waits for a whole mini-batch
             return
         if engine.updates.agreed.interrupted:
@@ -194,16 +197,19 @@ class Conductor(Callback):
             self._is_preempted = True
             raise SIGTERMException
 
-    def _must_drain(self, trainer: L.Trainer, batch_idx: int) -> bool:
-        engine = self.session.running()
-        last = _is_last(trainer, batch_idx)
-        done = _has_all_steps(trainer)
-        agreed = engine.updates.agreed
-        stopping = (agreed.interrupted or agreed.finished) and not engine.accumulating
-        saving = any(private.checkpoint_is_due(c, trainer.global_step) for c in trainer.checkpoint_callbacks)
-        plateau = any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
-        reading = last or done or saving or plateau or private.validation_is_due(trainer)
-        return reading or stopping or self._meets_gradients()
+    def _must_drain(self, trainer: L.Trainer, batch_idx: int, engine: Engine) -> bool:
+        agreed, batch_ends = engine.updates.agreed, self._batch_ends
+        if (agreed.interrupted or agreed.finished) and not engine.accumulating:
+            return True
+        if _is_last(trainer, batch_idx) or _has_all_steps(trainer) or private.validation_is_due(trainer):
+            return True
+        if batch_ends.kinds and batch_ends.meets_gradients():
+            return True
+        for callback in trainer.checkpoint_callbacks:
+            if private.checkpoint_is_due(callback, trainer.global_step):
+                return True
+        # A learning rate that waits for a metric.
+        return bool([c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"])
 
 
 def _is_last(trainer: L.Trainer, batch_idx: int) -> bool:

@@ -1,15 +1,18 @@
-"""``self.log`` inside micro-batches: values as they were logged, and what they come to over a mini-batch."""
+"""``self.log`` inside micro-batches: values as they were logged, over a mini-batch, and on their way to all ranks."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import numbers
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -17,6 +20,8 @@ from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.errors import ConfigurationError
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
+_HEAD = 2  # schema; the first micro-batch whose loss is NaN, from 1, or 0
+_ABSENT = -1.0  # in place of a weight: the batch did not log this name
 
 
 @dataclass(frozen=True)
@@ -200,14 +205,15 @@ class LogRecorder:
         ``sync_dist`` is implied: the value is always reduced over micro-batches and replicas.
         """
         entry = _entry(
-            name, _reduction(name, reduce_fx), prog_bar, logger,
+            name, reduce_fx, prog_bar, logger,
             self.on_step if on_step is None else on_step, self.on_epoch if on_epoch is None else on_epoch,
             add_dataloader_idx,
         )  # fmt: skip
         if isinstance(value, Metric):
             self._log_metric_object(entry, value)
             return
-        check_loggable(name, value)
+        if not (isinstance(value, Tensor) and value.numel() == 1):
+            check_loggable(name, value)
         if name not in self.entries and len(self.entries) >= self.slots:
             raise ConfigurationError(f"more names are logged in one batch than metric_slots={self.slots}: raise it")
         known = self.entries.setdefault(name, entry)
@@ -242,23 +248,12 @@ class LogRecorder:
         if self.gaps is not None:
             self.gaps.clear()
 
-    def take(self, other: LogRecorder) -> None:
-        """Go on with what another one recorded, after :meth:`clear`; the other is cleared."""
-        self.entries.update(other.entries)
-        self.values.update(other.values)
-        self._pending += other._pending
-        self.metrics.update(other.metrics)
-        self.metric_entries.update(other.metric_entries)
-        other.clear()
-        other.metrics.clear()
-        other.metric_entries.clear()
-
     def logged(self) -> list[Logged]:
         """The values so far, after :meth:`settle`."""
         return [Logged(self.entries[name], a.result(), a.weight) for name, a in self.values.items()]
 
     def objects(self, modules: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-        """The torchmetrics objects that were logged, as other replicas know them: what was said, and the object's name.
+        """The torchmetrics objects that were logged, as other replicas know them: what of, and the object's name.
 
         Args:
             modules: name -> module, those objects among them.
@@ -273,17 +268,17 @@ class LogRecorder:
         """Have what any replica logged, in the same order on all: to compute it takes all of them.
 
         Args:
-            of_replicas: what :meth:`objects` said on each.
+            of_replicas: what :meth:`objects` returned on each.
             modules: name -> module.
         """
-        own, said = dict(self.metrics), dict(self.metric_entries)
+        own, entries = dict(self.metrics), dict(self.metric_entries)
         self.metrics.clear()
         self.metric_entries.clear()
         for fields, place in itertools.chain.from_iterable(of_replicas):
             name = fields["name"]
             metric = own.get(name, modules.get(place))
             if name not in self.metrics and isinstance(metric, Metric):
-                self.metrics[name], self.metric_entries[name] = metric, said.get(name) or Entry(**fields)
+                self.metrics[name], self.metric_entries[name] = metric, entries.get(name) or Entry(**fields)
 
     def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
         """What was recorded and not sent on yet; torchmetrics objects by their names.
@@ -354,13 +349,93 @@ def number(name: str, computed: Any) -> float:
     return float(computed)  # type: ignore[arg-type]
 
 
-# Made once, not in every micro-batch.
-_entry = lru_cache(maxsize=256)(Entry)
-
-
-def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+@lru_cache(maxsize=256)  # made once, not in every micro-batch
+def _entry(name: str, reduce_fx: str | Callable[..., Any], *options: Any) -> Entry:
     text = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", repr(reduce_fx))
     text = "mean" if text == "avg" else text
     if text not in _REDUCTIONS:
         raise ConfigurationError(f"self.log({name!r}, reduce_fx={text!r}): use one of {', '.join(_REDUCTIONS)}")
-    return text
+    return Entry(name, text, *options)
+
+
+class LoggedBatch:
+    """Logged values of a mini-batch on their way from the device, as a payload of the control message.
+
+    They are numbers at agreed places of it. What stands where (the schema) is exchanged only when it changes. Every
+    rank then logs the same value under the same name, so callbacks that decide on a metric decide alike everywhere.
+
+    Args:
+        recorded: what was logged.
+        nan_places: of its batches, which micro-batch is the first whose loss is NaN, from 1; or 0.
+        slots: how many names a payload has places for.
+        late: whether they are on a device, from which they come in the background.
+
+    Attributes:
+        length: of the payload.
+        schema: names and options of the values in the order of the payload, as JSON.
+        schema_number: stands for it.
+    """
+
+    def __init__(self, recorded: Recorded, nan_places: Sequence[Tensor], slots: int, late: bool) -> None:
+        self.length = payload_length(slots)
+        self.schema, self.schema_number = _encode_schema(tuple(recorded.places.values()))
+        self._recorded, self._num_places = recorded, len(nan_places)
+        tensors = [*nan_places, *recorded.tensors()]
+        self._reading = Reading(tensors) if late else None
+        self._numbers = [] if late else [tensor.item() for tensor in tensors]
+
+    def is_there(self) -> bool:
+        """Whether :meth:`get` need not wait."""
+        return self._reading is None or self._reading.is_there()
+
+    def get(self) -> Tensor:
+        """The payload, (length,) fp64 on the host; waits for the device."""
+        numbers = self._numbers if self._reading is None else [number for (number,) in self._reading.get()]
+        self._recorded.settle(numbers[self._num_places :])
+        payload = [float(self.schema_number), next(filter(None, numbers[: self._num_places]), 0.0)]
+        for name in self._recorded.places:
+            logged = self._recorded.values.get(name)
+            payload += (0.0, _ABSENT) if logged is None else (logged.result(), logged.weight)
+        payload += [0.0] * (self.length - len(payload))
+        return torch.tensor(payload, dtype=torch.float64, device="cpu")
+
+
+@lru_cache(maxsize=256)
+def _encode_schema(entries: tuple[Entry, ...]) -> tuple[str, int]:
+    """A schema, and a number that stands for it; 0 is the empty one's."""
+    schema = json.dumps([asdict(entry) for entry in entries])
+    return schema, zlib.crc32(schema.encode()) + 1 if entries else 0
+
+
+def payload_length(slots: int) -> int:
+    """Length of the vector that carries up to ``slots`` values."""
+    return _HEAD + 2 * slots
+
+
+def decode_schema(schema: str) -> list[Entry]:
+    """Entries in the order of a payload, out of its schema."""
+    return [Entry(**fields) for fields in json.loads(schema)]
+
+
+def combine(payload: Tensor, layouts: Sequence[Sequence[Entry]]) -> list[Logged]:
+    """Values of a mini-batch over the replicas that logged them.
+
+    Args:
+        payload: shape (replicas, payload length).
+        layouts: what stands at the places, for each replica.
+
+    Returns:
+        For every entry its value and the weight that it stands for.
+    """
+    rows = []
+    for row, entries in zip(payload.tolist(), layouts):
+        for index, entry in enumerate(entries):
+            value, weight = row[_HEAD + 2 * index : _HEAD + 2 * index + 2]
+            if weight != _ABSENT:
+                rows.append(Logged(entry, value, weight))
+    return combined(rows) if len(layouts) > 1 else rows
+
+
+def nan_micro_batch(payload: Tensor) -> int:
+    """Which micro-batch of a replica was the first whose loss is NaN, from 1; 0 if none was."""
+    return next((int(place) for place in payload[:, 1].tolist() if place), 0)

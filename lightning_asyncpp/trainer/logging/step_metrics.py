@@ -6,26 +6,38 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_asyncpp.core.batches.batch_output import BatchOutput
+from lightning_asyncpp.core.batches.micro_batch import BatchOutput
+from lightning_asyncpp.core.batches.not_counted import nan_loss_text
 from lightning_asyncpp.core.batches.tree import merge_outputs
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.core.updates.control_message import Payload
+from lightning_asyncpp.core.updates.mini_batch import Payload, Update
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement
-from lightning_asyncpp.trainer.logging.log_recorder import Entry, Gaps, Logged, LogRecorder, combined, number
-from lightning_asyncpp.trainer.logging.update_metrics import Connection, UpdateMetrics
+from lightning_asyncpp.trainer.logging.exchanged import Exchange
+from lightning_asyncpp.trainer.logging.log_recorder import (
+    Entry,
+    Gaps,
+    Logged,
+    LoggedBatch,
+    LogRecorder,
+    combine,
+    decode_schema,
+    nan_micro_batch,
+    payload_length,
+)
 
 _EVALUATIONS = ("on_validation", "on_test")
 _ONCE = frozenset(f"{loop}_{start}" for loop in ("on_train", *_EVALUATIONS) for start in ("start", "epoch_start"))
@@ -39,30 +51,33 @@ _RECORDED = _PER_BATCH | _ONCE
 class StepMetrics:
     """Stands between ``self.log`` and Lightning for the steps that run in micro-batches.
 
+    What is logged in a mini-batch is sent with its update, and logged where this was applied.
+
     Args:
         session: the pipeline whose steps they are.
-        on_loss: called on every rank with the mean loss of every mini-batch whose update was applied.
 
     Attributes:
-        updates: takes what is logged with an update.
-        holds: whether there are hooks whose values are held back for one mini-batch: see :meth:`of_batch`.
+        active: records what is logged; None outside of steps.
+        unused: takes what steps log on stages that do not run them to their end.
+        batch_weight: what the newest batch weighs, for what hooks around it log.
     """
 
-    def __init__(self, session: PipelineSession, on_loss: Callable[[float], None]) -> None:
+    def __init__(self, session: PipelineSession) -> None:
         self.session = session
-        self.updates = UpdateMetrics(session, on_loss)
+        self.active: LogRecorder | None = None
+        self.unused = LogRecorder(on_step=True, on_epoch=False)
+        self.batch_weight = 1.0
+        self._trainer: L.Trainer | None = None  # while one runs
         self._train = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
-        self._held = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
-        self._holding = False
-        self.holds = False
         self._gaps = Gaps()
         self._evaluation = LogRecorder(on_step=False, on_epoch=True, gaps=self._gaps)
-        self._unused = LogRecorder(on_step=True, on_epoch=False)
-        self._active: LogRecorder | None = None
-        self._hooks: ModuleHooks | None = None
-        self._batch_weight = 1.0
         self._early: list[tuple[LogRecorder, Callable[[], None]]] = []
-        self._spent: list[Metric] = []
+        self._nan_places: list[Tensor] = []
+        self._schemas: dict[int, list[Entry]] = {0: []}  # the same on all ranks
+        self._own_schemas: dict[int, str] = {}
+        self._received: deque[tuple[Update, list[list[Entry]]]] = deque()
+        self._logged: dict[str, Entry] = {}
+        self._told_of_nan = False
 
     def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
         """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone.
@@ -72,9 +87,13 @@ class StepMetrics:
             module: whose metrics they are.
         """
         self.disconnect()
-        self.updates.connect(Connection(trainer, module, module.log))
+        assert self.session.mesh is not None
+        self._mesh: Mesh = self.session.mesh
+        self._trainer, self._module, self._told_of_nan = trainer, module, False
+        self._log: Callable[..., None] = module.log
+        self._exchange = Exchange(self._mesh, lambda: self._module)
         self._hooks = ModuleHooks(module, self._mesh, module.log, self._end_evaluation_batch)
-        module.log = Replacement(module, "log", self._dispatch)  # type: ignore[method-assign]
+        Replacement(self._dispatch).of(module, "log")
         # What is logged here is the same on all ranks already.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
         groups = self._mesh.groups
@@ -87,15 +106,13 @@ class StepMetrics:
             metric.dist_sync_on_step = False
 
     def disconnect(self) -> None:
-        """Give ``module.log`` and the module's hooks back."""
-        if self.updates.connection is not None:
-            self.updates.connection.module.__dict__.pop("log", None)
-        if self._hooks is not None:
+        """Give ``module.log`` and the module's hooks back, and forget what was not logged."""
+        if self._trainer is not None:
+            self._module.__dict__.pop("log", None)
             self._hooks.release()
-        self._hooks = None
-        self.updates.disconnect()
-        self._early.clear()
-        self._held.clear()
+        self._trainer = None
+        for kept in (self._early, self._received, self._nan_places, self._logged):
+            kept.clear()
         self._evaluation.clear()  # what an evaluation recorded that did not come to its end
 
     def state_dict(self, module: LightningModule) -> dict[str, Any]:
@@ -105,88 +122,148 @@ class StepMetrics:
             module: that was trained; after the training it is not connected any more.
         """
         modules = dict(module.named_modules())
-        spent = [name for name, metric in modules.items() if any(metric is other for other in self._spent)]
-        return {**self._train.state_dict(modules), "spent": spent, "held": self._held.state_dict(modules)}
+        over = [name for name, metric in modules.items() if any(metric is other for other in self._exchange.spent)]
+        return {**self._train.state_dict(modules), "spent": over}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state_dict` returned."""
         if self._mesh.is_last:
-            modules = dict(self.updates.connected().module.named_modules())
+            modules = dict(self._module.named_modules())
             self._train.load_state_dict(state, modules)
-            if "held" in state:
-                self._held.load_state_dict(state["held"], modules)
             found = (modules.get(name) for name in state["spent"])
-            self._spent = [metric for metric in found if isinstance(metric, Metric)]
+            self._exchange.spent = [metric for metric in found if isinstance(metric, Metric)]
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def start_recording(self, weight: float | None) -> None:
-        """Record what is logged from here on as that of a micro-batch of weight ``weight``; nothing if it is None."""
-        if weight is None:
-            self._active = self._unused
-            self._unused.clear()
-            return
-        while self._spent:  # not when they were computed: hooks at the end of an epoch may look at them
-            self._spent.pop().reset()
-        self._active = self._train if self.updates.connected().trainer.training else self._evaluation
-        self._active.weight = weight
+    def recorder(self) -> LogRecorder:
+        """What records the steps of the batch that begins; torchmetrics objects that are over are reset."""
+        self.unused.clear()
+        while self._exchange.spent:
+            self._exchange.spent.pop().reset()
+        assert self._trainer is not None
+        return self._train if self._trainer.training else self._evaluation
 
-    def stop_recording(self) -> None:
-        """The step of the micro-batch has ended."""
-        self._active = None
+    def add_batch(self, output: BatchOutput) -> None:
+        """Take in a training batch on the last stage."""
+        self._weigh_batch(output.weight)
+        if output.first_nan is not None:
+            self._nan_places.append(output.first_nan)
 
-    def add_batch(self, loss: Tensor | None, output: BatchOutput) -> None:
-        """Take in the mean loss of a training batch on the last stage; None if the batch had no samples."""
-        weight = sum(output.weights)
-        self._weigh_batch(weight)
-        self.updates.add_loss(loss, weight, output)
-
-    @property
-    def batch_weight(self) -> float:
-        """What the newest batch weighs, for what hooks around it log."""
-        return self._batch_weight
-
-    @contextmanager
-    def of_batch(self, weight: float, held: bool) -> Iterator[None]:
-        """The hook of a batch runs meanwhile, maybe in the middle of the next one.
-
-        Args:
-            weight: of the batch.
-            held: it runs before the next batch, and its values go with the batch after that all the same: steps are
-                logged alike whether or not the pipeline drained.
-        """
-        present, self._batch_weight, self._holding = self._batch_weight, weight, held
-        try:
-            yield
-        finally:
-            self._batch_weight, self._holding = present, False
-
-    def payload(self) -> Payload:
-        """What the last stage attaches to the control message of the mini-batch."""
+    def payload(self, device: torch.device) -> Payload:
+        """What the last stage attaches to the control message of the mini-batch; where steps run on ``device``."""
+        slots = self.session.settings.metric_slots
         if not self._mesh.is_last:
             self._train.clear()
-            return self.updates.payload(None)
-        payload = self.updates.payload(self._train.hand_over(self.session.settings.metric_slots))
-        self._train.take(self._held)
+            return torch.zeros(payload_length(slots), dtype=torch.float64)
+        payload = LoggedBatch(self._train.hand_over(slots), self._nan_places, slots, late=device.type != "cpu")
+        self._own_schemas[payload.schema_number] = payload.schema
+        self._nan_places = []
         return payload
+
+    def receive(self, updates: Sequence[Update]) -> None:
+        """Take the metrics out of applied updates; they are logged in the next hook that may log."""
+        for update in updates:
+            place = nan_micro_batch(update.message.payload)
+            # A gradient that is not finite is another matter.
+            if place and update.message.finite and not self._told_of_nan:
+                self._told_of_nan = True
+                rank_zero_warn(nan_loss_text(update.mini_batch, place))
+            self._received.append((update, self._layouts(update.message.payload[:, 0].tolist())))
+
+    def log_received(self) -> None:
+        """Log what updates brought, each as the metrics of its own step."""
+        engine = self.session.engine
+        if self._trainer is None or engine is None:
+            return
+        # Of the batch that just ended; in the middle of an accumulation that mini-batch is still open.
+        newest = engine.mini_batch - (0 if engine.accumulating else 1)
+        hook = private.current_hook(self._module) or ""
+        while self._received:
+            update, layouts = self._received.popleft()
+            for row in self._rows(update, layouts):
+                self._log_training(hook, row)
+            private.log_step_metrics(self._trainer, batches_ago=newest - update.mini_batch)
+
+    def log_before_save(self) -> None:
+        """Log what a save's own drain brought: neither this run, if it is killed, nor one that goes on would."""
+        if self._trainer is None or not self._received:  # after the training
+            return
+        if private.current_hook(self._module) == "on_train_batch_end":
+            self.log_received()
+        else:
+            self._log_received_late()
 
     def log_rest_of_epoch(self) -> None:
         """Log, at an epoch's end, what no batch logged: hooks after the last update, and updates after a skipped batch.
 
         A blocking collective, once per epoch.
         """
-        self.updates.log_received_late()
-        for _ in range(2 if self.holds else 1):
-            rest = self._exchange(self._train, metric_objects=False)
-            self._train.clear()
-            self._train.take(self._held)
-            self.updates.log_late(rest, self.session.running().mini_batch - 1)
+        self._log_received_late()
+        rest = self._exchange.values(self._train, metric_objects=False)
+        self._train.clear()
+        self._log_late(rest, self.session.running().mini_batch - 1)
+
+    def _log_received_late(self) -> None:
+        """Log, outside of the hook that may log steps, what updates brought."""
+        while self._received:
+            update, layouts = self._received.popleft()
+            self._log_late(self._rows(update, layouts), update.mini_batch)
+
+    def _log_late(self, rows: list[Logged], mini_batch: int) -> None:
+        """Log values that belong to a mini-batch whose own hook is over.
+
+        Args:
+            rows: each with the weight that it stands for.
+            mini_batch: its index.
+        """
+        assert self._trainer is not None
+        for entry, value, weight in rows:
+            if private.update_logged(self._trainer, "on_train_batch_end", entry.name, value, weight):
+                continue
+            if entry.on_epoch:
+                name = f"{entry.name}_epoch" if entry.on_step else entry.name
+                self._log(name, _on_host(value), prog_bar=entry.prog_bar, logger=entry.logger, batch_size=weight)
+        steps = {
+            f"{entry.name}_step" if entry.on_epoch else entry.name: value
+            for entry, value, _ in rows
+            if entry.on_step and entry.logger is not False
+        }
+        behind = self.session.running().mini_batch - 1 - mini_batch
+        private.log_at_step(self._trainer, steps, batches_ago=behind)
+
+    def _rows(self, update: Update, layouts: list[list[Entry]]) -> list[Logged]:
+        """What steps logged for a mini-batch, and what layers counted in it, with the weights of the values."""
+        rows, message = combine(update.message.payload, layouts), update.message
+        if message.weight and len(message.statistics):
+            metrics = self.session.whole_model.statistics.metrics(message.statistics)
+            rows += [Logged(_counted_entry(name), value, message.weight) for name, value in metrics.items()]
+        return rows
+
+    def _log_training(self, hook: str, row: Logged) -> None:
+        entry, value, weight = row
+        assert self._trainer is not None
+        known = self._logged.get(entry.name) == entry
+        if known and private.update_logged(self._trainer, hook, entry.name, value, weight):
+            return
+        self._log(
+            entry.name, _on_host(value), prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
+            on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=weight,
+        )  # fmt: skip
+        self._logged[entry.name] = entry
+
+    def _layouts(self, numbers: Sequence[float]) -> list[list[Entry]]:
+        """What stands at the places of each replica's payload; exchanged between all ranks the first time."""
+        if unknown := sorted({int(number) for number in numbers} - self._schemas.keys()):
+            own = {number: self._own_schemas[number] for number in unknown if number in self._own_schemas}
+            for text in exchange(self._mesh, json.dumps(own)):
+                self._schemas |= {int(number): decode_schema(schema) for number, schema in json.loads(text).items()}
+        return [self._schemas[int(number)] for number in numbers]
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def merged(self, output: BatchOutput) -> Any:
         """What the step would have returned for the whole batch."""
-        self._weigh_batch(sum(output.weights))
+        self._weigh_batch(output.weight)
         self._evaluation.settle()
         self._gaps.batch += 1
         return merge_outputs(output.results, output.weights)
@@ -199,131 +276,67 @@ class StepMetrics:
         """Log what a loader brought, after its last batch; of one without a length, what each batch brought."""
         has_length = self._batches_of_loader(dataloader_idx) != math.inf
         if not has_length or self.ends_loader(batch_idx, dataloader_idx):
-            self.log_evaluation(whole_loader=has_length)
+            self._log_evaluation(whole_loader=has_length)
 
     def _batches_of_loader(self, dataloader_idx: int) -> int | float:
         """How many batches of a loader are evaluated; infinitely many where only the loop knows."""
-        trainer = self.updates.connected().trainer
-        limits = trainer.num_sanity_val_batches if trainer.sanity_checking else _evaluated_batches(trainer)
+        trainer = self._trainer
+        assert trainer is not None
+        evaluated = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+        limits = trainer.num_sanity_val_batches if trainer.sanity_checking else evaluated
         return limits[dataloader_idx] if dataloader_idx < len(limits) else math.inf
 
-    def log_evaluation(self, whole_loader: bool) -> None:
+    def _log_evaluation(self, whole_loader: bool) -> None:
         """Log what was recorded since the last call, alike on all ranks; a blocking collective, once per loader.
 
         Args:
             whole_loader: the values are those of a whole loader, torchmetrics objects included; otherwise Lightning
                 goes on averaging.
         """
-        log, recorder = self.updates.connected().log, self._evaluation
-        for entry, value, weight in self._exchange(recorder, metric_objects=whole_loader):
-            log(
+        for entry, value, weight in self._exchange.values(self._evaluation, metric_objects=whole_loader):
+            self._log(
                 entry.name, value, prog_bar=entry.prog_bar, logger=entry.logger, on_step=entry.on_step,
                 on_epoch=entry.on_epoch, reduce_fx=entry.reduction, batch_size=1 if whole_loader else weight,
                 add_dataloader_idx=entry.add_dataloader_idx,
             )  # fmt: skip
-        recorder.clear()
+        self._evaluation.clear()
 
     def log_metric_objects(self, training: bool) -> None:
         """Log the torchmetrics objects of an epoch, alike on all ranks; they are reset before the next step."""
-        _, module, log = self.updates.connected()
-        if not any(isinstance(m, Metric) for m in module.modules()):
+        if not any(isinstance(m, Metric) for m in self._module.modules()):
             return
         recorder = LogRecorder(on_step=False, on_epoch=True)
         source = self._train if training else self._evaluation
         recorder.metrics, recorder.metric_entries = source.metrics, source.metric_entries
-        for entry, value, _ in self._exchange(recorder, metric_objects=True):
+        for entry, value, _ in self._exchange.values(recorder, metric_objects=True):
             if not entry.on_epoch:
                 continue
             name = f"{entry.name}_epoch" if entry.on_step else entry.name
-            log(name, value, prog_bar=entry.prog_bar, logger=entry.logger, batch_size=1)
+            self._log(name, value, prog_bar=entry.prog_bar, logger=entry.logger, batch_size=1)
             if entry.on_step:  # Lightning's callbacks find it under both names
-                log(entry.name, value, logger=False, batch_size=1)
-
-    def _exchange(self, recorder: LogRecorder, metric_objects: bool) -> list[Logged]:
-        """Values of all replicas' last stages, combined; the same on every rank."""
-        recorder.settle()
-        rows: list[Logged] = []
-        if metric_objects:
-            self._agree_on_objects(recorder)
-        if self._mesh.is_last:
-            rows = recorder.logged()
-            if metric_objects:
-                rows += [
-                    Logged(recorder.metric_entries[n], number(n, m.compute()), 1.0) for n, m in recorder.metrics.items()
-                ]
-                self._spent += recorder.metrics.values()
-        nan = {} if recorder.gaps is None else recorder.gaps.nan
-        gaps = [(asdict(recorder.entries[name]), sorted(batches)) for name, batches in nan.items()]
-        said = [
-            json.loads(text) for text in self._say({"rows": _plain(rows), "gaps": gaps}, bool(rows or gaps)) if text
-        ]
-        unknown = self._unknown(
-            recorder, [(Entry(**fields), batches) for one in said for fields, batches in one["gaps"]]
-        )
-        if metric_objects:  # what is not logged again has no value
-            recorder.metrics.clear()
-            recorder.metric_entries.clear()
-        together = combined(Logged(Entry(**fields), *rest) for one in said for fields, *rest in one["rows"])
-        return [row for row in together if row.entry not in unknown] + [Logged(e, math.nan, 1.0) for e in unknown]
-
-    def _say(self, content: Any, is_any: bool) -> list[str]:
-        return exchange(self._mesh, json.dumps(content) if is_any and self._mesh.is_last else "")
-
-    def _agree_on_objects(self, recorder: LogRecorder) -> None:
-        """Have torchmetrics objects computed by all replicas that any of them logged; a collective call."""
-        if self._mesh.num_replicas == 1:
-            return
-        modules = dict(self.updates.connected().module.named_modules())
-        said = self._say(recorder.objects(modules), bool(recorder.metrics))
-        if self._mesh.is_last:
-            recorder.agree_on_objects([json.loads(text) for text in said if text], modules)
-
-    def _unknown(self, recorder: LogRecorder, gaps: list[tuple[Entry, list[int]]]) -> list[Entry]:
-        """Of what was NaN in some batch of a replica, that for which no replica has a number in that batch; collective.
-
-        Args:
-            recorder: of an evaluation.
-            gaps: of all replicas, known to all ranks: what was NaN, and in which batches.
-        """
-        if not gaps:
-            return []
-        known = {} if recorder.gaps is None else recorder.gaps.known
-        own = [sorted(known.get(entry.name, set()).intersection(batches)) for entry, batches in gaps]
-        said = [json.loads(text) for text in self._say(own, any(own)) if text]
-        lost = [
-            entry for at, (entry, batches) in enumerate(gaps) if set(batches).difference(*(one[at] for one in said))
-        ]
-        return list(dict.fromkeys(lost))
+                self._log(entry.name, value, logger=False, batch_size=1)
 
     # -- everything else ------------------------------------------------------------------------------------------
 
-    @property
-    def _mesh(self) -> Mesh:
-        assert self.session.mesh is not None
-        return self.session.mesh
-
     def _dispatch(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """What ``module.log`` does while the strategy runs."""
-        assert self._hooks is not None
-        if self._active is not None:
-            self._active.log(name, value, *args, **kwargs)
+        if self.active is not None:
+            self.active.log(name, value, *args, **kwargs)
             return
-        _, module, log = self.updates.connected()
-        hook = private.current_hook(module) or ""
+        hook = private.current_hook(self._module) or ""
         if hook in EPOCH_ENDS and not kwargs.get("rank_zero_only"):
             self._hooks.record(name, value, *args, **kwargs)
         elif hook in _RECORDED and not kwargs.get("rank_zero_only"):
             self._record_in_hook(hook, name, value, *args, **kwargs)
         else:
-            log(name, value, *args, **kwargs)
+            self._log(name, value, *args, **kwargs)
 
     def _record_in_hook(self, hook: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a value that a hook logged; that of the last stage counts, whatever the others log."""
         if not self._mesh.is_last:
             return
-        training = self._held if self._holding else self._train
-        recorder = self._evaluation if hook.startswith(_EVALUATIONS) else training
-        recorder.weight = self._batch_weight
+        recorder = self._evaluation if hook.startswith(_EVALUATIONS) else self._train
+        recorder.weight = self.batch_weight
         if hook in _ONCE:
             recorder.weight = 1.0
             given = {key: option for key, option in kwargs.items() if option is not None}
@@ -334,19 +347,21 @@ class StepMetrics:
         recorder.log(name, value, *args, **kwargs)
 
     def _weigh_batch(self, weight: float) -> None:
-        self._batch_weight = weight
+        self.batch_weight = weight
         for recorder, log in self._early:
             recorder.weight = weight
             log()
         self._early.clear()
 
 
-def _plain(rows: list[Logged]) -> list[tuple[dict[str, Any], float, float]]:
-    return [(asdict(entry), value, weight) for entry, value, weight in rows]
+def _on_host(value: float) -> Tensor:
+    """A number to log: of a float Lightning makes a tensor on the device, and waits for it whenever it shows it."""
+    return torch.tensor(value, device="cpu")
 
 
-def _evaluated_batches(trainer: L.Trainer) -> list[int | float]:
-    return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+def _counted_entry(name: str) -> Entry:
+    """How a metric is logged that layers counted."""
+    return Entry(name, "mean", prog_bar=False, logger=True, on_step=True, on_epoch=False)
 
 
 def _not_distributed() -> bool:

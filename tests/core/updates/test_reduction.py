@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_asyncpp.core.updates.reduction import Bucket, Reduction, plan_buckets, squares
+from lightning_asyncpp.core.updates.reduction import Bucket, Reduction, plan_buckets
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError
 
 GROUP: Any = object()
@@ -202,11 +202,6 @@ def test_a_lost_replica_is_named_so(works: list[Work], monkeypatch: pytest.Monke
     reduction.send_rest(dict.fromkeys(leaves()))
     with pytest.raises(PeerLostError, match="a rank is gone"):
         reduction.wait()
-
-
-def test_squares_are_summed_in_double_precision() -> None:
-    gradients = {"large": torch.tensor([1e4]), "none": None, "small": torch.full((1000,), 1e-2)}
-    assert squares(gradients) == [1e8, pytest.approx(1000 * float(torch.tensor(1e-2)) ** 2, rel=1e-14)]
 
 
 def test_a_transposed_parameter_is_packed_by_rows() -> None:

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.updates.clipping import clip_coefficient, gradient_norm
-from lightning_asyncpp.core.updates.control_message import StopFlags
-from lightning_asyncpp.core.updates.mini_batch import MiniBatch
-from lightning_asyncpp.core.updates.reduction import squares
+from lightning_asyncpp.core.updates.clipping import clip_coefficient
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags, gradient_norm
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 
@@ -51,8 +49,10 @@ def test_flags_are_told_apart(flag: str) -> None:
 
 def test_norms_are_summed_in_double_precision() -> None:
     gradients = {"large": torch.tensor([1e4]), "small": torch.full((1000,), 1e-2)}
-    assert math.fsum(squares(gradients)) == pytest.approx(1e8 + 1000 * float(torch.tensor(1e-2)) ** 2, rel=1e-14)
-    assert squares({"overflows in fp32": torch.tensor([1e30]), "none": None}) == [pytest.approx(1e60, rel=1e-6)]
+    exact = math.sqrt(1e8 + 1000 * float(torch.tensor(1e-2)) ** 2) / 2
+    assert launched(gradients).finish().norm == float(torch.tensor(exact, dtype=torch.float32))
+    overflows = {"overflows in fp32": torch.tensor([1e30, 1e30]), "none": None}
+    assert launched(overflows).finish().norm == pytest.approx(math.sqrt(0.5) * 1e30, rel=1e-6)
 
 
 def test_a_mini_batch_without_weight_has_no_norm() -> None:
@@ -71,7 +71,7 @@ def test_clipping_is_torchs(max_norm: float) -> None:
 class ArrivesLate:
     """The shared gradients of a mini-batch: all that is not seen to arrive at the first look arrives after it."""
 
-    counted_elsewhere = names = frozenset[str]()
+    counted_by_others = names = frozenset[str]()
 
     def __init__(self, looks: int, passed_on: list[str], name: str) -> None:
         self.looks, self.passed_on, self.name = looks, passed_on, name
@@ -88,11 +88,11 @@ def test_mini_batches_pass_on_in_order() -> None:
     """What arrives between a look at one mini-batch and at the next one must not let the second go first."""
     passed_on: list[str] = []
     queue = object.__new__(UpdateQueue)
-    queue.closed, queue._leaving = deque(), deque()
+    queue.closed, queue._leaving, queue._dropped, queue._next_backward = deque(), deque(), deque(), 2
     for index, (name, looks) in enumerate({"first": 1, "second": 0}.items()):
         tied = cast("TiedGradients", ArrivesLate(looks, passed_on, name))
         queue.closed.append(launched({"a": torch.ones(2)}, index=index, tied=tied))
-    queue.closed.append(MiniBatch(Mesh(1, 1, 0), 2, 2))
+    queue.closed.append(MiniBatch(Mesh(1, 1, 0), 2, 2, end=3))
     queue.poll()
     assert passed_on == []
     queue.poll()

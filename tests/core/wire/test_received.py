@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.wire.received import begin
+from lightning_asyncpp.core.wire.transport import begin
 
 
 def add_in_place(x: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.wire.header import Header, describe
 from lightning_asyncpp.core.wire.link import Link, Neighbours
-from lightning_asyncpp.core.wire.received import begin
-from lightning_asyncpp.core.wire.transport import Transport
+from lightning_asyncpp.core.wire.transport import Transport, begin
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 CPU = torch.device("cpu")

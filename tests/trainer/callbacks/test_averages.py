@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lightning_asyncpp import after_own_update
 from tests.core.cases import DIM
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, own_state, val_loaders
@@ -29,8 +30,15 @@ class HasAverage(Net):
         super().__init__(run)
         self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.6), use_buffers=True)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ema.update_parameters(self.model)
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [after_own_update(UpdatesAverage())]
+
+
+class UpdatesAverage(L.Callback):
+    """Brings the module's average up to date."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.ema.update_parameters(module.model)
 
 
 def averaged(run: Run, epochs: int, path: str) -> dict[str, Any]:

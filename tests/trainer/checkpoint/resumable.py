@@ -108,7 +108,7 @@ class Showing(Net):
         self.log("val_loss", F.mse_loss(output, batch["y"]))
         self.log("val_error", self.val_error)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         self.log("drawn", torch.rand(()) + random.random(), on_step=True, on_epoch=True)
 
 

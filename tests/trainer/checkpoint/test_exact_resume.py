@@ -207,18 +207,12 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.dirpath / f"step={trainer.global_step}.ckpt")
 
 
-class WithoutHook(Showing):
-    """Its own hook would run after the callback."""
-
-    on_train_batch_end = L.LightningModule.on_train_batch_end  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize("strategy", ["default", pytest.param("sync", marks=pytest.mark.slow)])
 def test_saved_by_a_callback_of_ones_own(strategy: str, pools: Pools, tmp_path: Path) -> None:
     """What the save finishes counts for the epoch's metrics, and was logged: a run that goes on does not see it."""
     run = run_of(tmp_path, "stateful", TWO_EPOCHS, strategy=strategy)
     run = replace(run, callbacks=((Saves, {"dirpath": tmp_path}),))
-    check(pools, run, "stateful", tmp_path, [4, 8], 2, partial(fit_showing, make=WithoutHook))
+    check(pools, run, "stateful", tmp_path, [4, 8], 2)
 
 
 class Skipping(Showing):

@@ -265,18 +265,3 @@ class MetricOfSeveralNumbers(Net):
 
 class SumReduction(Net):
     loss_reduction = "median"
-
-
-class Renormalising(nn.Linear):
-    """Brings its rows to length one before it uses them, as ``nn.Embedding(max_norm=1)`` does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.div_(self.weight.norm(dim=1, keepdim=True))
-        return super().forward(x)
-
-
-class WritesIntoItsWeights(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model = nn.Sequential(nn.Linear(DIM, DIM), Renormalising(DIM, DIM), nn.Linear(DIM, 1))

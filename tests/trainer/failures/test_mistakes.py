@@ -67,7 +67,6 @@ MODULES = [
     (m.Detached, ["has no gradient"]),
     (m.NoTensors, ["holds no tensor with a batch dimension", "split_batch"]),
     (m.Unequal, ["different first dimensions [4, 8]"]),
-    (m.WritesIntoItsWeights, ["1.weight: changed in place by a forward", "on_train_batch_end"]),
     (m.LogsUnknownReduction, ["reduce_fx='median'", "mean, sum, min, max"]),
     (m.LogsVector, ["self.log('x', ...) takes a number"]),
     (m.TakesIterator, ["training_step(dataloader_iter) is not supported"]),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
 from tests.trainer.pool import Pools
-from tests.trainer.projections import Projected, PutsOtherMemory, project
+from tests.trainer.projections import Changing, Projected, PutsOtherMemory, project
 from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, train, val_loaders
+from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, report, train, val_loaders
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
@@ -70,12 +73,12 @@ def test_changed_weights_where_stages_step_ahead(pools: Pools, module: type[Net]
     assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), emulated["weights"])
 
 
-class Saves(Net):
-    def on_train_batch_end(self, *_: Any) -> None:
+class Saves(Changing):
+    def change(self, batch_idx: int) -> None:
         self.trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
 
 
-def test_a_module_that_gathers_between_two_updates_is_refused(pools: Pools) -> None:
+def test_who_gathers_between_two_updates_is_refused(pools: Pools) -> None:
     for outcome in pools.outcomes(2, fit, Run(Saves, options={"micro_batches": 2})):
         assert outcome.error == "ConfigurationError"
         assert "in the middle of the next batch" in outcome.message
@@ -122,6 +125,103 @@ def test_hooks_of_an_update_see_the_step_of_its_batch(pools: Pools, accumulate: 
     expected = fit_seen(delayed(run, delay=1, micro_batches=3))
     for seen in pools.run(3, fit_seen, run):
         assert seen == expected
+
+
+class ClipsBySchedule(Net):
+    """The limit of a batch is set when it begins, and must not reach the update of the batch before."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.gradient_clip_val = 0.02 * 0.5**batch_idx
+
+
+@pytest.mark.parametrize("algorithm", ["value", "norm"])
+def test_a_batch_is_clipped_by_its_own_limit(pools: Pools, algorithm: str) -> None:
+    options = {"micro_batches": 4, "partition": "uniform", "staleness": "least"}
+    run = Run(ClipsBySchedule, options=options, optimizer="sgd", samples=64)
+    run = replace(run, trainer={"gradient_clip_algorithm": algorithm, "max_epochs": 1})
+    expected = train(delayed(run, stages=3, **options))["weights"]
+    for interval in (1.0, 2):
+        drained = replace(run, val_samples=(8,), trainer=run.trainer | {"val_check_interval": interval})
+        assert_equal_weights(joined_weights(pools.run(3, fit, drained), 3), expected)
+
+
+class NoisyGradients(Net):
+    """Trains on noise alone, and draws before gradients are zeroed."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.drawn: list[float] = []
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.drawn += [float(torch.rand(())), random.random(), float(np.random.random())]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in parameters_of(optimizer):
+            parameter.grad = torch.randn_like(parameter) * (1 + 0.1 * random.random() + 0.1 * np.random.random())
+
+
+def fit_noisy(run: Run) -> dict[str, Any]:
+    L.seed_everything(run.seed, verbose=False)
+    module, trainer = NoisyGradients(run), make_trainer(run)
+    trainer.fit(module, loader(run), val_loaders(run))
+    return report(trainer, module) | {"drawn": module.drawn, "next": torch.rand(()).item()}
+
+
+def test_noise_of_an_update_is_that_of_the_stage_and_the_update(pools: Pools) -> None:
+    options = {"micro_batches": 4, "partition": "uniform", "staleness": "least"}
+    run = Run(NoisyGradients, options=options, optimizer="sgd", val_samples=(8,))
+    expected = fit_noisy(delayed(run, stages=2, **options))
+    results = pools.run(2, fit_noisy, replace(run, trainer={"val_check_interval": 2}))
+    assert_equal_weights(joined_weights(results, 2), expected["weights"])
+    assert not set(results[0]["drawn"]) & set(results[1]["drawn"]), "two stages drew the same"
+    assert len(set(results[0]["drawn"])) == len(results[0]["drawn"]), "two batches drew the same"
+    assert results[0]["next"] == results[1]["next"], "the process's generators were not put back"
+
+
+class LooksAtItsLoss(Net):
+    """Decides on the loss of the batch whether to step; others write down what they are given."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.given: list[Any] = []
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.given.append(loss)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.given.append(outputs.get("loss"))
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        loss = optimizer_closure()
+        self.given.append(loss)
+        if self.decides and float(loss) > 1e6:
+            return
+        optimizer.step()
+
+    decides = False
+
+
+class Decides(LooksAtItsLoss):
+    decides = True
+
+
+def fit_looking(run: Run) -> list[bool]:
+    module = run.module(run)
+    make_trainer(run).fit(module, loader(run))
+    return [given is None for given in module.given]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_loss_that_a_rank_does_not_know_is_none(pools: Pools, strategy: str) -> None:
+    run = Run(LooksAtItsLoss, strategy, {"micro_batches": 2}, samples=24)
+    last, first = pools.run(2, fit_looking, run)
+    assert last == [False] * 9
+    assert first == [True] * 9
+
+
+def test_a_decision_on_such_a_loss_ends_the_run_at_once(pools: Pools) -> None:
+    outcomes = pools.outcomes(2, fit_looking, Run(Decides, options={"micro_batches": 2}), timeout=30.0)
+    assert [outcome.error for outcome in outcomes] == ["PeerLostError", "TypeError"]
 
 
 class StepsSometimes(Net):

@@ -1,4 +1,4 @@
-"""A module that changes its weights after every batch, where several batches share an update.
+"""A callback that changes weights after every batch, where several batches share an update.
 
 After a batch without an update the change is part of the weights that the next update is applied to. The gradients of
 the batches that follow see it where they would see it in one process: without delay at once, else one update later.

@@ -19,7 +19,6 @@ from tests.trainer.idioms.optimizers import (
     EverySecondBatch,
     LogsTheRate,
     Manual,
-    NewOptimizer,
     OneCycle,
     OwnOptimizerStep,
     OwnScheduler,
@@ -59,14 +58,19 @@ class LooksAtGradients(Net):
         self.seen = [p.grad.norm() for p in self.parameters() if p.grad is not None]
 
 
-class Projects(Net):
+class Projects(L.Callback):
     """Weights that are projected after every step."""
 
     @torch.no_grad()
-    def on_train_batch_end(self, *_: Any) -> None:
-        for parameter in self.parameters():
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for parameter in pl_module.parameters():
             if parameter.ndim == 2:
                 parameter.copy_(F.normalize(parameter, dim=1))
+
+
+def projecting_callback() -> L.Callback:
+    """One that changes weights when the batch's own update has been applied."""
+    return after_own_update(Projects())
 
 
 class Averages(Net):
@@ -77,8 +81,15 @@ class Averages(Net):
         average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
         self.ema = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=average).requires_grad_(False)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ema.update_parameters(self.model)
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [after_own_update(UpdatesAverage())]
+
+
+class UpdatesAverage(L.Callback):
+    """Brings the module's average up to date."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.ema.update_parameters(pl_module.model)
 
 
 class Backbone(Net):
@@ -124,7 +135,7 @@ IDIOMS = [
     Idiom(
         "... weights changed after `optimizer.step(...)`",
         NO,
-        "The update comes later: `on_train_batch_end` of the module, or `optimizer.register_step_post_hook`.",
+        "The update comes later: `after_own_update(callback)`, or `optimizer.register_step_post_hook`.",
     ),
     Idiom("... `optimizer.optimizer.step(...)`", NO, "Step the optimizer that the hook gets."),
     Idiom("`optimizer_zero_grad`: `optimizer.zero_grad(set_to_none=False)`", WORKS, "", ZeroesInPlace),
@@ -173,9 +184,8 @@ IDIOMS = [
     ),
     Idiom(
         "`trainer.optimizers = [...]` in the middle of a training",
-        REFUSED,
+        NO,
         "Change `param_groups`, or train in two parts.",
-        NewOptimizer,
     ),
     Idiom(
         "layers frozen or unfrozen during the training",
@@ -188,33 +198,34 @@ IDIOMS = [
         "Before the training, or between two.",
     ),
     Idiom(
-        "weights changed in the module's `on_train_batch_end`",
-        WORKS,
-        "The hook comes once its batch's update has been applied.",
-        Projects,
-    ),
-    Idiom(
-        "`AveragedModel(self.model)`, updated in `on_train_batch_end`",
-        WORKS,
-        "Each stage averages its layers; checkpoints hold all.",
-        Averages,
-    ),
-    Idiom(
-        "weights read in a callback's `on_train_batch_end` (a mean, the norm of an update, a swap)",
+        "weights read or changed in `on_train_batch_end` (a mean, a projection, the norm of an update, a swap)",
         NO,
-        "**One update old there**: `after_own_update(callback)`, or the module's `on_train_batch_end`.",
+        "**One update old there**: a callback, given to the Trainer as `after_own_update(callback)`.",
     ),
     Idiom(
-        "... of `lightning_asyncpp.after_own_update(callback)`",
+        "... read in that of `lightning_asyncpp.after_own_update(callback)`",
         WORKS,
         "Called once its batch's update has been applied.",
         more={"callbacks": ((averaging_callback, {}),)},
         label="reads-in-a-marked-callback",
     ),
     Idiom(
+        "... changed in that of `lightning_asyncpp.after_own_update(callback)`",
+        WORKS,
+        "The change is part of its batch's update.",
+        more={"callbacks": ((projecting_callback, {}),)},
+        label="changes-in-a-marked-callback",
+    ),
+    Idiom(
+        "... `AveragedModel(self.model)`, updated in that of `lightning_asyncpp.after_own_update(callback)`",
+        WORKS,
+        "Each stage averages its layers; checkpoints hold all.",
+        Averages,
+    ),
+    Idiom(
         "weights read after `super().optimizer_step(...)`, in `on_train_batch_start` or `on_before_zero_grad`",
         NO,
-        "**One update old there**: read in the module's `on_train_batch_end`.",
+        "**One update old there**: `after_own_update(callback)`, or `strategy.drain()` first.",
     ),
     Idiom(
         "a penalty on `self.parameters()` in the step",

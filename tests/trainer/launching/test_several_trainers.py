@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 
-from lightning_asyncpp.trainer.hooks.module_hooks import _WRAPPED_EPOCH_ENDS
+from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer, val_loaders
@@ -70,7 +70,7 @@ def train_with_a_mean(run: Run) -> dict[str, Any]:
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     make_trainer(run, callbacks=[averages]).fit(module, loader(run))
-    methods = [getattr(averages.mean, name) for name in ("log", *_WRAPPED_EPOCH_ENDS)]
+    methods = [getattr(averages.mean, name) for name in ("log", *EPOCH_ENDS)]
     return {
         "weights": arrays(dict(module.named_parameters())),
         "mean": arrays(dict(averages.mean.named_parameters())),
