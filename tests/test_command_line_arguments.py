@@ -163,8 +163,8 @@ def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["check", RECIPE, "--micro-batchs", "2"], "there is no option --micro-batchs; did you mean --micro-batches"),
-        (["plan", RECIPE, "--devices-per-nod=2"], "did you mean --devices-per-node?"),
+        (["check", RECIPE, "--micro-batchs", "2"], "there is no 'micro-batchs'; did you mean micro-batches"),
+        (["plan", RECIPE, "--devices-per-nod=2"], "did you mean devices-per-node?"),
         (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--text_ke=3"], "did you mean --text-key?"),
         (["prepare", "x", "--tokenizer", "byte"], "asyncpp prepare: error: missing: --output\n"),
         (["trace", "x", "--from-mini-batch", "-1"], "--from-mini-batch -1: must be a whole number, 0 or more\n"),

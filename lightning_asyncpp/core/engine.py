@@ -20,7 +20,6 @@ from lightning_asyncpp.core.batches.micro_batch import Slot
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.progress import PROGRESS
 from lightning_asyncpp.core.randomness import CallersGenerators
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -81,7 +80,7 @@ class Engine:
         versions = self.schedule.stage_rule.num_versions
         self.weights = WeightVersions(stage.parameters, versions, stage.uses, stage.buffers, settings.compute_dtype)
         if transport is None and mesh.num_stages > 1:
-            transport = Transport(mesh, device, settings.max_message_bytes, timeout)
+            transport = Transport(mesh, device, timeout=timeout)
         self.runner = stage_runner(stage, mesh, transport, hooks, seed, device)
         self.generators = CallersGenerators(device)
         self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule, self.generators)
@@ -275,7 +274,6 @@ class Engine:
                     self.runner.announce_failure(task.k, error)
                     raise
                 self.evaluated += 1
-                PROGRESS.made += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
@@ -350,7 +348,6 @@ class Engine:
         flight = self.runner.forward(task)
         self._flights[k] = flight
         self.next_forward = k + 1
-        PROGRESS.made += 1
         self.updates.open.weight += flight.weight
         if flight.weight:
             for layer, counts in flight.said.take_statistics().items():
@@ -368,7 +365,6 @@ class Engine:
         if flight.result is not None:
             flight.result = map_tensors(Tensor.detach, flight.result)
         self.next_backward = action.index + 1
-        PROGRESS.made += 1
         self.updates.launch_complete(self.next_backward)
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:

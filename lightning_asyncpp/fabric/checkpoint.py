@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning.fabric.strategies.strategy import Strategy
+from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities.types import _Stateful
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -22,7 +22,6 @@ from lightning_asyncpp.core.checkpoint.apart import (
     own_entries,
     unite_entries,
 )
-from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
     facts,
@@ -42,18 +41,12 @@ from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
 from lightning_asyncpp.fabric.private import converted_state
+from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 
 
-class CheckpointMixin(Strategy):
-    """Saves the whole run, and loads this stage's part of one; comes before the strategy that it is mixed into.
+class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
+    """Saves the whole run, and loads this stage's part of one."""
 
-    Attributes:
-        session: the pipeline.
-        checkpoints: writes them.
-    """
-
-    session: PipelineSession
-    checkpoints: CheckpointWriter
     _names: frozenset[str]  # of the whole model's state_dict
     _note: MiniBatchNote
     _resumed_at: int | None = None  # the micro-batch that followed when an optimizer was loaded

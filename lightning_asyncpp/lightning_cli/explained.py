@@ -13,7 +13,7 @@ from lightning_asyncpp.lightning_cli.arguments import STRATEGIES
 from lightning_asyncpp.lightning_cli.nearest import nearest
 
 _UNKNOWN = re.compile(
-    r"(?:Option|option|Key) '([\w.]+)'|unrecognized arguments: --([\w.]+)"
+    r"(?:Option|option|Key) '([\w.]+)'|unrecognized arguments: --([\w.-]+)"
     r"|Expected a dot import path string: ([\w.]+)|has no attribute '(\w+)'"
 )
 _CLASS = re.compile(r"class_path '([\w.]+)'|class_path='([\w.]+)'")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_asyncpp.core.batches.tree import map_tensors
@@ -19,8 +18,8 @@ NOT_IN_NOTEBOOKS = (
 )
 
 
-class Launching(PipelineCheckpoints, DDPStrategy):
-    """Comes before Lightning's strategy.
+class Launching(PipelineCheckpoints):
+    """Starts processes, and knows what to say in the one that started them.
 
     Attributes:
         whole_model_state: on rank 0, once it has trained, for the process that forked or spawned it.

@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.hooks import DataHooks
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_asyncpp.core.progress import PROGRESS
-from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
-from lightning_asyncpp.trainer.watched_loops import EVALUATION
+from lightning_asyncpp.trainer.launching import Launching
 
 _HOOK = "on_before_batch_transfer"
 _TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
@@ -45,15 +42,13 @@ class _PlaceholderHooks:
         self._targets = []
 
 
-class ReplicaBatches(ParallelStrategy):
-    """Deals out loaders' batches by replicas; comes before the strategy that it is mixed into.
+class ReplicaBatches(Launching):
+    """Deals out loaders' batches by replicas.
 
     Attributes:
-        session: the pipeline.
         progress: knows where a run that goes on takes up its loader.
     """
 
-    session: PipelineSession
     progress: Progress
     _only_moves_batches = True
     _placeholder_hooks: _PlaceholderHooks | None = None
@@ -90,8 +85,6 @@ class ReplicaBatches(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         engine, trainer = self.session.running(), self.lightning_module.trainer
-        if not trainer.training:  # an evaluation's first batch may be read before its hooks
-            self.session.watch.progress.enter(EVALUATION)
         mesh, transport = engine.mesh, engine.runner.transport
         needs_data = mesh.is_first or mesh.is_last
         follow = None if transport is None else lambda: Next(transport.follow_loaded())
@@ -104,7 +97,6 @@ class ReplicaBatches(ParallelStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the module's own hooks see no placeholder."""
-        PROGRESS.made += 1
         if has_placeholder(batch):
             return batch
         engine = self.session.engine

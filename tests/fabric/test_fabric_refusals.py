@@ -27,7 +27,6 @@ CONFIGURATION = [
     (refused.too_few_micro_batches, "micro_batches=1 is smaller than the number of stages.*micro_batches >= 2"),
     (refused.partition_of_another_model, r"partition=\[4, 4\] places 8 layers, but the model has 9"),
     (refused.partition_for_more_stages, r"partition=\[3, 3, 3\] is for 3 stages, but there are 2"),
-    (refused.unknown_placement, "placement='node' must be 'pipeline_within_node' or 'pipeline_across_nodes'"),
     (refused.train_without_optimizer, r"strategy.training_step needs .*setup_optimizers\(make_optimizer"),
     (refused.backward, "fabric.backward.*strategy.training_step.*leave fabric.backward out"),
     (refused.backward_in_step, "fabric.backward.*strategy.training_step.*leave fabric.backward out"),

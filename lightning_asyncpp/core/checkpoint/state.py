@@ -61,7 +61,6 @@ def facts(session: PipelineSession) -> dict[str, Any]:
     return {
         "num_stages": engine.settings.num_stages,
         "data_parallel_size": engine.mesh.num_replicas,
-        "placement": engine.mesh.placement,
         "partition": list(_partition(session).counts),
         "micro_batches": engine.settings.micro_batches,
         "lookahead": engine.settings.lookahead,
@@ -144,10 +143,10 @@ def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
 
     The same rank; in a pipeline of other stages or replicas the last stage of its replica, or of the last replica.
     """
-    stages, replicas, placement = state["num_stages"], state["data_parallel_size"], state["placement"]
-    if (stages, replicas, placement) == (mesh.num_stages, mesh.num_replicas, mesh.placement):
+    stages, replicas = state["num_stages"], state["data_parallel_size"]
+    if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
         return mesh.rank
-    return Mesh(stages, replicas, 0, placement=placement).rank_of(stages - 1, min(mesh.replica, replicas - 1))
+    return Mesh(stages, replicas, 0).rank_of(stages - 1, min(mesh.replica, replicas - 1))
 
 
 def _gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:

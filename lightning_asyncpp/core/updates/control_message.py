@@ -225,12 +225,12 @@ class ControlExchange:
         shares_group = mesh.groups.control is mesh.groups.host
         self._pairwise = mesh.world_size <= MOST_RANKS or shares_group
         self._works: list[dist.Work] = []
-        # Shape (ranks, length); by place and not by rank, so that the sum does not depend on the placement.
+        # Shape (ranks, length).
         rows = mesh.world_size if self._pairwise else 1
         self._messages = torch.zeros((rows, length), dtype=torch.float64, device="cpu")
         if self._pairwise:
             for rank in self._others():
-                row = self._messages[mesh.place_of(rank)]
+                row = self._messages[rank]
                 self._works.append(started(dist.irecv(row, rank, group=self._group, tag=_TAG)))
 
     def send(self, message: Tensor) -> None:
@@ -239,7 +239,7 @@ class ControlExchange:
             self._messages[0] = message
             self._works.append(started(dist.all_reduce(self._messages[0], group=self._group, async_op=True)))
             return
-        own = self._messages[self.mesh.place_of(self.mesh.rank)]
+        own = self._messages[self.mesh.rank]
         own.copy_(message)
         for rank in self._others():
             self._works.append(started(dist.isend(own, rank, group=self._group, tag=_TAG)))

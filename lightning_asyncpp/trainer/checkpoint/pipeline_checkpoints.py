@@ -9,14 +9,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.core.checkpoint.apart import APART, Names
 from lightning_asyncpp.core.checkpoint.gathering import gather_by_rank
-from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
     facts,
@@ -34,8 +33,8 @@ from lightning_asyncpp.core.cut.elsewhere import OtherStage, held_here
 from lightning_asyncpp.core.cut.network import prefix_of
 from lightning_asyncpp.core.cut.tied_state import check_copies
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
-from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
@@ -46,18 +45,14 @@ _CURRENT = "current_model_state"  # of Lightning's callbacks that average weight
 _WEIGHTS = frozenset(("state_dict", _CURRENT))
 
 
-class PipelineCheckpoints(Strategy):
+class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     """Saves the whole run, and loads this stage's part of one.
 
     Attributes:
-        session: the pipeline.
-        checkpoints: writes them.
         progress: what goes on with a run beside its weights.
         step_metrics: what its steps logged.
     """
 
-    session: PipelineSession
-    checkpoints: CheckpointWriter
     progress: Progress
     step_metrics: StepMetrics
     _given: Given | None = None  # the weights of the checkpoint that is being made

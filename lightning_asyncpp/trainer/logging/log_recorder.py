@@ -16,6 +16,8 @@ from torchmetrics import Metric
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.errors import ConfigurationError
 
+METRIC_SLOTS = 128
+"""How many names steps may log per training batch."""
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
@@ -209,7 +211,7 @@ class LogRecorder:
             return
         check_loggable(name, value)
         if name not in self.entries and len(self.entries) >= self.slots:
-            raise ConfigurationError(f"more names are logged in one batch than metric_slots={self.slots}: raise it")
+            raise ConfigurationError(f"more than {self.slots} names are logged in one batch: log fewer")
         known = self.entries.setdefault(name, entry)
         if known is not entry and known != entry:
             raise ConfigurationError(f"self.log({name!r}, ...) was called twice with different arguments")

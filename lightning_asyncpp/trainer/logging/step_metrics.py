@@ -24,7 +24,15 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement
-from lightning_asyncpp.trainer.logging.log_recorder import Entry, Gaps, Logged, LogRecorder, combined, number
+from lightning_asyncpp.trainer.logging.log_recorder import (
+    METRIC_SLOTS,
+    Entry,
+    Gaps,
+    Logged,
+    LogRecorder,
+    combined,
+    number,
+)
 from lightning_asyncpp.trainer.logging.update_metrics import Connection, UpdateMetrics
 
 _EVALUATIONS = ("on_validation", "on_test")
@@ -51,8 +59,8 @@ class StepMetrics:
     def __init__(self, session: PipelineSession, on_loss: Callable[[float], None]) -> None:
         self.session = session
         self.updates = UpdateMetrics(session, on_loss)
-        self._train = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
-        self._held = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
+        self._train = LogRecorder(on_step=True, on_epoch=False, slots=METRIC_SLOTS)
+        self._held = LogRecorder(on_step=True, on_epoch=False, slots=METRIC_SLOTS)
         self._holding = False
         self.holds = False
         self._gaps = Gaps()
@@ -166,7 +174,7 @@ class StepMetrics:
         if not self._mesh.is_last:
             self._train.clear()
             return self.updates.payload(None)
-        payload = self.updates.payload(self._train.hand_over(self.session.settings.metric_slots))
+        payload = self.updates.payload(self._train.hand_over(METRIC_SLOTS))
         self._train.take(self._held)
         return payload
 

@@ -19,7 +19,7 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.updates.control_message import Payload
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.logging.log_recorder import Entry, Logged, Recorded
+from lightning_asyncpp.trainer.logging.log_recorder import METRIC_SLOTS, Entry, Logged, Recorded
 from lightning_asyncpp.trainer.logging.payload import (
     BatchLoss,
     LoggedBatch,
@@ -95,10 +95,9 @@ class UpdateMetrics:
         Args:
             recorded: what its steps logged; None off the last stage.
         """
-        slots = self.session.settings.metric_slots
         if recorded is None:
-            return torch.zeros(payload_length(slots), dtype=torch.float64)
-        payload = LoggedBatch(recorded, self._losses, slots)
+            return torch.zeros(payload_length(METRIC_SLOTS), dtype=torch.float64)
+        payload = LoggedBatch(recorded, self._losses, METRIC_SLOTS)
         self._own_schemas[schema_number(payload.schema)] = payload.schema
         self._losses.clear()
         return payload

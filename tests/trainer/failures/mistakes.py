@@ -175,7 +175,7 @@ class Unequal(Net):
 
 class LogsTooMuch(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.log_dict({f"value_{i}": float(i) for i in range(5)})
+        self.log_dict({f"value_{i}": float(i) for i in range(129)})
         return super().training_step(batch, batch_idx)
 
 

@@ -34,7 +34,6 @@ SETTINGS = [
     (3, {"micro_batches": 3, "lookahead": 5}, ["lookahead=5", "the largest is 1", "use micro_batches >= "]),
     (2, {"lookahead": -1}, ["lookahead=-1 must be 0 or more"]),
     (3, {"data_parallel_size": 2}, ["devices=3 is not divisible by data_parallel_size=2"]),
-    (2, {"metric_slots": 0}, ["metric_slots=0 must be at least 1"]),
     (2, {"nonfinite_gradients": "ignore"}, ["'ignore' must be 'stop' or 'skip'"]),
     (2, {"micro_batches": 0, "nonfinite_gradients": "no"}, ["2 problems", "micro_batches=0", "nonfinite_gradients"]),
 ]
@@ -136,7 +135,7 @@ def test_other_batches_on_the_last_stage(pools: Pools) -> None:
 
 
 def test_more_names_logged_than_there_is_room_for(pools: Pools) -> None:
-    assert_refused(refusals(pools, Run(m.LogsTooMuch, options={"metric_slots": 4})), "more names", "metric_slots=4")
+    assert_refused(refusals(pools, Run(m.LogsTooMuch)), "more than 128 names")
 
 
 TRAINERS = [
