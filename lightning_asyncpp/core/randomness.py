@@ -136,3 +136,16 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"].cpu())
     if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Let torch, numpy and Python draw from ``seed`` meanwhile, and go on afterwards as if nothing had been drawn."""
+    states = random_states()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_states(states)

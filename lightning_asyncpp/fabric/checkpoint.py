@@ -9,23 +9,14 @@ from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities.types import _Stateful
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.apart import (
-    APART,
-    Names,
-    cannot_be_assigned,
-    cannot_travel,
-    own_entries,
-    unite_entries,
-)
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
-    facts,
     gather_model_state,
+    gather_named,
     gather_optimizer_state,
     gather_pipeline_state,
     load_optimizer_state,
@@ -94,22 +85,11 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
                 parts = parts_of(self.session, state, gathered=not self.checkpoints.sharded)
         converted = converted_state(self, {**state, **parts}, filter)
         with self._driving():
-            if parts:
-                self._unite({name: value for name, value in converted.items() if name not in parts}, converted)
             if self.checkpoints.sharded and parts:
                 beside = {name: value for name, value in converted.items() if name not in parts}
                 self.checkpoints.save_folder(path, {name: converted[name] for name in parts}, beside)
             else:
                 self.checkpoints.save_file(converted, path, self.checkpoint_io, storage_options)
-
-    def _unite(self, beside: Mapping[str, Any], content: dict[str, Any]) -> None:
-        """Put what other stages have beside the model and the optimizer, such as an average, into the content."""
-        united = unite_entries(self.session.running().mesh, beside, lambda name: f"state[{name!r}]")
-        content.update(united.entries)
-        if united.lost:
-            rank_zero_warn(cannot_travel(united.lost))
-        if united.differences and PIPELINE in content:
-            content[PIPELINE] = {**content[PIPELINE], APART: united.differences}
 
     @override
     def load_checkpoint(
@@ -137,12 +117,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         remainder = super().load_checkpoint(path, others, strict, weights_only)
         progress = remainder.pop(PIPELINE, None)
         saved = {name: remainder.pop(name) for name in entries_to_load(stateful, remainder, strict)}
-        saved |= {name: value for name, value in others.items() if not isinstance(value, nn.Module)}
-        own = self._own_entries(saved, progress)
         for name, value in stateful.items():
-            if name in own:
-                value.load_state_dict(own.pop(name))
-        state.update(others | own)
+            if name in saved:
+                value.load_state_dict(saved[name])
+        state.update(others)
         if self._has_resumed and any(value is self._trained_model for value in others.values()):
             load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
         for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
@@ -152,18 +130,6 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self._note = MiniBatchNote()
             self._resumed_at = self.session.running().next_forward
         return remainder
-
-    def _own_entries(self, saved: dict[str, Any], progress: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What is this stage's of the entries that are no modules, which take their own by names."""
-        if progress is None or self.session.stage is None:
-            return saved
-        here = self.session.stage.state_dict().keys()
-        names, mesh = Names(here, self._names - here), self.session.running().mesh
-        partition = facts(self.session)["partition"]
-        own, unclear = own_entries(mesh, partition, names, saved, progress, lambda name: f"state[{name!r}]")
-        if unclear:
-            rank_zero_warn(cannot_be_assigned(unclear, progress))
-        return own
 
     @property
     def _has_resumed(self) -> bool:
@@ -236,6 +202,8 @@ def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool)
         elif session.optimizer is not None and value is session.optimizer:
             parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session)
             parts[PIPELINE] = (gather_pipeline_state if gathered else stage_pipeline_state)(session)
+        elif isinstance(value, nn.Module) and any(isinstance(part, OtherStage) for part in value.modules()):
+            parts[name] = gather_named(session, value.state_dict()) if gathered else value.state_dict()  # an average
     return parts
 
 

@@ -37,7 +37,6 @@ from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
-from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
@@ -189,7 +188,7 @@ class PipelineStrategy(EvaluationSteps):
         rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._batch_ends = BatchEnds(module, self.session, self.step_metrics)
         drain, meets_gradients = self.drain, self._batch_ends.meets_gradients
-        self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients, self.progress)
+        self._conductor = Conductor(trainer, self.session, self.step_metrics, drain, meets_gradients)
         self._conductor.install(trainer)
         self._batch_ends.install(trainer)
         self.step_metrics.connect(trainer, module)
@@ -197,7 +196,7 @@ class PipelineStrategy(EvaluationSteps):
         if self._mesh.num_replicas == 1:
             private.shuffle_only(trainer, shuffles)
         if training:
-            private.run_validations_in(trainer, self.progress.validations.apart)
+            private.run_validations_in(trainer, self.progress.validating)
             if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
                 rank_zero_warn(
                     f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
@@ -239,9 +238,6 @@ class PipelineStrategy(EvaluationSteps):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
-    def _progress_state(self) -> dict[str, Any]:
-        return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))
-
     def _example(self) -> Example | None:
         assert self.session.resolved is not None
         parts = self.session.resolved.micro_batches
@@ -276,8 +272,7 @@ class PipelineStrategy(EvaluationSteps):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.progress.draw_as_before()
-        accumulate_as_scheduled(self._module.trainer)
+        self.progress.start_training()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,14 +21,14 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_asyncpp.private_names import required
 
 
-def replace_sigterm_broadcast(trainer: Trainer, function: Callable[[], None] = lambda: None) -> None:
-    """Drop the blocking broadcast before every training batch; ``function`` takes its place."""
+def drop_sigterm_broadcast(trainer: Trainer) -> None:
+    """Drop the blocking broadcast before every training batch."""
     loop = trainer.fit_loop.epoch_loop
     required(loop, "_broadcast_sigterm_tensor", "agree on SIGTERM without a broadcast in every batch")
-    loop.__dict__["_broadcast_sigterm_tensor"] = function
+    loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
 
 
-def replace_signal_handlers(trainer: Trainer, on_signal: Callable[[int], None], next_: Callable[[], None]) -> None:
+def replace_signal_handlers(trainer: Trainer, on_signal: Callable[[int], None]) -> None:
     """Handle SIGTERM, SIGUSR1 and SLURM's requeue signal by ``on_signal`` alone, from where Lightning begins to.
 
     Lightning's own handlers broadcast, or save a checkpoint, at whatever point each rank is. A handler of the user's
@@ -37,7 +37,6 @@ def replace_signal_handlers(trainer: Trainer, on_signal: Callable[[int], None], 
     Args:
         trainer: whose handlers they are.
         on_signal: called in the handler with the signal's number.
-        next_: called when the handlers are in place, which is after checkpoints were restored and before any loop runs.
     """
     purpose = "end a run on a signal"
     connector = required(trainer, "_signal_connector", purpose)
@@ -54,7 +53,6 @@ def replace_signal_handlers(trainer: Trainer, on_signal: Callable[[int], None], 
         register(connector)
         if not has_handler(signal.SIGUSR1):
             set_handler(signal.SIGUSR1, notify)
-        next_()
 
     connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = notify
     connector.register_signal_handlers = register_all
@@ -84,68 +82,6 @@ def requeue_path(trainer: Trainer) -> str:
 def set_received_sigterm(trainer: Trainer) -> None:
     """Let Lightning end the run after this batch; every rank calls it at the same batch."""
     required(trainer, "_signal_connector", "end a run on SIGTERM").received_sigterm = True
-
-
-def count_epoch_as_whole(trainer: Trainer) -> None:
-    """Have Lightning end the epoch in which a run was resumed as any other."""
-    required(trainer.fit_loop, "_restarting", "let schedulers step at the end of a resumed epoch")
-    trainer.fit_loop._restarting = False
-
-
-def end_batch(trainer: Trainer, counted: bool) -> None:
-    """Do what Lightning does after a batch and whatever validation follows it.
-
-    Args:
-        trainer: about to go on after a batch.
-        counted: count the batch, too, where Lightning would not.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    purpose = "end a batch after which a run was resumed"
-    accumulates = required(loop, "_should_accumulate", purpose)
-    required(loop, "_batches_that_stepped", purpose)
-    required(loop, "update_lr_schedulers", purpose)("step", update_plateau_schedulers=True)
-    if counted and not accumulates():
-        loop._batches_that_stepped += 1
-
-
-def pass_over_end_of_batch(trainer: Trainer) -> None:
-    """Do nothing where Lightning ends the batch once more after whose validation a run is resumed; it counts it, too.
-
-    It takes all checkpoints from then for such that the validation wrote.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    purpose = "go on after the last validation of another run"
-    required(loop, "update_lr_schedulers", purpose)
-    required(loop, "_batches_that_stepped", purpose)
-
-    def update_nothing(*_: Any, **__: Any) -> None:
-        del loop.update_lr_schedulers  # the next time it is Lightning's own again
-        loop._batches_that_stepped -= 1
-
-    loop.update_lr_schedulers = update_nothing  # type: ignore[method-assign]
-
-
-def end_epoch(trainer: Trainer) -> None:
-    """Do what Lightning does at an epoch's end after all hooks: schedulers decide on its metrics, which are logged.
-
-    Args:
-        trainer: about to begin with the epoch after it.
-    """
-    purpose = "end an epoch at whose end a run was resumed"
-    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
-    connector = required(trainer, "_logger_connector", purpose)
-    required(connector, "epoch_end_reached", purpose)()
-    required(connector, "on_epoch_end", purpose)()
-    was_whole = required(loop, "_num_ready_batches_reached", purpose)()
-    required(loop, "_batches_that_stepped", purpose)
-    log = required(connector, "update_train_epoch_metrics", purpose)
-    epochs.completed -= 1  # what follows belongs to that epoch and its last step
-    if was_whole:
-        required(loop, "update_lr_schedulers", purpose)("epoch", update_plateau_schedulers=True)
-    loop._batches_that_stepped -= 1
-    log()
-    loop._batches_that_stepped += 1
-    epochs.completed += 1
 
 
 def validation_is_due(trainer: Trainer) -> bool:
@@ -195,18 +131,6 @@ def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
         return False
     every: int = required(callback, "_every_n_train_steps", "drain the pipeline before a checkpoint")
     return every > 0 and global_step % every == 0
-
-
-def count_step_as_saved(trainer: Trainer) -> None:
-    """Let no checkpoint callback of a resumed run save the step again that it resumes from.
-
-    Lightning would do so after a batch without an update, and replace the checkpoint of an update's end by one in the
-    middle of an accumulation.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if checkpoint_is_due(callback, trainer.global_step):
-            required(callback, "_last_global_step_saved", "keep the checkpoint that a run resumes from")
-            callback._last_global_step_saved = trainer.global_step  # type: ignore[attr-defined]
 
 
 def replace_step_logging(trainer: Trainer, at_end_of_batch: Callable[[], None]) -> None:

@@ -81,7 +81,12 @@ def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[st
         session: the pipeline.
         own: this stage's part, as the module says it.
     """
-    return keep_once(_gathered(session, stage_model_state(session, own)), session.whole_model.same)
+    return gather_named(session, stage_model_state(session, own))
+
+
+def gather_named(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of all stages by the model's names on rank 0, such as averages, ``own`` elsewhere; a collective."""
+    return keep_once(_gathered(session, own), session.whole_model.same)
 
 
 def gather_optimizer_state(session: PipelineSession) -> dict[str, Any]:

@@ -27,12 +27,11 @@ from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.checkpoint.validation_randomness import drawing_from
 from lightning_asyncpp.trainer.hooks.module_hooks import Replacement
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 

@@ -287,32 +287,6 @@ class LogRecorder:
             if name not in self.metrics and isinstance(metric, Metric):
                 self.metrics[name], self.metric_entries[name] = metric, said.get(name) or Entry(**fields)
 
-    def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
-        """What was recorded and not sent on yet; torchmetrics objects by their names.
-
-        Args:
-            modules: name -> module, that object among them.
-        """
-        self.settle()
-        name_of = {id(module): name for name, module in modules.items()}
-        return {
-            "entries": [asdict(entry) for entry in self.entries.values()],
-            "values": {name: asdict(accumulator) for name, accumulator in self.values.items()},
-            "metrics": {
-                name: {"object": name_of[id(metric)], "entry": asdict(self.metric_entries[name])}
-                for name, metric in self.metrics.items()
-                if id(metric) in name_of
-            },
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` returned."""
-        self.entries = {fields["name"]: Entry(**fields) for fields in state["entries"]}
-        self.values = {name: Accumulator(**fields) for name, fields in state["values"].items()}
-        for name, saved in state["metrics"].items():
-            if isinstance(metric := modules.get(saved["object"]), Metric):
-                self.metrics[name], self.metric_entries[name] = metric, Entry(**saved["entry"])
-
     def hand_over(self, slots: int) -> Recorded:
         """Hand over what was recorded, with its places in a payload of ``slots`` names, and forget it.
 

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -105,26 +105,6 @@ class StepMetrics:
         self._early.clear()
         self._held.clear()
         self._evaluation.clear()  # what an evaluation recorded that did not come to its end
-
-    def state_dict(self, module: LightningModule) -> dict[str, Any]:
-        """What was logged and is not known to Lightning yet, by hooks after the last batch, and which metrics are over.
-
-        Args:
-            module: that was trained; after the training it is not connected any more.
-        """
-        modules = dict(module.named_modules())
-        spent = [name for name, metric in modules.items() if any(metric is other for other in self._spent)]
-        return {**self._train.state_dict(modules), "spent": spent, "held": self._held.state_dict(modules)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` returned."""
-        if self._mesh.is_last:
-            modules = dict(self.updates.connected().module.named_modules())
-            self._train.load_state_dict(state, modules)
-            if "held" in state:
-                self._held.load_state_dict(state["held"], modules)
-            found = (modules.get(name) for name in state["spent"])
-            self._spent = [metric for metric in found if isinstance(metric, Metric)]
 
     # -- training -------------------------------------------------------------------------------------------------
 

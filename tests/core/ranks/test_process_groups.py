@@ -87,9 +87,9 @@ def test_options_for_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = type("NCCL", (), {"Options": Options})
     monkeypatch.setattr(process_groups.dist, "ProcessGroupNCCL", fake, raising=False)
-    assert process_groups.neighbour_options(3).config.max_ctas == 3
-    assert process_groups.neighbour_options(None).high
-    assert not hasattr(process_groups.neighbour_options(None).config, "max_ctas")
+    options = process_groups.neighbour_options()
+    assert options.high
+    assert options.config.max_ctas == 4
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
