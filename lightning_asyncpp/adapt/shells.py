@@ -16,7 +16,7 @@ Answer = Callable[[tuple, dict[str, Any]], Any]
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
-_OF_PLACEHOLDERS = ("name", "stage", "num_stages", "home", "whole", "no_state_dict")
+_OF_PLACEHOLDERS = ("name", "stage", "num_stages", "home", "whole")
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric import wrappers
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -35,7 +36,7 @@ from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
-from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
+from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window
@@ -141,8 +142,6 @@ class PipelineStrategy(PipelineCheckpoints):
         self._nan_losses = NanLosses()
         self._note = MiniBatchNote()
         self._recorder: Recorder | None = None
-        # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
-        drop_backward_sync_control(self)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -469,3 +468,21 @@ class PipelineStrategy(PipelineCheckpoints):
         finally:
             self.session.leave()
         super().teardown()
+
+
+@contextmanager
+def backward_allowed(allowed: bool) -> Iterator[None]:
+    """Say whether a backward pass through a model that Fabric wrapped is one that Fabric knows of.
+
+    Fabric hooks the output of ``model(...)`` so that a backward outside of ``fabric.backward`` raises. The engine runs
+    the backwards itself; the user's step must not.
+
+    Raises:
+        PrivateNameError: Fabric has another way to tell by now.
+    """
+    before = required(wrappers, "_in_fabric_backward", "run backward passes")
+    wrappers._in_fabric_backward = allowed
+    try:
+        yield
+    finally:
+        wrappers._in_fabric_backward = before

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,7 +30,6 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
-from lightning_asyncpp.fabric.private import converted_state
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 
 
@@ -83,7 +81,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self._settle("fabric.save")
             with self._driving():
                 parts = parts_of(self.session, state, gathered=not self.checkpoints.sharded)
-        converted = converted_state(self, {**state, **parts}, filter)
+        converted = converted_state({**state, **parts}, filter or {})
         with self._driving():
             if self.checkpoints.sharded and parts:
                 beside = {name: value for name, value in converted.items() if name not in parts}
@@ -155,7 +153,19 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
 def _is_stateful(value: Any) -> bool:
     """Whether Fabric would ask for its state, and it is neither a module nor an optimizer."""
-    return isinstance(value, _Stateful) and not isinstance(value, (nn.Module, Optimizer))
+    return _has_state(value) and not isinstance(value, (nn.Module, Optimizer))
+
+
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def converted_state(state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
+    """What ``fabric.save`` writes of its arguments: states of modules and optimizers in their place, filtered."""
+    converted = {name: value.state_dict() if _has_state(value) else value for name, value in state.items()}
+    for name, keep in filter.items():
+        converted[name] = {key: value for key, value in converted[name].items() if keep(key, value)}
+    return converted
 
 
 def entries_to_load(names: Iterable[str], checkpoint: Mapping[str, Any], strict: bool) -> list[str]:

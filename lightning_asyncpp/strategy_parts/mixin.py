@@ -26,7 +26,6 @@ from lightning_asyncpp.core.ranks.process_groups import unbind_default_group
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError, lost_peers
-from lightning_asyncpp.private_names import UntestedVersionWarning, required, untested_versions
 from lightning_asyncpp.strategy_parts.process_group import backend_of, join_again
 
 T = TypeVar("T")
@@ -61,8 +60,6 @@ class PipelineStrategyMixin:
             problems.append(f"state_dict_type={state_dict_type!r} must be 'full' or 'sharded'")
         if problems:
             raise ConfigurationError.from_problems(problems)
-        if told := untested_versions():
-            rank_zero_warn(told, category=UntestedVersionWarning, stacklevel=4)
         self.session = self._new_session(settings, timeout)
         self.session.started_with["state_dict_type"] = state_dict_type
         self.session.started_with["async_checkpoints"] = str(async_checkpoints)
@@ -99,14 +96,12 @@ class PipelineStrategyMixin:
             return
         # Before ranks wait for each other: one that failed in the midst of it would leave the others waiting.
         self.session.settings.resolved(strategy.num_nodes * strategy.num_processes)
-        given = required(self, "_process_group_backend", "choose the backend for stages that share a GPU")
-        strategy._process_group_backend = backend_of(strategy.parallel_devices, given)
         if strategy.num_nodes == 1 and strategy.cluster_environment.world_size() <= strategy.num_processes:
             use_loopback()
         join_again(strategy._get_process_group_backend(), strategy.root_device, self.session.timeout)
         super().setup_environment()  # type: ignore[misc]
         unbind_default_group()
-        self.session.watch.guard.children = launched_processes(self)
+        self.session.watch.guard.children = launched_processes(strategy.launcher)
         mesh = self.session.connect(strategy.global_rank, strategy.world_size)
         if mesh.num_stages == 1:
             rank_zero_warn(
@@ -114,14 +109,19 @@ class PipelineStrategyMixin:
                 f" for data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
             )
 
+    def _get_process_group_backend(self) -> str:
+        strategy: Any = self
+        own: str | None = backend_of(strategy.parallel_devices, strategy.process_group_backend)
+        return own or super()._get_process_group_backend()  # type: ignore[misc]
+
     def _set_up_one_process(self) -> None:
         """Take the device."""
         strategy: Any = self
         self.session.connect(0, strategy.num_nodes * strategy.num_processes)
         assert strategy.accelerator is not None
         strategy.accelerator.setup_device(strategy.root_device)
-        ranks = getattr(strategy, "set_world_ranks", None) or strategy._set_world_ranks  # the Trainer's, or Fabric's
-        ranks()
+        if hasattr(strategy, "set_world_ranks"):  # the Trainer's; in Fabric ranks follow from the environment
+            strategy.set_world_ranks()
         reset_seed()  # as launchers do: what is drawn from the process's generators is the same as in a pipeline
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -219,15 +219,7 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def launched_processes(strategy: Any) -> list[subprocess.Popen]:
-    """The launcher's own list of the processes that it started; empty where others start them.
-
-    Raises:
-        PrivateNameError: the launcher keeps no such list by now.
-    """
-    purpose = "leave no process behind"
-    launcher = strategy.launcher
-    if launcher is None or required(strategy, "_start_method", purpose) != "popen":
-        return []
-    processes: list[subprocess.Popen] = required(launcher, "procs", purpose)
-    return processes
+def launched_processes(launcher: Any) -> list[subprocess.Popen]:
+    """The launcher's own list of the processes that it started; empty where others start them."""
+    processes: list[Any] = getattr(launcher, "procs", [])
+    return processes if all(isinstance(process, subprocess.Popen) for process in processes) else []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -43,21 +43,15 @@ from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
-    HiddenExample,
-    allow_state_dict,
-    last_saved,
+    hidden_example,
     modules_example,
-    refuse_state_dict,
     without_meta_tensors,
 )
 from lightning_asyncpp.trainer.refusals import (
-    NOTHING_TO_STEP,
     ONE_OPTIMIZER,
-    OTHER_OPTIMIZER,
     module_problems,
     optimizer_problem,
     trainer_problems,
-    without_gradients,
 )
 
 
@@ -155,7 +149,8 @@ class PipelineStrategy(EvaluationSteps):
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session, self._set_loss)
         self._batch_ends: BatchEnds | None = None
-        self._hidden_example: HiddenExample | None = None
+        self._until_teardown = ExitStack()
+        self.start_method = start_method
         self._conductor: Conductor | None = None
         self.gradient_norm: float | None = None
         self.weight_seen = 0.0
@@ -168,7 +163,6 @@ class PipelineStrategy(EvaluationSteps):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
-        allow_state_dict(module)
         weight_dtype = self.session.settings.weight_dtype
         problems = [*trainer_problems(trainer, weight_dtype), *self._structure_problems(trainer)]
         agree_on_problems(self._mesh, problems)
@@ -176,7 +170,8 @@ class PipelineStrategy(EvaluationSteps):
             self._network(), root=module, example=self._example(),
             averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
         )  # fmt: skip
-        self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
+        if self._mesh.num_stages > 1:
+            self._until_teardown.enter_context(hidden_example(module))
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
@@ -197,11 +192,6 @@ class PipelineStrategy(EvaluationSteps):
             private.shuffle_only(trainer, shuffles)
         if training:
             private.run_validations_in(trainer, self.progress.validating)
-            if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
-                rank_zero_warn(
-                    f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
-                    " while an update is applied; look at them in on_before_optimizer_step"
-                )
             if self._mesh.num_stages > 1:
                 show_stages(trainer)
             self.setup_optimizers(trainer)
@@ -211,7 +201,7 @@ class PipelineStrategy(EvaluationSteps):
     def _structure_problems(self, trainer: L.Trainer) -> list[str]:
         """What keeps the module from being cut."""
         module = self._module
-        return module_problems(module, trainer) or problems_of_layers(
+        return module_problems(module) or problems_of_layers(
             self._network(), module.example_input_array, self._network_name()
         )
 
@@ -233,7 +223,6 @@ class PipelineStrategy(EvaluationSteps):
     def _attach_optimizer(self) -> None:
         optimizer = self.optimizers[0]
         self.session.attach(optimizer, self._step_optimizer)
-        _optimizer_to_device(optimizer, self.root_device)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
@@ -265,20 +254,15 @@ class PipelineStrategy(EvaluationSteps):
         return self.step_metrics.batch_weight if self._mesh.is_last else None
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.last_saved = last_saved(self._module.trainer)
-
-    @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.progress.start_training()
+        self.progress.start_training(self._module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._batch_ends is not None
         engine = self.session.running()
-        if private.begins_accumulation(self._module.trainer):
+        if self._module.trainer.fit_loop.epoch_loop.batch_idx % self._module.trainer.accumulate_grad_batches == 0:
             engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
         step = self._user_step("training_step", args, kwargs)
         output = self.session.run(args[0], step, self._batch_ends.call_late)
@@ -305,11 +289,7 @@ class PipelineStrategy(EvaluationSteps):
     ) -> Any:
         """Run the batch, and apply the update of the batch before."""
         assert self._batch_ends is not None
-        if optimizer is not self.session.optimizer:
-            raise ConfigurationError(OTHER_OPTIMIZER)
         result = closure()
-        if not self.session.running().accumulating:
-            raise ConfigurationError(NOTHING_TO_STEP)
         self.session.close(self.step_metrics.payload(), note=self._module.trainer.global_step)
         self._receive(self.session.apply_due(self._batch_ends.call_late))
         return result
@@ -381,8 +361,7 @@ class PipelineStrategy(EvaluationSteps):
         self.release_batch_hooks()
         if self._batch_ends is not None:
             self._batch_ends.release()
-        if self._hidden_example is not None:
-            self._hidden_example.release()
+        self._until_teardown.close()
         try:
             try:
                 self.checkpoints.close()
@@ -394,7 +373,5 @@ class PipelineStrategy(EvaluationSteps):
                 super().teardown()  # moves the module to the host
             if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
-            if self.lightning_module is not None:
-                refuse_state_dict(self.lightning_module, self.last_saved)
         finally:
             self.session.watch.guard.release()

@@ -6,18 +6,18 @@ import os
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
-from lightning_asyncpp.trainer import private
 
 
 class Preemption:
@@ -39,6 +39,18 @@ class Preemption:
         self.ended = False
         self._trainer, self._on_signal = trainer, on_signal
         self._requeue = False
+
+    def install(self) -> None:
+        """Receive signals from here on; Lightning puts the earlier handlers back when the run ends.
+
+        Its own broadcast, or save a checkpoint, at whatever point each rank is. A handler of the user's for SIGUSR1
+        stays.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
+        for number in {signal.SIGTERM, requeue_signal(self._trainer), signal.SIGUSR1 if free else None} - {None}:
+            signal.signal(number, lambda received, _: self.receive(received))  # type: ignore[arg-type]
 
     def receive(self, signum: int) -> None:
         """Take a note of a signal; those after the first change nothing."""
@@ -85,7 +97,7 @@ class Preemption:
             return None
         path = save_last(trainer)
         if self._requeue:
-            path = str(trainer.strategy.broadcast(private.requeue_path(trainer)))
+            path = str(trainer.strategy.broadcast(requeue_path(trainer)))
             trainer.save_checkpoint(path)
         return path
 
@@ -102,8 +114,25 @@ def save_last(trainer: L.Trainer) -> str | None:
     if on_exception and not keeping:
         return on_exception[0].ckpt_path  # which it writes itself, after this
     for callback in keeping or full:
-        return private.save_last_checkpoint(trainer, callback)
+        return _save_last_of(trainer, callback)
     return None
+
+
+def _save_last_of(trainer: L.Trainer, callback: ModelCheckpoint) -> str:
+    """Write a callback's ``last.ckpt``, whether it keeps one or not, and return its path."""
+    place = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
+    path = callback.format_checkpoint_name({**trainer.callback_metrics, **place}, callback.CHECKPOINT_NAME_LAST)
+    callback.last_model_path = path
+    trainer.save_checkpoint(path)
+    return path
+
+
+def requeue_path(trainer: L.Trainer) -> str:
+    """Where Lightning looks for the checkpoint of a SLURM job that was requeued: the number after the largest."""
+    folder = trainer.default_root_dir
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    numbers = [int(found[1]) for name in names if (found := re.search(r"ckpt_(\d+)", name))]
+    return os.path.join(folder, f"hpc_ckpt_{max(numbers, default=0) + 1}.ckpt")
 
 
 def save_nothing_on_exception(trainer: L.Trainer) -> None:

@@ -6,16 +6,13 @@ metric with the step that it belongs to.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary
-from lightning.pytorch.strategies import DDPStrategy, Strategy, launchers
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_asyncpp.private_names import required
@@ -26,57 +23,6 @@ def drop_sigterm_broadcast(trainer: Trainer) -> None:
     loop = trainer.fit_loop.epoch_loop
     required(loop, "_broadcast_sigterm_tensor", "agree on SIGTERM without a broadcast in every batch")
     loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
-
-
-def replace_signal_handlers(trainer: Trainer, on_signal: Callable[[int], None]) -> None:
-    """Handle SIGTERM, SIGUSR1 and SLURM's requeue signal by ``on_signal`` alone, from where Lightning begins to.
-
-    Lightning's own handlers broadcast, or save a checkpoint, at whatever point each rank is. A handler of the user's
-    for SIGUSR1 stays, and one for SIGTERM is called, too. Lightning puts the earlier handlers back when the run ends.
-
-    Args:
-        trainer: whose handlers they are.
-        on_signal: called in the handler with the signal's number.
-    """
-    purpose = "end a run on a signal"
-    connector = required(trainer, "_signal_connector", purpose)
-    register = required(type(connector), "register_signal_handlers", purpose)
-    has_handler = required(connector, "_has_already_handler", purpose)
-    set_handler = required(connector, "_register_signal", purpose)
-    required(connector, "_sigterm_notifier_fn", purpose)
-    required(connector, "_slurm_sigusr_handler_fn", purpose)
-
-    def notify(signum: int, _: Any) -> None:
-        on_signal(signum)
-
-    def register_all() -> None:
-        register(connector)
-        if not has_handler(signal.SIGUSR1):
-            set_handler(signal.SIGUSR1, notify)
-
-    connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = notify
-    connector.register_signal_handlers = register_all
-
-
-def save_last_checkpoint(trainer: Trainer, callback: ModelCheckpoint) -> str:
-    """Write the callback's ``last.ckpt``, whether it keeps one or not, and return its path; a collective call."""
-    purpose = "save a checkpoint before the process ends"
-    save = required(callback, "_save_last_checkpoint", purpose)
-    candidates = required(callback, "_monitor_candidates", purpose)(trainer)
-    kept, callback.save_last = callback.save_last, True
-    if kept == "link" and trainer.is_global_zero and os.path.islink(callback.last_model_path):
-        os.remove(callback.last_model_path)  # else the file that it points to would be overwritten
-    try:
-        save(trainer, candidates)
-    finally:
-        callback.save_last = kept
-    return callback.last_model_path
-
-
-def requeue_path(trainer: Trainer) -> str:
-    """Where Lightning looks for the checkpoint of a SLURM job that was requeued."""
-    connector = required(trainer, "_checkpoint_connector", "save a checkpoint before a requeue")
-    return str(connector.hpc_save_path(trainer.default_root_dir))
 
 
 def set_received_sigterm(trainer: Trainer) -> None:
@@ -106,23 +52,6 @@ def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextMa
             return run(loop)
 
     loop.run = run_in_context
-
-
-def has_timed_validation(trainer: Trainer) -> bool:
-    """Whether ``val_check_interval`` is a time: every rank would decide by its own clock."""
-    return required(trainer, "_val_check_time_interval", "refuse a validation that is due by time") is not None
-
-
-def synchronizes_batch_norm(trainer: Trainer) -> bool:
-    """Whether the Trainer is to turn BatchNorm into one that synchronises its statistics over all ranks."""
-    purpose = "refuse sync_batchnorm=True"
-    connector = required(trainer, "_accelerator_connector", purpose)
-    return required(connector, "_layer_sync", purpose) is not None
-
-
-def is_compiled(module: LightningModule) -> bool:
-    """Whether the module itself went through ``torch.compile``."""
-    return required(module, "_compiler_ctx", "refuse a compiled LightningModule") is not None
 
 
 def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
@@ -165,14 +94,9 @@ def log_at_step(trainer: Trainer, metrics: dict[str, float], batches_ago: int) -
 
 
 def _log_with_epoch(trainer: Trainer, metrics: dict[str, Any], step: int) -> None:
-    """Send values to the loggers, with the epoch; ``trainer.logged_metrics`` has it only if somebody logs it."""
+    """Send values to the loggers, with the epoch."""
     connector = required(trainer, "_logger_connector", "log metrics with the step that they belong to")
-    logged = required(connector, "_logged_metrics", "keep what was logged as plain Lightning does")
-    before = {name: logged[name] for name in ("epoch",) if name in logged}
-    connector.log_metrics({**metrics, "epoch": metrics.get("epoch", trainer.current_epoch)}, step=step)
-    if "epoch" not in metrics:
-        logged.pop("epoch", None)
-        logged.update(before)
+    connector.log_metrics({"epoch": trainer.current_epoch, **metrics}, step=step)
 
 
 def current_hook(module: LightningModule) -> str | None:
@@ -233,17 +157,6 @@ def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
     connector._prepare_dataloader = prepared
 
 
-def skips_backward(trainer: Trainer) -> bool:
-    """Whether the training loop runs forwards only, as StochasticWeightAveraging has it in its extra epoch."""
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    return bool(required(loop, "_skip_backward", "know that no backward follows a training step"))
-
-
-def begins_accumulation(trainer: Trainer) -> bool:
-    """Whether the gradients before the current batch are zeroed in it; as Lightning's closure decides."""
-    return not skips_backward(trainer) and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-
-
 def batches_ahead(trainer: Trainer) -> int:
     """How many batches of training were read that have not been trained on."""
     purpose = "know where the training data is"
@@ -251,27 +164,3 @@ def batches_ahead(trainer: Trainer) -> int:
     progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     waiting = [] if fetcher is None else required(fetcher, "batches", purpose)  # none after the training
     return len(waiting) + int(progress["ready"]) - int(progress["processed"])
-
-
-def summary_depth(callback: ModelSummary) -> int:
-    """Down to which depth a model summary shows modules."""
-    return int(required(callback, "_max_depth", "show all stages in the place of the default summary"))
-
-
-def start_method(strategy: DDPStrategy) -> str:
-    """How a strategy starts its processes."""
-    return str(required(strategy, "_start_method", "give the trained model to the process that starts others"))
-
-
-def multiprocessing_launcher() -> Any:
-    """Lightning's launcher of forked and spawned processes, to derive one from."""
-    purpose = "give the trained model to the process that starts others"
-    launcher = required(launchers, "_MultiProcessingLauncher", purpose)
-    required(launcher, "get_extra_results", purpose)
-    required(launcher, "update_main_process_results", purpose)
-    return launcher
-
-
-def check_launcher() -> None:
-    """Make sure that Lightning asks its strategies for their launcher as it did."""
-    required(Strategy, "_configure_launcher", "give the trained model to the process that starts others")

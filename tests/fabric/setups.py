@@ -210,8 +210,6 @@ def local_state() -> dict[str, Any]:
         run.train(stop=2)
     state = {**run.model.state_dict(), **run.optimizer.state_dict()} if run.mesh.is_last else {}
     run.strategy.flush()
-    with run.fabric.no_backward_sync(run.model, enabled=False):
-        pass
     norm = run.strategy.gradient_norm
     return {"keys": list(state), "warnings": [str(w.message) for w in caught], "norm": norm}
 

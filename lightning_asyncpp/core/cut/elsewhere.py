@@ -69,7 +69,6 @@ class OtherStage(nn.Module):
         home: of what it holds, if this is a second name of a layer, or of what a layer holds.
 
     Attributes:
-        no_state_dict: why no module around it gives its ``state_dict()``; None while somebody looks after all stages.
     """
 
     def __init__(
@@ -78,8 +77,6 @@ class OtherStage(nn.Module):
         super().__init__()
         self.name, self.stage, self.num_stages, self.home = name, stage, num_stages, home
         self.whole = whole or WholeModel()
-        self.no_state_dict: str | None = None
-        self.register_state_dict_pre_hook(_refuse_state_dict)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse to run."""
@@ -104,12 +101,6 @@ class OtherStage(nn.Module):
     def extra_repr(self) -> str:
         """Name the layer and where it is."""
         return f"{self.name!r} on stage {self.stage}"
-
-
-def _refuse_state_dict(other: OtherStage, *_: Any) -> None:
-    """Before the ``state_dict()`` of a module that holds a placeholder, also of a copy of such a module."""
-    if other.no_state_dict is not None:
-        raise ConfigurationError(other.no_state_dict)
 
 
 class OtherTensor(Tensor):

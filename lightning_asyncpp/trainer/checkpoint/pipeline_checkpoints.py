@@ -34,7 +34,6 @@ from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
-from lightning_asyncpp.trainer.module_facts import with_state_dict
 
 _CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
 _PARTS = ("state_dict", _CURRENT, "optimizer_states")
@@ -79,8 +78,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         self.session.running()
         self.drain()
-        with with_state_dict(self._module):
-            return of_stages(self.session, self._module.state_dict())
+        return of_stages(self.session, self._module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -101,7 +99,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint} if sharded else {}
         if not sharded and self._averages_weights() and _CURRENT in checkpoint:  # of this stage, by the callback
             checkpoint["state_dict"] = gather_named(self.session, checkpoint["state_dict"])
-        of_ranks = {PROGRESS: gather_by_rank(mesh, self.progress.state()) if is_training else []}
+        of_ranks = {PROGRESS: gather_by_rank(mesh, self.progress.state(self._module.trainer)) if is_training else []}
         self.checkpoints.settle()
         if sharded:
             if is_training:

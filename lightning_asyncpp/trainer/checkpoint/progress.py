@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_asyncpp.core.randomness import random_states, set_random_states
@@ -40,10 +41,11 @@ class Progress:
         self._same_replicas, self._has_warned = True, False
         self._training: Mapping[str, Any] | None = None  # its random numbers, while a validation runs
 
-    def state(self) -> dict[str, Any]:
-        """What this rank must remember."""
+    def state(self, trainer: L.Trainer) -> dict[str, Any]:
+        """What this rank must remember; the newest metrics, too, which a learning rate may wait for."""
         draws = self._training or (random_states() if self._state is None else self._state["random"])
-        return {"random": draws, "loaders": [loader.state_dict() for loader in self._loaders]}
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return {"random": draws, "loaders": [loader.state_dict() for loader in self._loaders], "metrics": metrics}
 
     @contextmanager
     def validating(self) -> Iterator[None]:
@@ -70,11 +72,12 @@ class Progress:
         self._state, self._loops, self._same_replicas = state, loops, same_replicas
         self._loaders = []
 
-    def start_training(self) -> None:
+    def start_training(self, trainer: L.Trainer) -> None:
         """Put the random numbers where the checkpoint was, after all that a run draws to begin with."""
         state, self._state = self._state, None
         if state is not None:
             set_random_states(state["random"])
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state["metrics"].items()})
 
     def forget(self) -> None:
         """Begin a run anew: the loaders are those of another one."""

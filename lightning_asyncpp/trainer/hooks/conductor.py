@@ -55,13 +55,18 @@ class Conductor(Callback):
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
         save_on_exception_again(trainer)
         private.drop_sigterm_broadcast(trainer)
-        private.replace_signal_handlers(trainer, self.preemption.receive)
         private.replace_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
 
     def request_stop(self) -> None:
         """Ask all ranks to end after a common batch; nothing that a signal's handler must not do."""
         if self.session.engine is not None:
             self.session.engine.updates.requested.interrupted = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
+        """Receive signals."""
+        self.preemption.install()
+
+    on_sanity_check_start = on_test_start = on_predict_start = on_train_start
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -95,6 +100,7 @@ class Conductor(Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Leave out the validation of a run that ends."""
+        self.preemption.install()
         if self._is_preempted:
             raise SIGTERMException
 

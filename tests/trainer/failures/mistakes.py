@@ -140,12 +140,6 @@ class ReturnsNone(Net):
         super().training_step(batch, batch_idx)
 
 
-class Frozen(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model.requires_grad_(False)
-
-
 class ReturnsNoLoss(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return {"value": super().training_step(batch, batch_idx)}
@@ -191,11 +185,6 @@ class LogsVector(Net):
         return super().training_step(batch, batch_idx)
 
 
-class TakesIterator(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:
-        return None
-
-
 class Named(NamedTuple):
     x: Tensor
 
@@ -220,11 +209,6 @@ class ValidatesOnOneStage(Net):
         super().validation_step(batch, batch_idx, dataloader_idx)
 
 
-class OwnBackward(Net):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (3 * loss).backward()
-
-
 class ComputedExample(Net):
     @property
     def example_input_array(self) -> Any:
@@ -247,10 +231,6 @@ class CompiledModel(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.model = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
-
-
-def compiled_module(run: Run) -> Any:
-    return torch.compile(Net(run), backend="eager")
 
 
 class MetricOfSeveralNumbers(Net):

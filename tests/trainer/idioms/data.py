@@ -151,10 +151,9 @@ IDIOMS = [
     Idiom('`precision="bf16-mixed"`', WORKS, trainer={"precision": "bf16-mixed"}),
     Idiom(
         "`sync_batchnorm=True`",
-        REFUSED,
-        "Other ranks hold other layers: BatchNorm within a micro-batch, or GroupNorm.",
+        NOTE,
+        "Without effect: statistics are those of each micro-batch. Or normalise without them (GroupNorm).",
         trainer={"sync_batchnorm": True},
-        says="sync_batchnorm=True",
     ),
     Idiom(
         "`enable_model_summary=True` with `example_input_array`",

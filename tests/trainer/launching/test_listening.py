@@ -69,7 +69,7 @@ def test_on_one_machine_loopback_alone_is_listened_on(
 
 
 def check(found: list[dict[str, Any]], addresses: set[str], interface: str) -> None:
-    """Everything that was listened on, and that this looked at something: gloo, and our own sockets; torch's is open."""
+    """Everything that was listened on; torch's store, on rank 0, listens everywhere."""
     store = {"::", "0.0.0.0"}
     for rank, seen in enumerate(found):
         allowed = addresses | store if rank == 0 else addresses
