@@ -23,7 +23,6 @@ FORMS = ("full", "sharded", "weights")
 _CHECKPOINT = {
     "info": "what it is, who wrote it, and what is in it",
     "convert": "write it as one file, sharded, or its weights alone",
-    "verify": "compare all of it with its checksums",
 }
 _CHECK = (
     "Train the first updates of a recipe several ways, as a pipeline and as a single process does, and print where they"
@@ -78,11 +77,6 @@ def convert_parser() -> ToolParser:
     )
     parser.add_argument("--force", action="store_true", help="write over a checkpoint that is there")
     return parser
-
-
-def verify_parser() -> ToolParser:
-    """Of ``asyncpp checkpoint verify``."""
-    return _checkpoint_parser("verify", "Compare all of a checkpoint with its checksums; ends with 1 if it is damaged.")
 
 
 def _checkpoint_parser(command: str, description: str) -> ToolParser:
@@ -192,7 +186,6 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "check": check_parser,
     "checkpoint convert": convert_parser,
     "checkpoint info": info_parser,
-    "checkpoint verify": verify_parser,
     "doctor": doctor_parser,
     "evaluate": saved.evaluate_parser,
     "export": saved.export_parser,

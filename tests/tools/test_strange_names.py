@@ -40,19 +40,6 @@ def saved(folder: Path, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("form", ["full", "sharded", "weights"])
-def test_a_name_that_is_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, encoding: str) -> None:
-    path = saved(tmp_path)
-    entry = ["--entry", "model"] if form == "weights" else []
-    convert = ["convert", path, f"{path}.{form}", "--to", form, *entry]
-    told = [["info", path], ["info", path, "--json"], ["verify", path], convert]
-    text = written(monkeypatch, encoding, *(["checkpoint", *arguments] for arguments in told))
-    assert f"{SHOWN}.ckpt is whole" in text
-    assert f"{SHOWN}.ckpt.{form}: {form}, " in text
-    assert "\x1b" not in text
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_an_exported_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str) -> None:
     pytest.importorskip("transformers")
     export = ["export", saved(tmp_path), "--output", f"{tmp_path}/{NAME}.export"]
@@ -84,11 +71,3 @@ def test_tensors_that_are_not_dense(tmp_path: Path, tensor: torch.Tensor, kind: 
         main(["checkpoint", "convert", path, str(tmp_path / "y"), "--to", form])
     assert f"holds tensors of {kind}, and only dense ones are written" in capsys.readouterr().err
     assert not (tmp_path / "y").exists()
-
-
-def test_a_weight_whose_name_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(tmp_path / "x.ckpt")
-    torch.save({"a\udc80": torch.ones(2)}, path)
-    with pytest.raises(SystemExit):
-        main(["checkpoint", "convert", path, str(tmp_path / "y.safetensors"), "--to", "weights"])
-    assert r"'a\udc80' is not UTF-8" in capsys.readouterr().err

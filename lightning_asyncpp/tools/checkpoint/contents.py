@@ -215,7 +215,7 @@ def _of_index(path: Path, index: Mapping[str, Any] | None) -> dict[str, Any]:
     if index is None:
         return {"format_version": None, "files": None}
     run, shards = files_of(index, path)
-    files = {file.name: {"file": file.file, "bytes": file.num_bytes, "crc32": file.crc32} for file in (run, *shards)}
+    files = {file.name: {"file": file.file, "bytes": file.num_bytes} for file in (run, *shards)}
     return {"format_version": index["version"], "files": files}
 
 
