@@ -273,23 +273,14 @@ class PipelineStrategy(PipelineCheckpoints):
         return or_nan(output.mean_loss(self._hooks.loss_reduction), self.root_device)
 
     @override
-    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the engine runs the backward passes."""
-        raise ConfigurationError(refusals.BACKWARD)
-
-    @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
         """Close this mini-batch with the hyper-parameters of now, and apply the update whose time has come.
 
         Raises:
-            ConfigurationError: no batch was trained since the last step, or a closure is given.
+            ConfigurationError: there is no optimizer yet.
             NonFiniteGradientError: under ``nonfinite_gradients="stop"``, on every rank.
         """
-        engine = self._trained_engine("optimizer.step()")
-        if kwargs.get("closure") is not None:
-            raise ConfigurationError(refusals.CLOSURE)
-        if not engine.accumulating:
-            raise ConfigurationError(refusals.NOTHING_TO_STEP)
+        self._trained_engine("optimizer.step()")
         with self._driving():
             note, self._note = self._note, MiniBatchNote()
             self.session.close(note=note)
@@ -320,17 +311,14 @@ class PipelineStrategy(PipelineCheckpoints):
         self._clip("clip_val", float(clip_val))
 
     def _clip(self, algorithm: str, limit: float) -> None:
-        if not self._trained_engine("fabric.clip_gradients()").accumulating:
-            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
         self._note.clip(Clipping(algorithm, limit))
 
     def flush(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory. A collective call.
 
-        Raises:
-            ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
+        Batches that no ``optimizer.step()`` followed are not trained on.
         """
-        self._settle("strategy.flush()")
+        self._settle()
         if self._recorder is not None:
             self._recorder.write()
 
@@ -348,7 +336,7 @@ class PipelineStrategy(PipelineCheckpoints):
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
-    def _check_drain(self, caller: str) -> None:
+    def _check_drain(self) -> None:
         """Refuse a call that drains while an update is applied, and after a failure."""
         self.session.check_failure()
         self.session.check_drain()
@@ -356,12 +344,10 @@ class PipelineStrategy(PipelineCheckpoints):
     def _drain(self) -> None:
         self._applied(self.session.drain())
 
-    def _settle(self, caller: str) -> None:
-        """Drain, between two mini-batches only."""
-        self._check_drain(caller)
-        engine = self.session.running()
-        if engine.accumulating:
-            raise ConfigurationError(refusals.not_stepped(caller))
+    def _settle(self) -> None:
+        """Drain, between two mini-batches."""
+        self._check_drain()
+        self.session.running()
         with self._driving():
             self._drain()
 
@@ -372,8 +358,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _user_step(self, step_fn: StepFunction) -> Step:
         def step(micro_batch: Any, weight: float | None) -> Any:
-            with backward_allowed(False):
-                return step_fn(micro_batch)
+            return step_fn(micro_batch)
 
         return step
 
@@ -381,7 +366,7 @@ class PipelineStrategy(PipelineCheckpoints):
     def _driving(self) -> Iterator[None]:
         """The engine runs here: backwards are its own, and after a failure this rank waits for no other one again."""
         try:
-            with backward_allowed(True):
+            with backward_allowed():
                 yield
         except BaseException as error:
             self.session.watch.fail(error)
@@ -403,7 +388,7 @@ class PipelineStrategy(PipelineCheckpoints):
             joined along the first dimension, tensors of one element averaged with the micro-batches' weights. ``None``
             elsewhere.
         """
-        self._check_drain("strategy.evaluation_step")
+        self._check_drain()
         engine = self.session.running()
         with self._driving():
             if not engine.drained:
@@ -471,17 +456,14 @@ class PipelineStrategy(PipelineCheckpoints):
 
 
 @contextmanager
-def backward_allowed(allowed: bool) -> Iterator[None]:
-    """Say whether a backward pass through a model that Fabric wrapped is one that Fabric knows of.
-
-    Fabric hooks the output of ``model(...)`` so that a backward outside of ``fabric.backward`` raises. The engine runs
-    the backwards itself; the user's step must not.
+def backward_allowed() -> Iterator[None]:
+    """Let the engine run backward passes: of a model that it wrapped, Fabric allows them in ``fabric.backward`` alone.
 
     Raises:
         PrivateNameError: Fabric has another way to tell by now.
     """
     before = required(wrappers, "_in_fabric_backward", "run backward passes")
-    wrappers._in_fabric_backward = allowed
+    wrappers._in_fabric_backward = True
     try:
         yield
     finally:

@@ -28,7 +28,6 @@ from lightning_asyncpp.core.cut.elsewhere import OtherStage
 from lightning_asyncpp.core.cut.tied_state import check_copies
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 
@@ -45,7 +44,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """The engine runs here."""
 
     @abstractmethod
-    def _check_drain(self, caller: str) -> None:
+    def _check_drain(self) -> None:
         """Refuse a call that drains in a step, and while an update is applied."""
 
     @abstractmethod
@@ -53,12 +52,12 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Finish what is in flight and apply every update."""
 
     @abstractmethod
-    def _settle(self, caller: str) -> None:
-        """Drain, between two mini-batches only."""
+    def _settle(self) -> None:
+        """Drain, between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
-        self._check_drain("strategy.full_state_dict()")
+        self._check_drain()
         self.session.running()
         with self._driving():
             self._drain()
@@ -73,12 +72,11 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage its part of a folder.
 
         Raises:
-            ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
             StorageError: it cannot be written; what had its name is intact.
         """
         parts: dict[str, Any] = {}
         if self.session.stage is not None:
-            self._settle("fabric.save")
+            self._settle()
             with self._driving():
                 parts = parts_of(self.session, state, gathered=not self.checkpoints.sharded)
         converted = converted_state({**state, **parts}, filter or {})
@@ -99,10 +97,9 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
         """
         if self.session.stage is not None:
-            self._settle("fabric.load")
+            self._settle()
         self.checkpoints.settle()
         if isinstance(state, Optimizer):
-            check_set_up(self.session, state)
             load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only))
             return {}
         if not isinstance(state, dict):
@@ -122,7 +119,6 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if self._has_resumed and any(value is self._trained_model for value in others.values()):
             load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
         for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
-            check_set_up(self.session, state[name])
             load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
             load_optimizer_state(self.session, remainder.pop(name))
             self._note = MiniBatchNote()
@@ -144,7 +140,6 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if module is self._trained_model:
             load_model(self.session, self._names, state_dict, strict)
         else:
-            check_loadable(module)
             if any(isinstance(part, OtherStage) for part in module.modules()):  # an average of this stage
                 own = module.state_dict().keys()
                 state_dict = {name: value for name, value in state_dict.items() if name in own}
@@ -198,12 +193,7 @@ def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool)
         session: the pipeline.
         state: what is to be saved.
         gathered: whether rank 0 gets what all stages have; else every stage its own part.
-
-    Raises:
-        ConfigurationError: that name is taken.
     """
-    if PIPELINE in state:
-        raise ConfigurationError(refusals.reserved(PIPELINE))
     parts: dict[str, Any] = {}
     for name, value in state.items():
         if session.stage is not None and value is session.stage.model:
@@ -238,26 +228,6 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
     with stage.whole.hidden.hidden():
         stage.model.load_state_dict({name: value for name, value in state.items() if name in own}, strict=strict)
     engine.weights.restore(engine.weights.newest, None)
-
-
-def check_set_up(session: PipelineSession, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that the pipeline does not know.
-
-    Raises:
-        ConfigurationError: it was not set up.
-    """
-    if optimizer is not session.optimizer:
-        raise ConfigurationError(refusals.NO_OPTIMIZER_TO_LOAD)
-
-
-def check_loadable(module: nn.Module) -> None:
-    """Refuse to load into a module that has no memory yet.
-
-    Raises:
-        ConfigurationError: it is on the meta device.
-    """
-    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        raise ConfigurationError(refusals.META_LOAD)
 
 
 def _key_problems(names: Collection[str], state: Mapping[str, Any]) -> list[str]:
