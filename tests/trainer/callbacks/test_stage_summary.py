@@ -77,11 +77,11 @@ def test_what_is_frozen_is_said() -> None:
 
 
 def test_it_takes_the_place_of_the_default_summary_alone() -> None:
-    kept, other = ModelSummary(max_depth=2), object()
+    other = object()
     for given, left in (
         ([other, RichModelSummary()], [other, StageSummary]),
         ([ModelSummary(), other], [StageSummary, other]),
-        ([kept, other], [StageSummary, kept, other]),
+        ([ModelSummary(max_depth=2), other], [StageSummary, other]),
         ([other], [other]),
     ):
         trainer: Any = SimpleNamespace(callbacks=given)

@@ -209,12 +209,6 @@ class ValidatesOnOneStage(Net):
         super().validation_step(batch, batch_idx, dataloader_idx)
 
 
-class ComputedExample(Net):
-    @property
-    def example_input_array(self) -> Any:
-        return torch.zeros(4, DIM)
-
-
 class Lazy(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)

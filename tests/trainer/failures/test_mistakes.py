@@ -69,7 +69,6 @@ MODULES = [
     (m.LogsUnknownReduction, ["reduce_fx='median'", "mean, sum, min, max"]),
     (m.LogsVector, ["self.log('x', ...) takes a number"]),
     (m.NamedTupleAtTheCut, ["a layer at a cut returned the named tuple Named (layer '0')", "tuples, lists and dict"]),
-    (m.ComputedExample, ["example_input_array of ComputedExample is a property", "in __init__"]),
     (m.Lazy, ["parameters have no shape yet (0.weight, 0.bias, 1.weight, 1.bias)", "run one forward"]),
     (m.CompiledInPlace, ["self.model was compiled as a whole", "layer.compile()"]),
     (m.CompiledModel, ["self.model was compiled as a whole", "layer.compile()"]),

@@ -125,7 +125,7 @@ IDIOMS = [
         REFUSED,
         "Take a batch: the pipeline cuts it.",
         TakesTheIterator,
-        says="dataloader_iter",
+        says="holds no tensor with a batch dimension",
     ),
     Idiom("a mean over what is not padded, with `micro_batch_weight`", WORKS, "", CountsTokens),
     Idiom("`limit_train_batches=3`", WORKS, trainer={"limit_train_batches": 3}),

@@ -19,7 +19,6 @@ from tests.trainer.idioms.optimizers import (
     EverySecondBatch,
     LogsTheRate,
     Manual,
-    NewOptimizer,
     OneCycle,
     OwnOptimizerStep,
     OwnScheduler,
@@ -173,9 +172,8 @@ IDIOMS = [
     ),
     Idiom(
         "`trainer.optimizers = [...]` in the middle of a training",
-        REFUSED,
+        NO,
         "Change `param_groups`, or train in two parts.",
-        NewOptimizer,
     ),
     Idiom(
         "layers frozen or unfrozen during the training",

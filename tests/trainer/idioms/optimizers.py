@@ -131,14 +131,6 @@ class DecaysMatricesOnly(Net):
         return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.02)
 
 
-class NewOptimizer(Net):
-    """Another optimizer in the middle of a training."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.5)]
-
-
 class DecaysByPosition(Net):
     """A learning rate for every parameter."""
 
