@@ -104,7 +104,7 @@ class FabricLoader(ResumableLoader):
         """Whether batches are left of the epoch in which a state was saved."""
         if state["is_over"] or state["exhausted"]:
             return False
-        length = state.get("length", self.length)  # older releases did not save how many there were
+        length = state["length"]
         return length is None or int(state["batches"]) < length
 
 

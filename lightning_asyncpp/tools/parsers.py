@@ -62,9 +62,7 @@ def info_parser() -> ToolParser:
 
 def convert_parser() -> ToolParser:
     """Of ``asyncpp checkpoint convert``."""
-    parser = _checkpoint_parser(
-        "convert", "Write a checkpoint in another form, and compare the two; a run resumes from either."
-    )
+    parser = _checkpoint_parser("convert", "Write a checkpoint in another form; a run resumes from either.")
     parser.add_argument("output", type=str, help="file or folder to write")
     parser.add_argument(
         "--to", type=str, required=True, help=f"of {', '.join(FORMS)}: one file; a folder; the model's state_dict alone"
@@ -89,7 +87,7 @@ def doctor_parser() -> ToolParser:
     """Of ``asyncpp doctor``."""
     parser = ToolParser(
         allow_abbrev=False, prog="asyncpp doctor",
-        description="Examine this installation: versions, devices, the link between two of them, and a training of two"
+        description="Examine this installation: versions, devices, and a training of two"
         " stages (on GPUs over NCCL if there are two, else over gloo) that is compared with the reference. Ends with"
         " code 1 if that fails or differs.",
     )  # fmt: skip

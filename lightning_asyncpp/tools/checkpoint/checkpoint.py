@@ -12,7 +12,6 @@ from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.tools.checkpoint.contents import describe, size_on_disk, table
 from lightning_asyncpp.tools.checkpoint.convert import Request, convert
 from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser
-from lightning_asyncpp.tools.text import escaped, say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,7 +27,7 @@ def _info(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     with _reported("info"):
         facts = describe(Path(arguments.checkpoint).expanduser())
-    say(json.dumps(facts, indent=2) if arguments.json else table(facts))
+    print(json.dumps(facts, indent=2) if arguments.json else table(facts))
 
 
 def _convert(argv: Sequence[str]) -> None:
@@ -44,7 +43,7 @@ def _convert(argv: Sequence[str]) -> None:
     request = Request(source, output, arguments.to, arguments.stages, arguments.entry, arguments.force)
     with _reported("convert"):
         convert(request)
-    say(f"{escaped(str(output))}: {arguments.to}, {size_on_disk(output):,} bytes")
+    print(f"{output}: {arguments.to}, {size_on_disk(output):,} bytes")
 
 
 @contextmanager
@@ -53,7 +52,7 @@ def _reported(command: str) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        say(f"asyncpp checkpoint {command}: error: {escaped(str(error))}", file=sys.stderr)
+        print(f"asyncpp checkpoint {command}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

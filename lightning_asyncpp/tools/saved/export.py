@@ -20,7 +20,6 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     reported,
 )
 from lightning_asyncpp.tools.saved.parsers import LORA_FORMS, export_parser
-from lightning_asyncpp.tools.text import escaped, say
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         end = None if tokenizer is None else tokenizer.end_of_document
         dtype = _dtype(arguments)
         architecture = write_hf(saved, folder, dtype, shard, end, files)
-    say(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {escaped(str(folder))}")
+    print(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {folder}")
     if tokenizer is None:
         print("Without a tokenizer: the checkpoint holds none; --tokenizer names one.")
 
