@@ -61,12 +61,6 @@ class ForkedNet(Net):
         self.model = Forked(run.dropout, tied="untied" not in run.dataset)
 
 
-def fit_and_gather(run: Run) -> dict[str, Any]:
-    """The weights of this stage, and on rank 0 the whole model's names."""
-    result = fit(run)
-    return {"weights": result["weights"], "names": sorted(result.get("full", {}))}
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_equals_the_oracle(pools: Pools, stages: int, dropout: float) -> None:

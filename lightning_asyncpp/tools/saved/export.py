@@ -29,8 +29,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = export_parser()
     arguments = parser.parse_args(argv)
     check_choice(parser, arguments, "dtype")
-    if arguments.to != "hf":
-        parser.error(f"--to {arguments.to}: there is 'hf' only, the format of Hugging Face transformers")
     shard = _size(arguments.max_shard_size)
     if shard is None:
         parser.error(f"--max-shard-size {arguments.max_shard_size}: give bytes, or a number with a unit such as 500MB")

@@ -76,7 +76,6 @@ def export_parser() -> ToolParser:
     )
     _add_model(parser)
     parser.add_argument("--output", type=str, required=True, help="folder to write; it must not exist, or be empty")
-    parser.add_argument("--to", type=str, default="hf", help="format: hf")
     parser.add_argument(
         "--max-shard-size", type=str, default="5GB", help="most bytes of weights per file: 5GB, 500MB, ..."
     )
