@@ -113,11 +113,6 @@ class HFModule(LightningModule):
             raise ConfigurationError.from_problems(problems)
         if lora is not None:
             lora_config(lora, task)
-        elif dtype == "bfloat16":
-            rank_zero_warn(
-                "HFModule(dtype='bfloat16') without lora: updates below 1/256 of a weight are lost to rounding. Leave"
-                " it at float32, with precision='bf16-mixed' and weight_dtype='bf16' of the strategy",
-            )
         self.config = read_config(model_id, self.config_overrides)
         self.save_hyperparameters(ignore=["optimizer", "gradient_checkpointing", "attn_implementation"])
         self.hparams["freeze"] = list(freeze)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_asyncpp.core.checkpoint.gathering import gather_stages
@@ -20,7 +19,6 @@ from lightning_asyncpp.storage.nested import merged
 PIPELINE = "pipeline"
 """Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
 OLDER, MASTERS = "older_weights", "masters"
-_OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
 
 def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +118,6 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
             f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
             " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
         )
-    _say_what_changed(session, state)
     find = session.whole_model.find
     older = {
         name: tensor if (saved := find(state[OLDER], name)) is None else saved
@@ -167,26 +164,6 @@ def _found(master: Tensor | None, name: str) -> Tensor:
             " with load_state_dict, without ckpt_path"
         )
     return master
-
-
-def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
-    now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
-    before = {name: state.get(name, value) for name, value in now.items()}
-    changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
-    if not changes:
-        return
-    by_stage = "uniform" not in (now["staleness"], before["staleness"]) or "staleness" in changes
-    text = f"Pipeline: going on from the checkpoint with {', '.join(changes.values())}"
-    if by_stage and not changes.keys().isdisjoint(_OF_STALENESS):
-        kept = ", ".join(f"{name}={before[name]!r}" for name in _OF_STALENESS if name in changes)
-        rank_zero_warn(
-            f"{text}; which micro-batches run on older weights goes by that, so the trajectory is another; {kept} keeps"
-            " it"
-        )
-    elif "delay" in changes:
-        rank_zero_info(f"{text}, so the trajectory is another")
-    else:
-        rank_zero_info(text)
 
 
 def _partition(session: PipelineSession) -> Partition:

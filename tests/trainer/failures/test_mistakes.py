@@ -97,11 +97,6 @@ def test_rank_0_says_what_fails_in_an_evaluation(pools: Pools, module: Any, part
     assert_refused(outcomes[:1], *parts)
 
 
-def test_fewer_samples_than_replicas(pools: Pools) -> None:
-    run = Run(Net, options={"data_parallel_size": 2}, samples=1, batch_size=1)
-    assert_refused(refusals(pools, run, 2), "a dataset of 1 samples", "2 replicas", "data_parallel_size")
-
-
 @pytest.mark.parametrize(("module", "parts"), MODULES, ids=[module.__name__ for module, _ in MODULES])
 def test_modules(pools: Pools, module: Any, parts: list[str]) -> None:
     assert_refused(refusals(pools, Run(module)), *parts)
