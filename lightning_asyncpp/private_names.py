@@ -1,63 +1,13 @@
-"""Private names of torch, torchmetrics and Lightning: where one is needed, its absence is an error that says so.
-
-One that is still there may mean something else in another release: who uses one that was not tested is told.
-"""
+"""Private names of torch, torchmetrics and Lightning: where one is needed, its absence is an error that says so."""
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Iterable, Mapping
-from importlib import metadata
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-Release = tuple[int, int]
-TESTED: Mapping[str, tuple[Release, Release]] = {
-    "lightning": ((2, 6), (2, 6)),
-    "torch": ((2, 11), (2, 15)),
-    "torchmetrics": ((1, 5), (1, 9)),
-}
-"""Package -> the oldest and the newest release, (major, minor), that the whole suite was run with.
-
-After a run with another one, on CPUs and on a GPU, this is the only place to change; the floors in pyproject.toml are
-the oldest.
-"""
-WARNED_OF = ("lightning", "torch")
-
-
-def _words(oldest: Release, newest: Release) -> str:
-    return " to ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in (oldest, newest)))
-
-
-TESTED_WITH = {package: _words(*releases) for package, releases in TESTED.items()}
-
-
-class UntestedVersionWarning(UserWarning):
-    """A version of Lightning or torch is installed that this release was not tested with."""
-
-
-def untested_versions(installed: Mapping[str, str] | None = None) -> str:
-    """What to tell the user of packages outside the tested releases; nothing if there are none.
-
-    Args:
-        installed: package -> version; default: what is installed.
-    """
-    versions = installed_versions(WARNED_OF) if installed is None else installed
-    found = [_untested(package, text) for package, text in versions.items()]
-    if not any(found):
-        return ""
-    return (
-        f"{'; '.join(filter(None, found))}: private names that this package relies on may mean something else there."
-        " Install a version that was tested, or compare a short run with one under it. To silence this:"
-        f' warnings.filterwarnings("ignore", category={__name__}.{UntestedVersionWarning.__name__})'
-    )
-
-
-@functools.cache
-def version(package: str) -> str:
-    """Of an installed package, whose whole description is parsed for it: once, not for every strategy."""
-    return metadata.version(package)
+TESTED_WITH = {"lightning": "2.6", "torch": "2.11 to 2.15", "torchmetrics": "1.5 to 1.9"}
+"""Package -> the releases that the whole suite was run with."""
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -69,19 +19,6 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
-
-
-def _untested(package: str, text: str) -> str:
-    """In words, if a version is older or newer; of a local or development version its release counts."""
-    oldest, newest = TESTED[package]
-    release = re.match(r"\s*v?(?:\d+!)?(\d+)(?:\.(\d+))?", text)
-    if release is None:
-        return ""
-    found = int(release[1]), int(release[2] or 0)
-    if oldest <= found <= newest:
-        return ""
-    how, than = ("newer", newest) if found > newest else ("older", oldest)
-    return f"{package} {text} is {how} than {than[0]}.{than[1]}.x, which this release was tested with"
 
 
 class PrivateNameError(RuntimeError):

@@ -270,10 +270,11 @@ def test_fit_records_a_trace(two_ranks: Pools, trained: Trained, capsys: pytest.
 def test_what_stages_trained_in_a_single_process(
     trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """``evaluate`` finds the data in the checkpoint and reports the pipeline's loss; ``generate`` writes."""
+    """``evaluate`` reports the pipeline's loss; ``generate`` writes."""
     path = trained.folder / "figures.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    main(["evaluate", str(trained.checkpoint), "--yes", "--limit-batches", "3", "--json", str(path)])
+    own = ["--data", str(trained.folder / "text"), "--val-fraction", "0.2", "--batch-size", "8"]
+    main(["evaluate", str(trained.checkpoint), *own, "--limit-batches", "3", "--json", str(path)])
     assert json.loads(path.read_text())["loss"] == pytest.approx(trained.val_loss, abs=6e-4)
     capsys.readouterr()
     main(["generate", str(trained.checkpoint), "--prompt", "document 3", "--max-new-tokens", "5"])

@@ -88,7 +88,7 @@ def test_the_mistake_of_another_class_keeps_its_own_traceback(capsys: pytest.Cap
 
 def test_a_name_cut_short_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("fit", *RECIPE, "--trainer.max_step=3") == 2
-    assert "there is no option --trainer.max_step; did you mean --trainer.max_steps?\n" in capsys.readouterr().err
+    assert "there is no 'trainer.max_step'; did you mean trainer.max_steps?\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_a_missing_subcommand_is_answered_with_the_help(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([*RECIPE, "--trainr.max_steps=3"], "--trainr.max_steps"),
-        ([*RECIPE, "--trainer.max_step=3"], "--trainer.max_step"),
+        ([*RECIPE, "--trainr.max_steps=3"], "'trainr.max_steps'"),
+        ([*RECIPE, "--trainer.max_step=3"], "'trainer.max_step'"),
     ],
 )
 def test_what_is_wrong_comes_first(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,6 @@ from lightning_asyncpp.core.batches.host_batch import HostBatch
 from lightning_asyncpp.core.batches.micro_batch import BatchOutput, Slot
 from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.progress import PROGRESS
 from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -73,7 +72,7 @@ class Engine:
         versions = self.schedule.stage_rule.num_versions
         self.weights = WeightVersions(stage.parameters, versions, stage.uses, stage.buffers, settings.compute_dtype)
         if transport is None and mesh.num_stages > 1:
-            transport = Transport(mesh, device, settings.max_message_bytes, timeout)
+            transport = Transport(mesh, device, timeout=timeout)
         self.runner = stage_runner(stage, mesh, transport, hooks, seed, device)
         self.updates = UpdateQueue(mesh, settings, self.runner, self.weights, self.schedule)
         self.next_forward = 0
@@ -267,7 +266,6 @@ class Engine:
                     self.runner.announce_failure(task.k, error)
                     raise
                 self.evaluated += 1
-                PROGRESS.made += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
@@ -340,7 +338,6 @@ class Engine:
         task = Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step, weight=slot.weight)
         flight = self._flights[k] = self.runner.forward(task)
         self.next_forward = k + 1
-        PROGRESS.made += 1
         opened.weight += flight.weight
         if flight.weight and flight.beside.statistics:
             for layer, counts in flight.beside.take_statistics().items():
@@ -358,7 +355,6 @@ class Engine:
         flight.outputs = flight.inputs = ()
         flight.beside.losses = []
         self.next_backward = k + 1
-        PROGRESS.made += 1
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:
         """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""

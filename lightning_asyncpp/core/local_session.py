@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
 from itertools import accumulate
 
 import torch
@@ -36,11 +35,10 @@ class LocalSession(PipelineSession):
     Args:
         settings: the user's choices.
         num_stages: number of stages P.
-        timeout: ignored, as one process waits for nobody.
     """
 
-    def __init__(self, settings: PipelineSettings, num_stages: int, timeout: timedelta | None = None) -> None:
-        super().__init__(settings, timeout)
+    def __init__(self, settings: PipelineSettings, num_stages: int) -> None:
+        super().__init__(settings)
         self.num_stages = num_stages
         self._stages: list[Stage] = []
 

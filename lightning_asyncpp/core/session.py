@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,6 +32,9 @@ from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_nor
 from lightning_asyncpp.core.updates.mini_batch import Payload, Update
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
+HEARTBEAT_SECONDS = 60.0
+"""After which a rank that gives no sign of life is taken for lost, and all ranks end."""
+
 
 class PipelineSession:
     """Everything that a strategy holds about its pipeline.
@@ -41,14 +44,14 @@ class PipelineSession:
         timeout: of blocking communication; default: torch's.
 
     Attributes:
-        started_with: what all ranks must share before they connect: settings and versions, in words.
+        started_with: what all ranks must share before they connect: the strategy's arguments, in words.
         watch: what is known of failures, and done about them.
     """
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         self.settings, self.timeout = settings, timeout
         self.started_with = {name: repr(value) for name, value in vars(settings).items()}
-        self.watch = FailureWatch(settings.heartbeat, timeout)
+        self.watch = FailureWatch(HEARTBEAT_SECONDS)
         self.mesh: Mesh | None = None
         self.engine: Engine | None = None
         self.resolved: ResolvedSettings | None = None
@@ -69,16 +72,10 @@ class PipelineSession:
         resolved = self.settings.resolved(world_size)
         if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
             self.resolved = resolved
-            self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank, placement=resolved.placement)
-            self.mesh.connect(
-                self.timeout, self.settings.neighbour_ctas, agree=partial(compare_ranks, self.mesh, self.started_with)
-            )
+            self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank)
+            self.mesh.connect(self.timeout, agree=partial(compare_ranks, self.mesh, self.started_with))
         self.watch.begin(self.mesh)
         return self.mesh
-
-    def compare(self, entries: Mapping[str, str]) -> None:
-        """Raise ConfigurationError on every rank if one has other entries than rank 0; a collective call."""
-        compare_ranks(self._connected(), entries)
 
     def cut(
         self,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
 
-from lightning_asyncpp.core.ranks.mesh import PLACEMENTS, Placement
 from lightning_asyncpp.core.schedule import (
     Schedule,
     Slack,
@@ -22,8 +20,6 @@ from lightning_asyncpp.errors import ConfigurationError
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # of Lightning
 STALENESS = get_args(Staleness)
-_MOST_CTAS = 64  # channels of a communicator
-_MOST_METRIC_SLOTS = 2**16  # far below what a control message may hold
 
 
 def is_whole(value: object) -> bool:
@@ -83,17 +79,9 @@ def problems_of_partition(partition: object, num_stages: int | None = None) -> l
     return []
 
 
-def problems_of_heartbeat(heartbeat: object) -> list[str]:
-    """What is wrong with a time after which a rank that gives no sign of life is gone."""
-    is_number = isinstance(heartbeat, (int, float)) and not isinstance(heartbeat, bool)
-    if heartbeat is None or (is_number and 0 < cast(float, heartbeat) < math.inf):
-        return []
-    return [f"heartbeat={heartbeat!r} must be a number of seconds above 0, or None to let nobody watch"]
-
-
 @dataclass(frozen=True)
 class PipelineSettings:
-    """What the user may choose about a pipeline, explained in :class:`PipelineArguments` (``arguments.py``).
+    """What the user may choose about a pipeline, explained by the strategies.
 
     Attributes:
         delay: the most updates that a gradient may be old, or 0 for a flush per mini-batch; it comes with the name of
@@ -108,12 +96,7 @@ class PipelineSettings:
     slack: Slack = 0
     weight_dtype: Literal["bf16"] | None = None
     partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
-    placement: Placement = "pipeline_within_node"
     nonfinite_gradients: Literal["stop", "skip"] = "stop"
-    metric_slots: int = 64
-    max_message_bytes: int = 2**34
-    heartbeat: float | None = 60.0
-    neighbour_ctas: int | None = 4
     delay: int = 1
 
     @classmethod
@@ -178,8 +161,8 @@ class PipelineSettings:
         )
 
     def _type_problems(self) -> dict[str, str]:
-        optional = ("micro_batches", "lookahead", "neighbour_ctas")
-        whole = (*optional, "data_parallel_size", "delay", "metric_slots", "max_message_bytes")
+        optional = ("micro_batches", "lookahead")
+        whole = (*optional, "data_parallel_size", "delay")
         values = {name: getattr(self, name) for name in whole}
         return {
             name: f"{name}={value!r} must be a whole number"
@@ -198,24 +181,12 @@ class PipelineSettings:
         if self.nonfinite_gradients not in ("stop", "skip"):
             problems.append(f"nonfinite_gradients={self.nonfinite_gradients!r} must be 'stop' or 'skip'")
         problems += problems_of_partition(self.partition)
-        if self.placement not in PLACEMENTS:
-            problems.append(f"placement={self.placement!r} must be {' or '.join(map(repr, PLACEMENTS))}")
         if self.delay not in (0, 1):
             problems.append(f"delay={self.delay} must be 0 or 1")
         problems += self._problems_of_staleness()
         if self.weight_dtype not in (None, "bf16"):
             problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for that of the parameters")
-        if self.max_message_bytes < 1:
-            problems.append(f"max_message_bytes={self.max_message_bytes} must be at least 1")
-        if self.neighbour_ctas is not None and not 1 <= self.neighbour_ctas <= _MOST_CTAS:
-            problems.append(
-                f"neighbour_ctas={self.neighbour_ctas} must be 1 to {_MOST_CTAS}, or None to leave it to NCCL"
-            )
-        if self.metric_slots < 1:
-            problems.append(f"metric_slots={self.metric_slots} must be at least 1")
-        if self.metric_slots > _MOST_METRIC_SLOTS:
-            problems.append(f"metric_slots={self.metric_slots} must be at most {_MOST_METRIC_SLOTS}")
-        return problems + problems_of_heartbeat(self.heartbeat)
+        return problems
 
     def _problems_of_staleness(self) -> list[str]:
         if self.staleness not in STALENESS:

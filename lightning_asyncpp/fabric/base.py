@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric import wrappers
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
@@ -24,30 +27,65 @@ from lightning_asyncpp.core.cut.partition_choice import example_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.host_copies import Reading
-from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.clipping import check_norm_type
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import refusals
-from lightning_asyncpp.fabric.arguments import FabricArguments, FabricsDDPArguments
-from lightning_asyncpp.fabric.checkpoint import CheckpointMixin
+from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
-from lightning_asyncpp.fabric.private import backward_allowed, drop_backward_sync_control
-from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
-from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.private_names import required
+from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
+from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
 
 StepFunction = Callable[[Any], Any]
 
 
-class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(PipelineCheckpoints):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
-    to Fabric's calls. Arguments: :class:`~lightning_asyncpp.fabric.arguments.FabricArguments`.
+    to Fabric's calls. What a LightningModule says of its batches, the model may say by attributes of the same names:
+    ``split_batch``, ``micro_batch_weight``, ``loss_reduction``, ``example_input_array``.
+
+    Args:
+        micro_batches: micro-batches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
+            one stage). A batch with fewer samples leaves the last ones empty: nothing is computed for them.
+        staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"least"``, the
+            default: those that are under way before that update can be made, P - 1 - s on stage s. Stages then step
+            before all know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first
+            mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all, so that gradients are one update old.
+        slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
+            behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
+            left out.
+        lookahead: extra micro-batches in flight, up to ``micro_batches`` - P + 1, one less with replicas. It hides
+            latency and jitter, costs activation memory, and adds to what ``staleness="least"`` holds back. Default: 0;
+            with ``staleness="uniform"`` 1 where it fits.
+        data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
+        partition: which layers each stage gets. ``"auto"`` makes the largest cost of a stage as small as it can be: by
+            the model's ``pipeline_costs()``, or else by the times of its layers on its ``example_input_array``, or
+            else by numbers of parameters; ``"uniform"`` gives all the same number of layers; a list says how many
+            layers each stage gets, first stage first.
+        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
+            beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
+            ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
+        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
+        state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
+            stage its part.
+        async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
+        timeout: of blocking communication.
+        process_group_backend: default: NCCL on GPUs with one rank each, else gloo.
+        start_method: how Fabric starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in notebooks,
+            ``"spawn"`` where everything can be pickled: with these two ``fabric.launch(function)`` brings back what the
+            function returns on rank 0, and nothing else. A model from outside of it stays as it was: ``fabric.save`` it
+            in the function, and load that.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy; Fabric
+            sets them.
 
     Attributes:
         gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
@@ -55,11 +93,49 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             the same on all ranks.
     """
 
-    @takes(FabricArguments)
-    def __init__(self, arguments: FabricArguments) -> None:
-        super().__init__(**for_ddp(FabricsDDPArguments, arguments))
-        self._make_session(arguments)
-        self._arguments = arguments
+    def __init__(
+        self,
+        micro_batches: int | None = None,
+        staleness: Staleness | None = None,
+        slack: Slack = 0,
+        lookahead: int | None = None,
+        data_parallel_size: int = 1,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
+        weight_dtype: Literal["bf16"] | None = None,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        state_dict_type: Literal["full", "sharded"] = "full",
+        async_checkpoints: bool = False,
+        timeout: timedelta | None = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        settings = PipelineSettings.chosen(
+            self.delay,
+            staleness,
+            micro_batches=micro_batches,
+            slack=slack,
+            lookahead=lookahead,
+            data_parallel_size=data_parallel_size,
+            partition=partition,
+            weight_dtype=weight_dtype,
+            nonfinite_gradients=nonfinite_gradients,
+        )
+        self._make_session(settings, timeout, state_dict_type, async_checkpoints)
         self.gradient_norm: float | None = None
         self.layer_metrics: dict[str, float] = {}
         self._hooks = UserHooks()
@@ -67,8 +143,6 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         self._nan_losses = NanLosses()
         self._note = MiniBatchNote()
         self._recorder: Recorder | None = None
-        # Gradients are reduced once per update whatever the loop does: there is nothing to switch off.
-        drop_backward_sync_control(self)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -100,13 +174,12 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
         is_cut = self._is_cut(module)
         if not problems and is_cut:
-            problems = problems_of_layers(module, self._arguments.example_for(module), "the model")
+            problems = problems_of_layers(module, getattr(module, "example_input_array", None), "the model")
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
-            self.session.compare(parameter_entries(module))
             self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
-            parts, given = self.session.resolved.micro_batches, self._arguments.example_for(module)
+            parts, given = self.session.resolved.micro_batches, getattr(module, "example_input_array", None)
             example = example_of(given, parts, self.precision, self.root_device)
             self._cut(module, None if is_cut else module, example=example)
             module.to(self.root_device)
@@ -129,7 +202,6 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             raise ConfigurationError(refusals.ONE_MODEL_ONE_OPTIMIZER)
         self.session.whole_model.pruned.show(False)
         with self.session.watch.collective():
-            self.session.compare(optimizer_entries(optimizer))
             self.session.finish()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
@@ -147,7 +219,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     def _hooks_of(self, module: Module) -> UserHooks:
         # What the user computes around the model is not Fabric's business; the wrapped model converts its output.
         around = {"context_around_step": False, "model_name": "model"}
-        return UserHooks.of(module, self._arguments.hooks, forward_context=self._forward_context, **around)
+        return UserHooks.of(module, forward_context=self._forward_context, **around)
 
     def _forward_context(self) -> AbstractContextManager[Any]:
         return self.precision.forward_context()
@@ -172,7 +244,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         """Let all stages of a replica read the same; the middle ones read nothing if the loader has a length."""
         mesh = self._mesh
         loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
-        return resumable(loader, dataloader, self.session.watch.progress)
+        return resumable(loader, dataloader)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -203,23 +275,14 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         return or_nan(output.mean_loss(self._hooks.loss_reduction), self.root_device)
 
     @override
-    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the engine runs the backward passes."""
-        raise ConfigurationError(refusals.BACKWARD)
-
-    @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
         """Close this mini-batch with the hyper-parameters of now, and apply the update whose time has come.
 
         Raises:
-            ConfigurationError: no batch was trained since the last step, or a closure is given.
+            ConfigurationError: there is no optimizer yet.
             NonFiniteGradientError: under ``nonfinite_gradients="stop"``, on every rank.
         """
-        engine = self._trained_engine("optimizer.step()")
-        if kwargs.get("closure") is not None:
-            raise ConfigurationError(refusals.CLOSURE)
-        if not engine.accumulating:
-            raise ConfigurationError(refusals.NOTHING_TO_STEP)
+        self._trained_engine("optimizer.step()")
         with self._driving():
             note, self._note = self._note, MiniBatchNote()
             self._applied(self.session.close(note=note))
@@ -254,17 +317,14 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
         self._clip("clip_val", float(clip_val))
 
     def _clip(self, algorithm: str, limit: float) -> None:
-        if not self._trained_engine("fabric.clip_gradients()").accumulating:
-            raise ConfigurationError(refusals.NOTHING_TO_CLIP)
         self._note.clip(Clipping(algorithm, limit))
 
     def flush(self) -> None:
         """Finish what is in flight and apply every update; changes the clock, never the trajectory. A collective call.
 
-        Raises:
-            ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
+        Batches that no ``optimizer.step()`` followed are not trained on.
         """
-        self._settle("strategy.flush()")
+        self._settle()
         if self._recorder is not None:
             self._recorder.write()
 
@@ -283,7 +343,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
-    def _check_drain(self, caller: str) -> None:
+    def _check_drain(self) -> None:
         """Refuse a call that drains while an update is applied, and after a failure."""
         self.session.check_failure()
         self.session.check_drain()
@@ -291,12 +351,10 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     def _drain(self) -> None:
         self._applied(self.session.drain())
 
-    def _settle(self, caller: str) -> None:
-        """Drain, between two mini-batches only."""
-        self._check_drain(caller)
-        engine = self.session.running()
-        if engine.accumulating:
-            raise ConfigurationError(refusals.not_stepped(caller))
+    def _settle(self) -> None:
+        """Drain, between two mini-batches."""
+        self._check_drain()
+        self.session.running()
         with self._driving():
             self._drain()
 
@@ -307,8 +365,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
 
     def _user_step(self, step_fn: StepFunction) -> Step:
         def step(micro_batch: Any, weight: float | None) -> Any:
-            with backward_allowed(False):
-                return step_fn(micro_batch)
+            return step_fn(micro_batch)
 
         return step
 
@@ -316,7 +373,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
     def _driving(self) -> Iterator[None]:
         """The engine runs here: backwards are its own, and after a failure this rank waits for no other one again."""
         try:
-            with backward_allowed(True), self.session.watch.progress.within("a call of the strategy"):
+            with backward_allowed():
                 yield
         except BaseException as error:
             self.session.watch.fail(error)
@@ -338,7 +395,7 @@ class PipelineStrategy(CheckpointMixin, PipelineStrategyMixin, DDPStrategy):
             joined along the first dimension, tensors of one element averaged with the micro-batches' weights. ``None``
             on others.
         """
-        self._check_drain("strategy.evaluation_step")
+        self._check_drain()
         engine = self.session.running()
         with self._driving():
             if not engine.drained:
@@ -413,3 +470,18 @@ def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Opt
 
     names = {name: vars(kind)[name] for name in ("__module__", "__qualname__", "__doc__") if name in vars(kind)}
     return type(kind.__name__, (kind,), {**names, "zero_grad": zero_grad})
+
+
+@contextmanager
+def backward_allowed() -> Iterator[None]:
+    """Let the engine run backward passes: of a model that it wrapped, Fabric allows them in ``fabric.backward`` alone.
+
+    Raises:
+        PrivateNameError: Fabric has another way to tell by now.
+    """
+    before = required(wrappers, "_in_fabric_backward", "run backward passes")
+    wrappers._in_fabric_backward = True
+    try:
+        yield
+    finally:
+        wrappers._in_fabric_backward = before

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning.fabric.strategies.strategy import Strategy
-from lightning.fabric.utilities.types import _Stateful
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.apart import (
-    APART,
-    Names,
-    cannot_be_assigned,
-    cannot_travel,
-    own_entries,
-    unite_entries,
-)
-from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
-    facts,
     gather_model_state,
+    gather_named,
     gather_optimizer_state,
     gather_pipeline_state,
     load_optimizer_state,
@@ -38,21 +27,13 @@ from lightning_asyncpp.core.checkpoint.state import (
 from lightning_asyncpp.core.cut.tied_state import check_copies
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.fabric import refusals
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
-from lightning_asyncpp.fabric.private import converted_state
+from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 
 
-class CheckpointMixin(Strategy):
-    """Saves the whole run, and loads this stage's part of one; comes before the strategy that it is mixed into.
+class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
+    """Saves the whole run, and loads this stage's part of one."""
 
-    Attributes:
-        session: the pipeline.
-        checkpoints: writes them.
-    """
-
-    session: PipelineSession
-    checkpoints: CheckpointWriter
     _names: frozenset[str]  # of the whole model's state_dict
     _note: MiniBatchNote
     _resumed_at: int | None = None  # the micro-batch that followed when an optimizer was loaded
@@ -62,7 +43,7 @@ class CheckpointMixin(Strategy):
         """The engine runs here."""
 
     @abstractmethod
-    def _check_drain(self, caller: str) -> None:
+    def _check_drain(self) -> None:
         """Refuse a call that drains in a step, and while an update is applied."""
 
     @abstractmethod
@@ -70,12 +51,12 @@ class CheckpointMixin(Strategy):
         """Finish what is in flight and apply every update."""
 
     @abstractmethod
-    def _settle(self, caller: str) -> None:
-        """Drain, between two mini-batches only."""
+    def _settle(self) -> None:
+        """Drain, between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
-        self._check_drain("strategy.full_state_dict()")
+        self._check_drain()
         self.session.running()
         with self._driving():
             self._drain()
@@ -90,32 +71,20 @@ class CheckpointMixin(Strategy):
         Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage its part of a folder.
 
         Raises:
-            ConfigurationError: batches were trained that no ``optimizer.step()`` followed.
             StorageError: it cannot be written; what had its name is intact.
         """
         parts: dict[str, Any] = {}
         if self.session.stage is not None:
-            self._settle("fabric.save")
+            self._settle()
             with self._driving():
                 parts = parts_of(self.session, state, gathered=not self.checkpoints.sharded)
-        converted = converted_state(self, {**state, **parts}, filter)
+        converted = converted_state({**state, **parts}, filter or {})
         with self._driving():
-            if parts:
-                self._unite({name: value for name, value in converted.items() if name not in parts}, converted)
             if self.checkpoints.sharded and parts:
                 beside = {name: value for name, value in converted.items() if name not in parts}
                 self.checkpoints.save_folder(path, {name: converted[name] for name in parts}, beside)
             else:
                 self.checkpoints.save_file(converted, path, self.checkpoint_io, storage_options)
-
-    def _unite(self, beside: Mapping[str, Any], content: dict[str, Any]) -> None:
-        """Put what other stages have beside the model and the optimizer, such as an average, into the content."""
-        united = unite_entries(self.session.running().mesh, beside, lambda name: f"state[{name!r}]")
-        content.update(united.entries)
-        if united.lost:
-            rank_zero_warn(cannot_travel(united.lost))
-        if united.differences and PIPELINE in content:
-            content[PIPELINE] = {**content[PIPELINE], APART: united.differences}
 
     @override
     def load_checkpoint(
@@ -127,10 +96,9 @@ class CheckpointMixin(Strategy):
             ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
         """
         if self.session.stage is not None:
-            self._settle("fabric.load")
+            self._settle()
         self.checkpoints.settle()
         if isinstance(state, Optimizer):
-            check_set_up(self.session, state)
             load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only))
             return {}
         if not isinstance(state, dict):
@@ -143,33 +111,18 @@ class CheckpointMixin(Strategy):
         remainder = super().load_checkpoint(path, others, strict, weights_only)
         progress = remainder.pop(PIPELINE, None)
         saved = {name: remainder.pop(name) for name in entries_to_load(stateful, remainder, strict)}
-        saved |= {name: value for name, value in others.items() if not isinstance(value, nn.Module)}
-        own = self._own_entries(saved, progress)
         for name, value in stateful.items():
-            if name in own:
-                value.load_state_dict(own.pop(name))
-        state.update(others | own)
+            if name in saved:
+                value.load_state_dict(saved[name])
+        state.update(others)
         if self._has_resumed and any(value is self._trained_model for value in others.values()):
             load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
         for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
-            check_set_up(self.session, state[name])
             load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
             load_optimizer_state(self.session, remainder.pop(name))
             self._note = MiniBatchNote()
             self._resumed_at = self.session.running().next_forward
         return remainder
-
-    def _own_entries(self, saved: dict[str, Any], progress: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What is this stage's of the entries that are no modules, which take their own by names."""
-        if progress is None or self.session.stage is None:
-            return saved
-        here = self.session.stage.state_dict().keys()
-        names, mesh = Names(here, self._names - here), self.session.running().mesh
-        partition = facts(self.session)["partition"]
-        own, unclear = own_entries(mesh, partition, names, saved, progress, lambda name: f"state[{name!r}]")
-        if unclear:
-            rank_zero_warn(cannot_be_assigned(unclear, progress))
-        return own
 
     @property
     def _has_resumed(self) -> bool:
@@ -186,7 +139,6 @@ class CheckpointMixin(Strategy):
         if module is self._trained_model:
             load_model(self.session, self._names, state_dict, strict)
         else:
-            check_loadable(module)
             if self.session.averages is not None and self.session.averages.cuts(module):
                 own = module.state_dict().keys()
                 state_dict = {name: value for name, value in state_dict.items() if name in own}
@@ -195,7 +147,19 @@ class CheckpointMixin(Strategy):
 
 def _is_stateful(value: Any) -> bool:
     """Whether Fabric would ask for its state, and it is neither a module nor an optimizer."""
-    return isinstance(value, _Stateful) and not isinstance(value, (nn.Module, Optimizer))
+    return _has_state(value) and not isinstance(value, (nn.Module, Optimizer))
+
+
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def converted_state(state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
+    """What ``fabric.save`` writes of its arguments: states of modules and optimizers in their place, filtered."""
+    converted = {name: value.state_dict() if _has_state(value) else value for name, value in state.items()}
+    for name, keep in filter.items():
+        converted[name] = {key: value for key, value in converted[name].items() if keep(key, value)}
+    return converted
 
 
 def entries_to_load(names: Iterable[str], checkpoint: Mapping[str, Any], strict: bool) -> list[str]:
@@ -228,12 +192,7 @@ def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool)
         session: the pipeline.
         state: what is to be saved.
         gathered: whether rank 0 gets what all stages have; else every stage its own part.
-
-    Raises:
-        ConfigurationError: that name is taken.
     """
-    if PIPELINE in state:
-        raise ConfigurationError(refusals.reserved(PIPELINE))
     parts: dict[str, Any] = {}
     for name, value in state.items():
         if session.stage is not None and value is session.stage.model:
@@ -242,6 +201,8 @@ def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool)
         elif session.optimizer is not None and value is session.optimizer:
             parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session)
             parts[PIPELINE] = (gather_pipeline_state if gathered else stage_pipeline_state)(session)
+        elif isinstance(value, nn.Module) and session.averages is not None and session.averages.cuts(value):
+            parts[name] = gather_named(session, value.state_dict()) if gathered else value.state_dict()  # an average
     return parts
 
 
@@ -265,26 +226,6 @@ def load_model(session: PipelineSession, names: Collection[str], state: Mapping[
     with stage.whole.pruned.hidden():
         stage.whole.pruned.load(stage.model, state, strict)
     engine.weights.restore(engine.weights.newest, None)
-
-
-def check_set_up(session: PipelineSession, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that the pipeline does not know.
-
-    Raises:
-        ConfigurationError: it was not set up.
-    """
-    if optimizer is not session.optimizer:
-        raise ConfigurationError(refusals.NO_OPTIMIZER_TO_LOAD)
-
-
-def check_loadable(module: nn.Module) -> None:
-    """Refuse to load into a module that has no memory yet.
-
-    Raises:
-        ConfigurationError: it is on the meta device.
-    """
-    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        raise ConfigurationError(refusals.META_LOAD)
 
 
 def _key_problems(names: Collection[str], state: Mapping[str, Any]) -> list[str]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_asyncpp.core.failures.progress_watch import ProgressWatch
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.resumable_loader import (
     ResumableLoader,
@@ -36,14 +33,12 @@ class FabricLoader(ResumableLoader):
 
     Args:
         loader: of this replica; on a middle stage a :class:`PlaceholderLoader`.
-        watch: is told when a batch is waited for.
     """
 
-    def __init__(self, loader: Any, watch: ProgressWatch | None = None) -> None:
+    def __init__(self, loader: Any) -> None:
         given = loader.loader if isinstance(loader, PlaceholderLoader) else loader
         shuffle_by_epoch(given, shuffle=True)
         super().__init__(loader, lambda: 0)
-        self._within = nullcontext if watch is None else partial(watch.within, "a loader")
         self._given = given
         self._epoch, self._is_over = -1, True  # of the newest iteration
         self._newest: object = None
@@ -99,26 +94,17 @@ class FabricLoader(ResumableLoader):
     def _batches_of_epoch(self, begun: int) -> Iterator[Any]:
         if not isinstance(self.loader, PlaceholderLoader):
             set_epoch(self.loader, self._epoch)
-            yield from self._watched(super().__iter__())
+            yield from super().__iter__()
             return
         for number in range(begun, len(self.loader)):
             self._batches = number + 1
             yield PlaceholderBatch()
 
-    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        with closing(batches):  # type: ignore[type-var]  # a generator
-            while True:
-                with self._within():
-                    batch = next(batches, _END)
-                if batch is _END:
-                    return
-                yield batch
-
     def _has_rest(self, state: Mapping[str, Any]) -> bool:
         """Whether batches are left of the epoch in which a state was saved."""
         if state["is_over"] or state["exhausted"]:
             return False
-        length = state.get("length", self.length)  # older releases did not save how many there were
+        length = state["length"]
         return length is None or int(state["batches"]) < length
 
 
@@ -126,15 +112,14 @@ def _refuse(*_: Any) -> NoReturn:
     raise ConfigurationError(_RAW)
 
 
-def resumable(loader: Any, given: Any, watch: ProgressWatch | None = None) -> FabricLoader:
+def resumable(loader: Any, given: Any) -> FabricLoader:
     """A loader that goes on where a checkpoint was, with the attributes (``dataset``, ``batch_size``) of the one given.
 
     Args:
         loader: what this rank iterates.
         given: what the user gave.
-        watch: is told when a batch is waited for.
     """
-    wrapped = FabricLoader(loader, watch)
+    wrapped = FabricLoader(loader)
     attributes = {name: value for name, value in vars(given).items() if name not in ("state_dict", "load_state_dict")}
     vars(wrapped).update({**attributes, **vars(wrapped)})  # Fabric's wrapper shows those that are here
     return wrapped

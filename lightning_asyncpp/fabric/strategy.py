@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_asyncpp.core.cut.units import has_layers
-from lightning_asyncpp.fabric.arguments import FabricDelayArguments
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.core.settings import is_whole
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric.base import PipelineStrategy
-from lightning_asyncpp.strategy_parts.arguments import takes
-from lightning_asyncpp.strategy_parts.mixin import OneProcessMixin
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
     """Asynchronous pipeline parallelism: no flush, gradients as fresh as PipeDream-2BW can have them.
-
-    Arguments: :class:`~lightning_asyncpp.fabric.arguments.FabricArguments`.
 
     Raises:
         ConfigurationError: when Fabric launches or a model is set up, on every rank, with every problem found.
@@ -50,20 +50,44 @@ class SyncPipelineStrategy(PipelineStrategy):
     delay = 0
 
 
-class DelayedGradientStrategy(OneProcessMixin, PipelineStrategy):
+class DelayedGradientStrategy(PipelineStrategy):
     """Trains on one device what an asynchronous pipeline would train: is that safe for my model?
 
     The loop is that of the pipeline strategies, and so is the engine: it runs all stages in this process, on one whole
     model. With one stage any model will do: it is not cut, and each gradient is one update old.
 
-    Arguments: :class:`~lightning_asyncpp.fabric.arguments.FabricDelayArguments`.
+    Args:
+        stages: number of stages. With one, any module will do: it is not cut, and its whole step runs on older weights.
+        delay: 1 for what an asynchronous pipeline trains, 0 for what a synchronous one does.
+        micro_batches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
+        staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
     """
 
-    @takes(FabricDelayArguments)
-    def __init__(self, arguments: FabricDelayArguments) -> None:
-        self.num_stages, self.delay = arguments.stages, arguments.delay
-        super().__init__(**arguments.of_pipeline())
+    def __init__(
+        self,
+        stages: int = 1,
+        delay: int = 1,
+        micro_batches: int | None = None,
+        staleness: Staleness | None = None,
+        slack: Slack = 0,
+        lookahead: int | None = None,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
+        weight_dtype: Literal["bf16"] | None = None,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        if not is_whole(stages) or stages < 1:
+            raise ConfigurationError(f"stages={stages!r} must be a whole number of at least 1")
+        self.num_stages, self.delay = stages, delay
+        super().__init__(
+            micro_batches,
+            "uniform" if stages == 1 else staleness,
+            slack,
+            lookahead,
+            partition=partition,
+            weight_dtype=weight_dtype,
+            nonfinite_gradients=nonfinite_gradients,
+        )
 
     @override
     def _is_cut(self, module: Module) -> bool:
-        return self.num_stages > 1 or has_layers(module)
+        return self.num_stages != 1 or has_layers(module)

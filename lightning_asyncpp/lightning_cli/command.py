@@ -7,7 +7,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jsonargparse
@@ -27,14 +26,11 @@ from lightning_asyncpp.lightning_cli.before_start import (
     check_start,
     check_values,
     processes_of,
-    refused_by_trainer,
 )
 from lightning_asyncpp.lightning_cli.ending import is_refusal
 from lightning_asyncpp.lightning_cli.explained import missing
-from lightning_asyncpp.lightning_cli.mistakes import Mistake, Mistaken, arguments_without, collecting, further
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.lightning_cli.startup import say, say_what_is_logged
-from lightning_asyncpp.lightning_cli.yaml_limits import limit_yaml
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
 
@@ -59,26 +55,10 @@ class AsyncppCLI(LightningCLI):
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the arguments, recipes and overrides.
-
-        Mistakes in them are told all at once. A file that is no text, or has something where jsonargparse expects
-        nothing of the kind, ends as any other mistake does: with a message.
-        """
+        """Read the arguments, recipes and overrides."""
         required(LightningCLI, "_parse_ckpt_path", "take the model from the recipe, and not from a checkpoint")
-        try:
-            with collecting():
-                super().parse_arguments(parser, args)
-            check_values(self.config)
-        except ConfigurationError:
-            raise
-        except Mistaken as mistaken:
-            assert isinstance(parser, RecipeParser)
-            mistaken.mistakes += further(mistaken.mistakes, partial(_read_without, parser, args))
-            parser.say(mistaken)
-        except UnicodeDecodeError as error:
-            parser.error(f"a file is no text in UTF-8: {error}")
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            parser.error(f"the arguments or a recipe cannot be read: {type(error).__name__}: {error}")
+        super().parse_arguments(parser, args)
+        check_values(self.config)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the model to recipe and command line: Lightning would import and call what a checkpoint names."""
@@ -129,7 +109,7 @@ class AsyncppCLI(LightningCLI):
         except (MisconfigurationException, TypeError, ValueError) as error:
             if not _is_raised_by(error, "lightning."):
                 raise
-            raise refused_by_trainer(error, self._get(self.config, "trainer") or {}) from None
+            raise ConfigurationError(f"the Trainer refuses its arguments: {error}") from None
 
     def after_fit(self) -> None:
         """Name the checkpoint and the logs."""
@@ -138,17 +118,6 @@ class AsyncppCLI(LightningCLI):
         logs = next((x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)), None)
         look = f"`tensorboard --logdir {logs.root_dir}` shows the curves" if logs is not None else "no TensorBoard logs"
         _print(f"Done. Checkpoint: {checkpoint}; {look}.")
-
-
-def _read_without(parser: RecipeParser, args: Any, mistakes: Sequence[Mistake]) -> None:
-    """Read all but what is known to be wrong, for what else is; nothing is kept of it."""
-    given = sys.argv[1:] if args is None else args
-    if not isinstance(given, list) or _shows_docstrings(given):
-        return
-    try:
-        check_values(parser.parse_args(arguments_without(given, mistakes)))
-    except ConfigurationError as error:
-        raise Mistaken([Mistake(problem, "(values)") for problem in error.problems], "") from None
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -227,7 +196,6 @@ def make_cli(
         **how: further arguments of ``LightningCLI``: with ``run=False`` it makes module, data and Trainer alone.
     """
     _quiet()
-    limit_yaml()
     # They are in the sources, whose reading takes a third of the time that a recipe's does.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=_shows_docstrings(sys.argv[1:]))
     return cli(

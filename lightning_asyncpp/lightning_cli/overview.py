@@ -26,7 +26,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "import": "read such a folder: its config, and its weights as a checkpoint",
         "generate": "let a checkpoint write",
         "evaluate": "measure a checkpoint on tokens, in one process",
-        "checkpoint": "look into one (info), write it in another form (convert), check that it is whole (verify)",
+        "checkpoint": "look into one (info), write it in another form (convert)",
     },
 }
 """Title -> subcommand -> what it does."""

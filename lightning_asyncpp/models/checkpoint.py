@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shlex
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.whole import unreadable
 
 MARK = "embedding.token.weight"  # what the state_dict of a GPT has and no other model
 COMPILED = "_orig_mod."
@@ -39,22 +37,17 @@ def read_checkpoint(path: Path, config: GPTConfig | None = None) -> SavedGPT:
     recorded = _recorded_values(content)
     if config is None:
         config = _config(path, recorded)
-    elif recorded is not None and _is_config(recorded):
-        raise WeightsError(f"{path} says what its model is; leave the other config out")
     tensors = {
         name.removeprefix(prefix): tensor
         for name, tensor in ((_plain(name), tensor) for name, tensor in state.items())
         if isinstance(tensor, Tensor) and name.startswith(prefix)
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    data = content.get(_DATA_HYPER_PARAMETERS)
-    return SavedGPT(str(path), config, tensors, shapes, _tokenizer(content), data if isinstance(data, dict) else None)
+    return SavedGPT(str(path), config, tensors, shapes, _tokenizer(content))
 
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        if path.is_file() and not _is_archive(path):
-            raise WeightsError(f"{path} is no checkpoint: torch.save writes zip archives, and this is none")
         content = load(path)
     except StorageError as error:
         if isinstance(cause := error.__cause__, pickle.UnpicklingError):
@@ -66,14 +59,6 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise WeightsError(f"{path} holds a {type(content).__name__}, and a checkpoint is a dictionary")
     return content
-
-
-def _is_archive(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return zipfile.is_zipfile(file)
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -120,15 +105,6 @@ def _config(path: Path, values: Mapping[str, Any] | None) -> GPTConfig:
             'give --config FILE, or save it, fabric.save(path, {"model": model, "config": dataclasses.asdict(config)})'
         )
     return config_of_values(values, str(path))
-
-
-def _is_config(values: Mapping[str, Any]) -> bool:
-    """Whether these are the fields of a config, and not what else somebody calls one."""
-    try:
-        config_of_values(values, "")
-    except WeightsError:
-        return False
-    return True
 
 
 def config_of_values(values: Mapping[str, Any], origin: str) -> GPTConfig:

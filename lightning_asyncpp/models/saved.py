@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +16,6 @@ from lightning_asyncpp.models.gpt import GPT
 TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.z_loss", "moe.balance_bias_rate"})
 # Two models that differ in these can have the same weights.
 _FREE = TRAINING_ONLY | {"context_length", "init_std"}
-_TABLES, _TABLES_PER_WEIGHT = 2**28, 8
 
 
 class WeightsError(ValueError):
@@ -43,8 +41,6 @@ class SavedGPT:
     """Name -> shape, known without reading the tensor."""
     tokenizer: str | None = None
     """Definition of the tokenizer: ``"byte"``, or the content of a tokenizer.json; ``None`` if nobody wrote it down."""
-    data: Mapping[str, Any] | None = None
-    """Arguments of the ``TextDataModule`` that it was trained with; ``None`` if nobody wrote them down."""
 
     def check(self) -> None:
         """Compare names and shapes with those of a GPT of this config.
@@ -52,8 +48,6 @@ class SavedGPT:
         Raises:
             WeightsError: they differ; all differences are named.
         """
-        if problem := _too_large(self.config, self.shapes):
-            raise WeightsError(f"{self.origin} does not hold the weights of its config: {problem}")
         problems = tensor_problems(self.shapes, expected_shapes(self.config))
         if problems:
             raise WeightsError.from_problems(f"{self.origin} does not hold the weights of its config", problems)
@@ -77,20 +71,6 @@ class SavedGPT:
             _fill_buffers(module)
         # Not tensor by tensor: modules know what stays in fp32.
         return model.to(device, dtype).eval().requires_grad_(False)
-
-
-def _too_large(config: GPTConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What of a config takes more than the weights account for, before anything is made of it; nothing if all fits."""
-    if config.num_layers > len(shapes):
-        return f"num_layers={config.num_layers}, and it has {len(shapes)} tensors"
-    weights = sum(math.prod(shape) for shape in shapes.values())
-    tables = config.num_layers * config.context_length * config.rotary_dim  # sines and cosines
-    if tables > _TABLES + _TABLES_PER_WEIGHT * weights:
-        return (
-            f"context_length={config.context_length} of {config.num_layers} layers, and {config.rotary_dim} values"
-            f" per position in the tables of each: it has {weights} weights"
-        )
-    return ""
 
 
 def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:

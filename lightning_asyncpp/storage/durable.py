@@ -5,21 +5,13 @@ A rename is atomic, but a file system may write it down before the content of wh
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import shutil
 import stat
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
-
-ASIDE = ".aside"
-"""Ends the name of what was moved out of the way, while nothing has its name."""
-_READ_BYTES = 2**20
-_HERE, _BOTH_WAYS = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def replace_durably(written: Path, name: Path) -> None:
@@ -28,8 +20,7 @@ def replace_durably(written: Path, name: Path) -> None:
     Args:
         written: what is complete.
         name: its final name, in the same file system; what has that name is replaced, but a folder with something in it
-            not by another folder. A folder that a file replaces, or a file that a folder does, and that cannot be
-            removed, has the name ``written`` afterwards.
+            not by another folder. Only a file and a folder do not replace each other at once.
 
     Raises:
         OSError: the content cannot be written, or ``name`` is a folder with something in it, and nothing is renamed; or
@@ -38,16 +29,12 @@ def replace_durably(written: Path, name: Path) -> None:
     for path in sorted(written.rglob("*"), reverse=True) if written.is_dir() else ():
         sync(path)
     sync(written)
-    if exchanged := os.path.lexists(name) and _is_folder(written) != _is_folder(name):
-        _exchange(written, name)
-    else:
-        os.replace(written, name)
+    if os.path.lexists(name) and _is_folder(written) != _is_folder(name):
+        _remove(name)
+    os.replace(written, name)
     sync(name.parent)
     if written.parent != name.parent:
         sync(written.parent)
-    if exchanged:  # not before: without power the old one may have the name again
-        with suppress(OSError):
-            _remove(written)
 
 
 @contextmanager
@@ -74,25 +61,6 @@ def make_folder(path: Path) -> None:
     make_folder(path.parent)
     path.mkdir(exist_ok=True)
     sync(path.parent)
-
-
-def _exchange(written: Path, name: Path) -> None:
-    """Give a file the name of a folder, or a folder that of a file; what had it gets the other's name.
-
-    Not every file system can do both at once; the others have a moment in which nothing has the name.
-    """
-    system = ctypes.CDLL(None, use_errno=True)
-    rename = getattr(system, "renameat2", None)
-    if rename is not None and rename(_HERE, os.fsencode(written), _HERE, os.fsencode(name), _BOTH_WAYS) == 0:
-        return
-    aside = name.with_name(f".{name.name}.{secrets.token_hex(4)}{ASIDE}")
-    os.replace(name, aside)
-    try:
-        os.replace(written, name)
-    except OSError:
-        os.replace(aside, name)
-        raise
-    os.replace(aside, written)
 
 
 def _is_folder(path: Path) -> bool:
@@ -127,18 +95,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def checksum(path: Path) -> str:
-    """Return the CRC-32 of a file, in hexadecimal."""
-    # Against accidents and not against attackers: half the time of SHA-256, for which the processor has instructions.
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            value = zlib.crc32(block, value)
-    return f"{value:08x}"
-
-
-def size_of(file: BinaryIO) -> int:
-    """Size of an open file, in bytes."""
-    return os.fstat(file.fileno()).st_size

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_asyncpp.storage.durable import checksum
 from lightning_asyncpp.storage.names import INDEX, StorageError
 from lightning_asyncpp.storage.nested import STORED, entry_dtype, entry_shape, put_together, shard_of
 from lightning_asyncpp.storage.sharded import Shard, files_of, read_index
-from lightning_asyncpp.storage.whole import damage_of, read_file, unreadable
-
-Done = Callable[[int], object]
+from lightning_asyncpp.storage.whole import read_file, unreadable
 
 
 def load(path: Path, weights_only: bool | None = None) -> Any:
@@ -33,59 +30,10 @@ def load(path: Path, weights_only: bool | None = None) -> Any:
     return _load_folder(path) if os.path.isdir(path) else read_file(path, weights_only)
 
 
-def verify(path: Path, done: Done = lambda num_bytes: None) -> list[str]:
-    """Read all of a checkpoint and compare it with its checksums.
-
-    Args:
-        path: a file, or a folder with an index.
-        done: called with the number of bytes of every file that was read.
-
-    Returns:
-        What is wrong with it; nothing if it is whole.
-    """
-    try:
-        problems = damages(path, done)
-        if not problems:
-            load(path)
-    except StorageError as error:
-        problems = [str(error)]
-    return problems
-
-
-def damages(path: Path, done: Done = lambda num_bytes: None) -> list[str]:
-    """Compare the files of a checkpoint with their checksums, as :func:`verify` does; nothing else is read of them.
-
-    Raises:
-        StorageError: it is no checkpoint.
-    """
-    if os.path.isdir(path):
-        run, shards = files_of(read_index(path), path)
-        return [problem for shard in (run, *shards) for problem in _damages_of(path, shard, done)]
-    try:
-        with path.open("rb") as file:
-            damage = damage_of(file)
-    except Exception as error:  # whatever a damaged archive is taken for
-        raise unreadable(path, error) from error
-    done(path.stat().st_size)
-    return [f"{path} is damaged: {damage}"] if damage else []
-
-
 def _load_folder(folder: Path) -> Any:
     run, shards = files_of(read_index(folder), folder)
     skeleton = read_file(_file_of(folder, run))
     return put_together(skeleton, _Tensors(folder, {shard.name: _tensors(_file_of(folder, shard)) for shard in shards}))
-
-
-def _damages_of(folder: Path, shard: Shard, done: Done) -> list[str]:
-    try:
-        path = _file_of(folder, shard)
-        found = checksum(path)
-    except OSError as error:
-        return [str(error)]
-    done(shard.num_bytes)
-    if found == shard.crc32:
-        return []
-    return [f"{path} is damaged: its CRC-32 is {found}, and was {shard.crc32} when it was written"]
 
 
 def _file_of(folder: Path, shard: Shard) -> Path:

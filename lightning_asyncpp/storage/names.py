@@ -17,8 +17,6 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_asyncpp.storage.durable import ASIDE
-
 PARTIAL = ".partial"
 """Ends the names of files and folders that are not complete."""
 INDEX = "index.json"
@@ -65,23 +63,12 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def aside_of(path: Path) -> list[Path]:
-    """What had the name and was moved aside, by a process that ended then."""
-    return sorted(_called_like(path, ASIDE))
-
-
 def remove_leftovers(path: Path) -> None:
-    """Remove what earlier attempts to write ``path`` left, which ended with their process.
-
-    What had the name before, and was moved aside by one that could not give it to the new one, gets it back.
-    """
-    for aside in aside_of(path):
-        if os.path.lexists(path):
-            remove(aside)
-        else:
-            os.replace(aside, path)
-    for leftover in _called_like(path, PARTIAL):
-        remove(leftover)
+    """Remove what earlier attempts to write ``path`` left, which ended with their process."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
+    for name in os.listdir(path.parent) if path.parent.is_dir() else []:
+        if pattern.fullmatch(name):
+            remove(path.with_name(name))
 
 
 def remove(path: Path) -> None:
@@ -91,9 +78,3 @@ def remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _called_like(path: Path, ending: str) -> list[Path]:
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
-    names = os.listdir(path.parent) if path.parent.is_dir() else []
-    return [path.with_name(name) for name in names if pattern.fullmatch(name)]

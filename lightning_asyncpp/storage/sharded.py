@@ -1,6 +1,6 @@
 """A checkpoint as a folder, of which every stage writes its part.
 
-``index.json`` names the files that belong to it, with their sizes and checksums: one of tensors per stage, in the
+``index.json`` names the files that belong to it, with their sizes: one of tensors per stage, in the
 safetensors format, and ``run``, in torch's, with all that is small: the skeleton, in which tensors are named, and what
 else is no tensor. A new save puts its files beside the old ones, under names of its own, and replaces the index last:
 until then the folder is what it was.
@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shutil
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
-from lightning_asyncpp.storage.durable import checksum, make_folder, replace_durably, sync, usual_mode, write_durably
+from lightning_asyncpp.storage.durable import make_folder, replace_durably, sync, usual_mode, write_durably
 from lightning_asyncpp.storage.names import (
     INDEX,
     StorageError,
@@ -34,12 +33,11 @@ from lightning_asyncpp.storage.names import (
     remove,
     remove_leftovers,
 )
-from lightning_asyncpp.storage.whole import not_written, unreadable, write_sealed
+from lightning_asyncpp.storage.whole import not_written, unreadable
 
 FORMAT = "lightning_asyncpp.sharded"
 VERSION = 1
-_CHECKSUM, _NOT_YET = "crc32", "00000000"  # of the index itself, with this in its place
-_TYPES = {"name": str, "file": str, "num_bytes": int, "crc32": str}
+_TYPES = {"name": str, "file": str, "num_bytes": int}
 _SAVE_BYTES = 6
 
 
@@ -50,13 +48,11 @@ class Shard(NamedTuple):
         name: what the skeleton calls it.
         file: its name in the folder.
         num_bytes: its size.
-        crc32: its CRC-32, in hexadecimal.
     """
 
     name: str
     file: str
     num_bytes: int
-    crc32: str
 
 
 class Target(NamedTuple):
@@ -90,18 +86,16 @@ def index_bytes(run: Shard, shards: Sequence[Shard], about: Mapping[str, Any]) -
     """
     index = {
         "format": FORMAT, "version": VERSION, "about": dict(about),
-        "run": run._asdict(), "shards": [shard._asdict() for shard in shards], _CHECKSUM: _NOT_YET,
+        "run": run._asdict(), "shards": [shard._asdict() for shard in shards],
     }  # fmt: skip
-    text = json.dumps(index, indent=2).encode()
-    before, _, after = text.rpartition(_NOT_YET.encode())
-    return before + b"%08x" % zlib.crc32(text) + after
+    return json.dumps(index, indent=2).encode()
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """Read the index of a sharded checkpoint.
 
     Raises:
-        StorageError: it is missing, damaged, or none.
+        StorageError: it is missing, or none.
     """
     if not is_sharded(folder):
         raise StorageError(
@@ -119,10 +113,6 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder} has version {index.get('version')!r} of the sharded format, and this release reads {VERSION}:"
             " use the release that wrote it"
         )
-    written = str(index.get(_CHECKSUM)).encode()
-    before, _, after = text.rpartition(written)
-    if b"%08x" % zlib.crc32(before + _NOT_YET.encode() + after) != written:
-        raise StorageError(f"{folder / INDEX} is damaged: it differs from its CRC-32, {index.get(_CHECKSUM)}")
     return index
 
 
@@ -214,7 +204,7 @@ def commit(target: Target, shards: Sequence[Shard], run: Mapping[str, Any], abou
     try:
         if missing := [shard.file for shard in shards if not (folder / shard.file).is_file()]:
             raise StorageError(f"{', '.join(missing)} is not there: all machines must see the same folder")
-        write_sealed(dict(run), file)
+        torch.save(dict(run), file)
         sync(file)
         sync(folder)  # before the index: it must not outlive the loss of power alone
         write_durably(folder / INDEX, index_bytes(_described("run", file), shards, about))
@@ -275,7 +265,7 @@ def _shard(entry: Any) -> Shard:
 
 
 def _described(name: str, file: Path) -> Shard:
-    return Shard(name, file.name, file.stat().st_size, checksum(file))
+    return Shard(name, file.name, file.stat().st_size)
 
 
 def _has_index(folder: Path) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,56 +20,15 @@ from lightning_asyncpp.core.cut.partition_choice import Example, choose_partitio
 from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.randomness import seed_of_run
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, broadcast
-from lightning_asyncpp.core.ranks.interfaces import use_interface
+from lightning_asyncpp.core.ranks.interfaces import use_loopback
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import unbind_default_group
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.errors import lost_peers
-from lightning_asyncpp.private_names import installed_versions, required
-from lightning_asyncpp.strategy_parts.arguments import PipelineArguments
-from lightning_asyncpp.strategy_parts.process_group import QUEUES_VARIABLE, backend_of, join_again, queue_warning
-from lightning_asyncpp.strategy_parts.store import store_listening_on
-from lightning_asyncpp.version import __version__
+from lightning_asyncpp.errors import ConfigurationError, lost_peers
+from lightning_asyncpp.strategy_parts.process_group import backend_of, join_again
 
 T = TypeVar("T")
-_SHARED = ("state_dict_type", "async_checkpoints", "timeout")  # arguments, beside the pipeline's settings
-
-
-class OneProcessMixin:
-    """Runs all stages in this process: no launcher, no process group. Comes before a pipeline strategy.
-
-    Attributes:
-        num_stages: number of stages P.
-    """
-
-    session: PipelineSession
-    num_stages: int
-
-    def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
-        return LocalSession(settings, self.num_stages, timeout)
-
-    def _configure_launcher(self) -> None:
-        """One process needs no launcher."""
-
-    @property
-    def local_rank(self) -> int:
-        """The first, also in a process that others were launched with: it has a device for itself."""
-        return 0
-
-    def setup_environment(self) -> None:
-        """Take the device; a pipeline starts processes here.
-
-        Raises:
-            ConfigurationError: there are several devices, or the settings do not fit the number of stages.
-        """
-        strategy: Any = self
-        self.session.connect(0, strategy.num_nodes * strategy.num_processes)
-        assert strategy.accelerator is not None
-        strategy.accelerator.setup_device(strategy.root_device)
-        ranks = getattr(strategy, "set_world_ranks", None) or strategy._set_world_ranks  # the Trainer's, or Fabric's
-        ranks()
-        reset_seed()  # as launchers do: what is drawn from the process's generators is the same as in a pipeline
 
 
 class PipelineStrategyMixin:
@@ -79,62 +36,93 @@ class PipelineStrategyMixin:
 
     Attributes:
         delay: of the gradients, in updates: 1 or 0.
+        num_stages: that run in this process, on one device; ``None``: every rank runs one.
         session: the pipeline.
         checkpoints: writes them.
-        interface: the network interface that the user named for connections.
     """
 
     applies_statistics = True  # a module need not look after its StatisticsLayers itself
     delay: int
+    num_stages: int | None = None
     session: PipelineSession
     checkpoints: CheckpointWriter
-    interface: str | None
 
-    def _make_session(self, arguments: PipelineArguments) -> None:
-        """Keep what the arguments say of the pipeline.
+    def _make_session(
+        self, settings: PipelineSettings, timeout: timedelta | None, state_dict_type: str, async_checkpoints: bool
+    ) -> None:
+        """Make what holds the pipeline.
 
         Raises:
             ConfigurationError: arguments are wrong whatever the number of processes is; names all of them.
         """
-        self.interface = arguments.interface
-        self.session = self._new_session(arguments.settings(self.delay), arguments.timeout)
-        versions = {**installed_versions(("lightning", "torch")), "lightning_asyncpp": __version__}
-        self.session.started_with |= {**versions, **{name: str(getattr(arguments, name)) for name in _SHARED}}
-        sharded = arguments.state_dict_type == "sharded"
-        self.checkpoints = CheckpointWriter(self.session, sharded, arguments.async_checkpoints)
+        problems = settings.problems()
+        if state_dict_type not in ("full", "sharded"):
+            problems.append(f"state_dict_type={state_dict_type!r} must be 'full' or 'sharded'")
+        if problems:
+            raise ConfigurationError.from_problems(problems)
+        self.session = self._new_session(settings, timeout)
+        self.session.started_with["state_dict_type"] = state_dict_type
+        self.session.started_with["async_checkpoints"] = str(async_checkpoints)
+        self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
 
     def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
-        return PipelineSession(settings, timeout)
+        return (
+            PipelineSession(settings, timeout) if self.num_stages is None else LocalSession(settings, self.num_stages)
+        )
+
+    def _configure_launcher(self) -> None:
+        if self.num_stages is None:
+            super()._configure_launcher()  # type: ignore[misc]
+
+    @property
+    def local_rank(self) -> int:
+        """With all stages in one process the first, also in one that others were launched with."""
+        rank: int = super().local_rank if self.num_stages is None else 0  # type: ignore[misc]
+        return rank
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Lightning's question for names: they are registered by importing the package."""
 
     def setup_environment(self) -> None:
-        """Start the process group and connect the mesh, on the interface to be used; a collective call.
+        """Start the process group and connect the mesh; a collective call.
 
         Raises:
-            ConfigurationError: there is no such interface, or the settings do not fit the number of ranks.
+            ConfigurationError: the settings do not fit the number of ranks.
         """
+        strategy: Any = self
+        if self.num_stages is not None:
+            self._set_up_one_process()
+            return
         # Before ranks wait for each other: one that failed in the midst of it would leave the others waiting.
-        self.session.settings.resolved(self.num_nodes * self.num_processes)  # type: ignore[attr-defined]
-        purpose = "choose the backend for stages that share a GPU"
-        given = required(self, "_process_group_backend", purpose)
-        self._process_group_backend = backend_of(self.parallel_devices, given)  # type: ignore[attr-defined]
-        chosen = required(self, "_get_process_group_backend", "let torchrun start a run again")()
-        with self._on_interface():
-            join_again(chosen, self.root_device, self.session.timeout)  # type: ignore[attr-defined]
-            super().setup_environment()  # type: ignore[misc]
+        self.session.settings.resolved(strategy.num_nodes * strategy.num_processes)
+        if strategy.num_nodes == 1 and strategy.cluster_environment.world_size() <= strategy.num_processes:
+            use_loopback()
+        join_again(strategy._get_process_group_backend(), strategy.root_device, self.session.timeout)
+        super().setup_environment()  # type: ignore[misc]
         unbind_default_group()
-        self.session.watch.guard.children = launched_processes(self)
-        mesh = self.session.connect(self.global_rank, self.world_size)  # type: ignore[attr-defined]
-        if mesh.num_stages > 1 and (warning := queue_warning(self.root_device, os.environ.get(QUEUES_VARIABLE))):  # type: ignore[attr-defined]
-            rank_zero_warn(warning)
+        self.session.watch.guard.children = launched_processes(strategy.launcher)
+        mesh = self.session.connect(strategy.global_rank, strategy.world_size)
         if mesh.num_stages == 1:
             rank_zero_warn(
                 f"{type(self).__name__} has one stage, and cuts nothing: devices={mesh.world_size} was given or found"
                 f" for data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
             )
+
+    def _get_process_group_backend(self) -> str:
+        strategy: Any = self
+        own: str | None = backend_of(strategy.parallel_devices, strategy.process_group_backend)
+        return own or super()._get_process_group_backend()  # type: ignore[misc]
+
+    def _set_up_one_process(self) -> None:
+        """Take the device."""
+        strategy: Any = self
+        self.session.connect(0, strategy.num_nodes * strategy.num_processes)
+        assert strategy.accelerator is not None
+        strategy.accelerator.setup_device(strategy.root_device)
+        if hasattr(strategy, "set_world_ranks"):  # the Trainer's; in Fabric ranks follow from the environment
+            strategy.set_world_ranks()
+        reset_seed()  # as launchers do: what is drawn from the process's generators is the same as in a pipeline
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, in a group that a rank which fails leaves (``failures/failure_watch.py``)."""
@@ -160,22 +148,6 @@ class PipelineStrategyMixin:
         with self.session.watch.collective():
             gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
-
-    @contextmanager
-    def _on_interface(self) -> Iterator[None]:
-        """Nothing listens elsewhere than on the interface that was named, or than on loopback on a single machine."""
-        strategy: Any = self
-        given, size = strategy.cluster_environment, strategy.num_processes
-        on_one_machine = strategy.num_nodes == 1 and given.world_size() <= size
-        addresses = use_interface(self.interface, on_one_machine)
-        given.set_global_rank(given.node_rank() * size + given.local_rank())  # as Lightning is about to do
-        timeout = self.session.timeout
-        with store_listening_on(given, addresses, given.global_rank(), on_one_machine, timeout) as environment:
-            strategy.cluster_environment = environment
-            try:
-                yield
-            finally:
-                strategy.cluster_environment = given
 
     @property
     def _mesh(self) -> Mesh:
@@ -238,7 +210,7 @@ def register(registry: Any, **strategies: type) -> None:
         if name not in registry:
             registry.register(name, strategy, description=description)
         notebook = f"{name}_notebook"
-        if issubclass(strategy, PipelineStrategyMixin) and notebook not in registry:
+        if name != "delayed_gradient" and notebook not in registry:
             registry.register(notebook, strategy, description=f"{description} In notebooks.", start_method="fork")
 
 
@@ -247,15 +219,7 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def launched_processes(strategy: Any) -> list[subprocess.Popen]:
-    """The launcher's own list of the processes that it started; empty where others start them.
-
-    Raises:
-        PrivateNameError: the launcher keeps no such list by now.
-    """
-    purpose = "leave no process behind"
-    launcher = strategy.launcher
-    if launcher is None or required(strategy, "_start_method", purpose) != "popen":
-        return []
-    processes: list[subprocess.Popen] = required(launcher, "procs", purpose)
-    return processes
+def launched_processes(launcher: Any) -> list[subprocess.Popen]:
+    """The launcher's own list of the processes that it started; empty where others start them."""
+    processes: list[Any] = getattr(launcher, "procs", [])
+    return processes if all(isinstance(process, subprocess.Popen) for process in processes) else []

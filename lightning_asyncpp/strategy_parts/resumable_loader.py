@@ -29,9 +29,6 @@ class ResumableLoader(LoaderInFront):
     Args:
         loader: of this replica.
         prefetched: how many batches were taken from here that training has not got yet.
-
-    Attributes:
-        waits: there is nothing to read until this is false: the end of the last epoch is still to come.
     """
 
     def __init__(self, loader: Any, prefetched: Callable[[], int]) -> None:
@@ -39,7 +36,6 @@ class ResumableLoader(LoaderInFront):
         self._prefetched = prefetched
         self._say: Any = loader.state_dict if is_stateful(loader) else None
         self._take_up: Any = getattr(loader, "load_state_dict", None)
-        self.waits = False
         self._generator = torch.Generator()
         self._began: Mapping[str, Any] = {}  # the random numbers with which the epoch began
         self._batches = self._read_before = 0
@@ -77,8 +73,6 @@ class ResumableLoader(LoaderInFront):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over an epoch; nothing is read before the first batch is asked for."""
-        if self.waits:
-            return
         resumed, self._resumed = self._resumed, None
         state, ended = resumed or ({}, True)
         if not ended and state.get("exhausted"):  # the shorter one of several: the rest of their epoch has none of it
@@ -187,18 +181,6 @@ def is_stateful(loader: object) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:
-    """Whether a loader can go on from the state that one in a checkpoint had of its own.
-
-    Args:
-        loader: of this replica.
-        state: of a :class:`ResumableLoader`.
-    """
-    if not is_stateful(loader) or state.get("loader") is None or state["class"] != type(loader).__name__:
-        return False
-    return not is_torchdatas(loader) or state["workers"] == loader.num_workers
-
-
 def inexact_because(loader: Any, state: Mapping[str, Any]) -> str:
     """Why a loader does not go on exactly in the middle of an epoch; nothing if it does.
 
@@ -208,17 +190,14 @@ def inexact_because(loader: Any, state: Mapping[str, Any]) -> str:
     """
     if not is_stateful(loader):
         return f"a {type(loader).__name__} cannot say where it was"
-    if not takes_up(loader, state):
-        return f"the checkpoint was written with another loader, or another num_workers, than this {_called(loader)}"
-    if wrapper_of(loader) is not None or draws_unseen(loader):
-        return f"the sampler of the {_called(loader)} cannot say where it was"
-    if isinstance(getattr(loader, "dataset", None), classes_of_litdata("CombinedStreamingDataset")):
-        return "" if loader.num_workers < 2 else "a CombinedStreamingDataset cannot say where its several workers were"
-    return ""
+    return "" if takes_up(loader, state) else "the checkpoint was written with another loader, or another num_workers"
 
 
-def _called(loader: Any) -> str:
-    return f"{type(loader).__name__}(num_workers={getattr(loader, 'num_workers', 0)})"
+def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:
+    """Whether a loader can go on from the state that one in a checkpoint had of its own; arguments as above."""
+    if not is_stateful(loader) or state.get("loader") is None or state["class"] != type(loader).__name__:
+        return False
+    return not is_torchdatas(loader) or state["workers"] == loader.num_workers
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -237,17 +216,6 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 def draws_at_once(loader: Any) -> bool:
     """Whether a loader that goes on in an epoch has drawn what orders it as soon as it is iterated."""
     return is_torchdatas(loader) and is_torchdatas(getattr(loader, "batch_sampler", None)) and not loader.num_workers
-
-
-def draws_unseen(loader: Any) -> bool:
-    """Whether a loader of torchdata's would order an epoch in which it goes on anew, from the process's generator.
-
-    Its own samplers of batches repeat what they drew before anything else is drawn; others do it with the first batch.
-    """
-    batches = getattr(loader, "batch_sampler", None)
-    if batches is None or not is_torchdatas(loader) or is_torchdatas(batches) or hasattr(batches, "state_dict"):
-        return False
-    return any(getattr(owner, "generator", _END) is None for owner in (batches, getattr(batches, "sampler", None)))
 
 
 def is_torchdatas(thing: Any) -> bool:

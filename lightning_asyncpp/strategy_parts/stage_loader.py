@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from functools import partial
 from typing import Any, TypeGuard
@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.replica import is_litdata, reads_streams, use_replica
 
 
@@ -125,26 +124,13 @@ def stage_loader(
         follow: what the others ask for the first stage's next step. Without it they iterate placeholders if the
             loader's length can be trusted (a ``DataLoader`` over a map-style dataset, a litdata loader), and otherwise
             the loader itself, since only it knows when an epoch ends.
-
-    Raises:
-        DataError: fewer samples than replicas; a sampler would quietly give the same one to several.
     """
-    _check_size(loader, num_replicas)
     if reads_streams(loader):
         use_replica(loader, num_replicas, replica)
     _seed_workers(loader, replica)
     if needs_data or (follow is None and not (is_litdata(loader) or _is_map_style(loader))):
         return loader
     return PlaceholderLoader(loader, follow)
-
-
-def _check_size(loader: object, num_replicas: int) -> None:
-    # A dataset without a length comes with a sampler of the user's.
-    if _is_map_style(loader) and isinstance(loader.dataset, Sized) and len(loader.dataset) < num_replicas:
-        raise DataError(
-            f"a dataset of {len(loader.dataset)} samples cannot give each of {num_replicas} replicas one of its own;"
-            " lower data_parallel_size, or give more data"
-        )
 
 
 def _seed_workers(loader: object, replica: int) -> None:

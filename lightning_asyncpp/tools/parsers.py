@@ -23,7 +23,6 @@ FORMS = ("full", "sharded", "weights")
 _CHECKPOINT = {
     "info": "what it is, who wrote it, and what is in it",
     "convert": "write it as one file, sharded, or its weights alone",
-    "verify": "compare all of it with its checksums",
 }
 _CHECK = (
     "Train the first updates of a recipe several ways, as a pipeline and as a single process does, and print where they"
@@ -63,9 +62,7 @@ def info_parser() -> ToolParser:
 
 def convert_parser() -> ToolParser:
     """Of ``asyncpp checkpoint convert``."""
-    parser = _checkpoint_parser(
-        "convert", "Write a checkpoint in another form, and compare the two; a run resumes from either."
-    )
+    parser = _checkpoint_parser("convert", "Write a checkpoint in another form; a run resumes from either.")
     parser.add_argument("output", type=str, help="file or folder to write")
     parser.add_argument(
         "--to", type=str, required=True, help=f"of {', '.join(FORMS)}: one file; a folder; the model's state_dict alone"
@@ -80,11 +77,6 @@ def convert_parser() -> ToolParser:
     return parser
 
 
-def verify_parser() -> ToolParser:
-    """Of ``asyncpp checkpoint verify``."""
-    return _checkpoint_parser("verify", "Compare all of a checkpoint with its checksums; ends with 1 if it is damaged.")
-
-
 def _checkpoint_parser(command: str, description: str) -> ToolParser:
     parser = ToolParser(allow_abbrev=False, prog=f"asyncpp checkpoint {command}", description=description)
     parser.add_argument("checkpoint", type=str, help="file, or folder with an index.json")
@@ -95,7 +87,7 @@ def doctor_parser() -> ToolParser:
     """Of ``asyncpp doctor``."""
     parser = ToolParser(
         allow_abbrev=False, prog="asyncpp doctor",
-        description="Examine this installation: versions, devices, the link between two of them, and a training of two"
+        description="Examine this installation: versions, devices, and a training of two"
         " stages (on GPUs over NCCL if there are two, else over gloo) that is compared with the reference. Ends with"
         " code 1 if that fails or differs.",
     )  # fmt: skip
@@ -192,7 +184,6 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "check": check_parser,
     "checkpoint convert": convert_parser,
     "checkpoint info": info_parser,
-    "checkpoint verify": verify_parser,
     "doctor": doctor_parser,
     "evaluate": saved.evaluate_parser,
     "export": saved.export_parser,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_asyncpp.errors import ConfigurationError
@@ -13,12 +13,6 @@ from lightning_asyncpp.lightning_cli.recipe_names import package_recipes, unknow
 from lightning_asyncpp.tools.parsers import recipes_parser
 
 _WIDTH = 120
-_GROUPS = {
-    "to begin with, two processes on the CPU": "quickstart",
-    "models of the Hugging Face Hub, on GPUs": "hf_",
-    "from random weights, on GPUs": "",
-}
-"""Title -> what the names of its recipes begin with; a recipe is in the first group that fits."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,20 +59,12 @@ def copy_recipe(name: str, folder: Path) -> Path:
 
 
 def _listed() -> str:
-    """The recipes in groups."""
-    left = package_recipes()
-    blocks = []
-    for title, beginning in _GROUPS.items():
-        blocks.append(_block(title, {name: left.pop(name) for name in list(left) if name.startswith(beginning)}))
-    blocks.append("`asyncpp fit NAME` trains one; `asyncpp recipes --copy NAME [FOLDER]` writes one to edit.\n")
-    return "\n".join(blocks).rstrip("\n")
-
-
-def _block(title: str, recipes: Mapping[str, Path]) -> str:
-    """A group, recipe by recipe the name and what it is."""
+    """The recipes, each with its name and what it is."""
+    recipes = package_recipes()
     width = max(map(len, recipes)) + 2
-    lines = [f"  {name:<{width}}{_about(path, _WIDTH - width - 2)}" for name, path in recipes.items()]
-    return "\n".join([f"{title}:", *lines, ""])
+    lines = [f"{name:<{width}}{_about(path, _WIDTH - width)}" for name, path in recipes.items()]
+    said = "`asyncpp fit NAME` trains one; `asyncpp recipes --copy NAME [FOLDER]` writes one to edit."
+    return "\n".join([*lines, "", said])
 
 
 def _about(path: Path, width: int) -> str:

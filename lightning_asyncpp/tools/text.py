@@ -1,12 +1,10 @@
-"""What tools print and write: tables, measured quantities, JSON, and names that may be anything."""
+"""What tools print and write: tables and JSON."""
 
 from __future__ import annotations
 
 import json
-import sys
-import unicodedata
 from collections.abc import Collection, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
@@ -19,22 +17,6 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
         ).rstrip()
         for row in rows
     ]
-
-
-def escaped(text: str) -> str:
-    """A text of a file, or a path, in one line: what would change the line, or the terminal, as its escape sequence."""
-    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else _escape(c) for c in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
-
-
-def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print; what the output cannot encode, such as parts of a path that are no text, as its escape sequence."""
-    file = sys.stdout if file is None else file
-    encoding = getattr(file, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, file=file, flush=True)
 
 
 def write_json(path: str, content: Any) -> None:

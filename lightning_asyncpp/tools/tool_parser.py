@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -12,18 +11,7 @@ import jsonargparse
 
 from lightning_asyncpp.lightning_cli.nearest import advice
 
-_REQUIRED = "the following arguments are required: "
-_WRONG_VALUE = re.compile(r'Parser key "(\w+)":')
-_REASON = re.compile(r"^\s*(?:- )?((?:Not of type|Expected) .*)$", re.MULTILINE)
 _UNRECOGNIZED = "unrecognized arguments: "
-_RESTRICTED = {  # types of jsonargparse -> what they take
-    "PositiveInt": "a whole number, 1 or more",
-    "NonNegativeInt": "a whole number, 0 or more",
-    "PositiveFloat": "a number above 0",
-    "NonNegativeFloat": "a number, 0 or more",
-}
-_RESTRICTION = re.compile(r"Not of type (\w+): (?:(\S+) does not conform)?")
-_NUMBER = re.compile(r"-[\d.]")
 
 
 class _Options:
@@ -46,29 +34,9 @@ class _Options:
 
     def explained(self, message: str) -> str:
         """What is wrong; of options that do not exist, with the nearest."""
-        if found := _WRONG_VALUE.match(message):
-            return self._wrong_value(found.group(1), message)
-        if message.startswith(_REQUIRED):
-            missing = message.removeprefix(_REQUIRED).split(", ")
-            return f"missing: {', '.join(map(self._as_given, missing))}"
-        if not message.startswith(_UNRECOGNIZED):
-            return message
-        words = message.removeprefix(_UNRECOGNIZED).split()
-        unknown = [word.partition("=")[0] for word in words if word.startswith("-") and not _NUMBER.match(word)]
+        words = message.removeprefix(_UNRECOGNIZED).split() if message.startswith(_UNRECOGNIZED) else []
+        unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
         return "\n".join(f"there is no option {name}{advice(name, self.names)}" for name in unknown) or message
-
-    def _wrong_value(self, name: str, message: str) -> str:
-        """What jsonargparse says of a value, without the types that it tried in vain and the absence of one."""
-        reasons = [line for line in _REASON.findall(message) if "NoneType" not in line]
-        value = message.partition("Given value: ")[2]
-        given = f"{self._as_given(name)} {value}".strip()
-        if (found := _RESTRICTION.search(message)) and (takes := _RESTRICTED.get(found[1])):
-            return f"{given}: must be {takes}{f', got {found[2]}' if found[2] and not value else ''}"
-        return f"{given}: {'; '.join(reasons)}" if reasons else message
-
-    def _as_given(self, name: str) -> str:
-        option = f"--{name.replace('_', '-')}"
-        return option if option in self.names else name
 
 
 class ToolParser(jsonargparse.ArgumentParser):

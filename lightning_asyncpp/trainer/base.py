@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
@@ -22,53 +25,76 @@ from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
-from lightning_asyncpp.core.cut.whole_model import whole_of
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.progress import PROGRESS
 from lightning_asyncpp.core.randomness import derive, drawing_from
-from lightning_asyncpp.core.ranks.agreed import optimizer_entries, parameter_entries
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.arguments import for_ddp, takes
-from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin, mark_as_stepped
+from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
+from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.arguments import TrainerArguments, TrainersDDPArguments
 from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
-from lightning_asyncpp.trainer.checkpoint.loop_state import accumulate_as_scheduled
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
-from lightning_asyncpp.trainer.launching import Launching
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.module_facts import (
-    HiddenExample,
-    allow_state_dict,
-    last_saved,
+    hidden_example,
     modules_example,
-    refuse_state_dict,
     without_meta_tensors,
 )
 from lightning_asyncpp.trainer.refusals import (
-    NOTHING_TO_STEP,
     ONE_OPTIMIZER,
     module_problems,
     optimizer_problem,
     trainer_problems,
-    without_gradients,
 )
-from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
 
 
-class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrategyMixin, DDPStrategy):
+class PipelineStrategy(EvaluationSteps):
     """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
-    to the Trainer's hooks. Arguments: :class:`~lightning_asyncpp.trainer.arguments.TrainerArguments`.
+    to the Trainer's hooks.
+
+    Args:
+        micro_batches: micro-batches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
+            one stage). A batch with fewer samples leaves the last ones empty: nothing is computed for them.
+        staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"least"``, the
+            default: those that are under way before that update can be made, P - 1 - s on stage s. Stages then step
+            before all know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first
+            mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all, so that gradients are one update old.
+        slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
+            behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
+            left out.
+        lookahead: extra micro-batches in flight, up to ``micro_batches`` - P + 1, one less with replicas. It hides
+            latency and jitter, costs activation memory, and adds to what ``staleness="least"`` holds back. Default: 0;
+            with ``staleness="uniform"`` 1 where it fits.
+        data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
+        partition: which layers each stage gets. ``"auto"`` makes the largest cost of a stage as small as it can be: by
+            the model's ``pipeline_costs()``, or else by the times of its layers on its ``example_input_array``, or
+            else by numbers of parameters; ``"uniform"`` gives all the same number of layers; a list says how many
+            layers each stage gets, first stage first.
+        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
+            beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
+            ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
+        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
+        state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
+            stage its part.
+        async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
+        timeout: of blocking communication.
+        process_group_backend: default: NCCL on GPUs with one rank each, else gloo.
+        start_method: how Lightning starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in
+            notebooks, ``"spawn"`` where everything can be pickled: with these two the process that starts the others is
+            no rank, and its module is the whole trained one after ``fit``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
+            Trainer sets them.
 
     Attributes:
         gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
@@ -78,15 +104,55 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
     # PipelineModule leaves its layers on the meta device for a strategy that says so.
     materializes_stages = True
 
-    @takes(TrainerArguments)
-    def __init__(self, arguments: TrainerArguments) -> None:
-        super().__init__(**for_ddp(TrainersDDPArguments, arguments))
-        self._make_session(arguments)
+    def __init__(
+        self,
+        micro_batches: int | None = None,
+        staleness: Staleness | None = None,
+        slack: Slack = 0,
+        lookahead: int | None = None,
+        data_parallel_size: int = 1,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
+        weight_dtype: Literal["bf16"] | None = None,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        state_dict_type: Literal["full", "sharded"] = "full",
+        async_checkpoints: bool = False,
+        timeout: timedelta | None = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        settings = PipelineSettings.chosen(
+            self.delay,
+            staleness,
+            micro_batches=micro_batches,
+            slack=slack,
+            lookahead=lookahead,
+            data_parallel_size=data_parallel_size,
+            partition=partition,
+            weight_dtype=weight_dtype,
+            nonfinite_gradients=nonfinite_gradients,
+        )
+        self._make_session(settings, timeout, state_dict_type, async_checkpoints)
         self.progress = Progress()
         self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session)
         self._batch_ends: BatchEnds | None = None
-        self._hidden_example: HiddenExample | None = None
+        self._until_teardown = ExitStack()
+        self.start_method = start_method
         self._conductor: Conductor | None = None
         self.gradient_norm: float | None = None
         self.weight_seen = 0.0
@@ -103,17 +169,15 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
-        allow_state_dict(module)
         weight_dtype = self.session.settings.weight_dtype
         problems = [*trainer_problems(trainer, weight_dtype), *self._structure_problems(trainer)]
         agree_on_problems(self._mesh, problems)
-        if whole_of(self._network()) is None:  # else it was compared when it was whole
-            self.session.compare(parameter_entries(self._network()))
         self._cut(
             self._network(), root=module, example=self._example(),
             averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
         )  # fmt: skip
-        self._hidden_example = HiddenExample(module) if self._mesh.num_stages > 1 else None
+        if self._mesh.num_stages > 1:
+            self._until_teardown.enter_context(hidden_example(module))
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
@@ -124,22 +188,15 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         self.session.start(hooks, self.root_device, training)
         compared = "; check_model compares it with one process" if training else ""
         rank_zero_info(f"Pipeline: {self.session.describe()}{compared}")
-        self.session.watch.progress.enter("a run")
         self._batch_ends = BatchEnds(module, self.session, trainer)
-        args = self.session, self.step_metrics, self.drain, self._batch_ends, self.progress
-        self._conductor = Conductor(trainer, *args)
+        self._conductor = Conductor(trainer, self.session, self.step_metrics, self.drain, self._batch_ends)
         self._conductor.install(trainer)
         self.step_metrics.connect(trainer, module)
         self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
         if self._mesh.num_replicas == 1:
             private.shuffle_only(trainer, shuffles)
         if training:
-            private.run_validations_in(trainer, self.progress.validations.apart)
-            if owners := without_gradients(module, trainer.callbacks):  # type: ignore[attr-defined]
-                rank_zero_warn(
-                    f"on_after_backward of {', '.join(owners)} is called without gradients: under a pipeline they exist"
-                    " while an update is applied; look at them in on_before_optimizer_step"
-                )
+            private.run_validations_in(trainer, self.progress.validating)
             if self._mesh.num_stages > 1:
                 show_stages(trainer)
             self.setup_optimizers(trainer)
@@ -149,7 +206,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
     def _structure_problems(self, trainer: L.Trainer) -> list[str]:
         """What keeps the module from being cut."""
         module = self._module
-        return module_problems(module, trainer) or problems_of_layers(
+        return module_problems(module) or problems_of_layers(
             self._network(), module.example_input_array, self._network_name()
         )
 
@@ -170,16 +227,11 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
 
     def _attach_optimizer(self) -> None:
         optimizer = self.optimizers[0]
-        self.session.compare(optimizer_entries(optimizer))
         self.session.attach(optimizer, self._step_optimizer)
         self._hyper_parameters = self.session.stage_optimizer.hyper_parameters
-        _optimizer_to_device(optimizer, self.root_device)
         mark_as_stepped(optimizer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-
-    def _progress_state(self) -> dict[str, Any]:
-        return self.progress.state(self._module.trainer, self._module, self.step_metrics.state_dict(self._module))
 
     def _example(self) -> Example | None:
         assert self.session.resolved is not None
@@ -208,20 +260,13 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         return self.step_metrics.batch_weight if self._mesh.is_last else None
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.last_saved = last_saved(self._module.trainer)
-
-    @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.progress.draw_as_before()
-        accumulate_as_scheduled(self._module.trainer)
+        self.progress.start_training(self._module.trainer)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; the module's own hooks see no placeholder."""
-        PROGRESS.made += 1
         engine = self.session.engine
         if engine is not None and not (engine.mesh.is_first or engine.mesh.is_last) and has_placeholder(batch):
             return batch
@@ -273,8 +318,6 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
     ) -> Any:
         """Run the batch, and apply the update of the batch before."""
         result, engine = closure(), self._running()
-        if not engine.accumulating:
-            raise ConfigurationError(NOTHING_TO_STEP)
         assert self._batch_ends is not None
         payload = self.step_metrics.payload(self.root_device)
         engine.close(self._hyper_parameters(), payload, private.state_at_update(self._module))
@@ -347,13 +390,11 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
     def teardown(self) -> None:
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
-        self.session.watch.progress.leave_all()
         self.step_metrics.disconnect()
         self.release_batch_hooks()
         if self._batch_ends is not None:
             self._batch_ends.release()
-        if self._hidden_example is not None:
-            self._hidden_example.release()
+        self._until_teardown.close()
         try:
             try:
                 self.checkpoints.close()
@@ -365,8 +406,6 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
                 super().teardown()  # moves the module to the host
             if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
-            if self.lightning_module is not None:
-                refuse_state_dict(self.lightning_module, self.last_saved)
         finally:
             self.session.watch.guard.release()
 

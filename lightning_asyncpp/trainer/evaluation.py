@@ -7,28 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_asyncpp.core.batches.tree import merge_outputs
-from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
+from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
 
 
-class EvaluationSteps(Strategy):
-    """Runs the steps of validation, test and prediction; comes before the strategy that it is mixed into.
+class EvaluationSteps(ReplicaBatches):
+    """Runs the steps of validation, test and prediction.
 
     Attributes:
-        session: the pipeline.
         step_metrics: what the steps log.
     """
 
-    session: PipelineSession
     step_metrics: StepMetrics
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Finish what is in flight and apply every update."""
 
     @abstractmethod
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:

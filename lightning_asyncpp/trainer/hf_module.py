@@ -30,7 +30,7 @@ from lightning_asyncpp.trainer.hf.loading import (
     load_model,
     read_config,
 )
-from lightning_asyncpp.trainer.hf.loss import check_own_loss, example_batch, inputs_of, mean_loss, number_of_targets
+from lightning_asyncpp.trainer.hf.loss import example_batch, inputs_of, mean_loss, number_of_targets
 from lightning_asyncpp.trainer.hf.trained import freeze, lora_config, with_adapters
 from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
 
@@ -113,11 +113,6 @@ class HFModule(LightningModule):
             raise ConfigurationError.from_problems(problems)
         if lora is not None:
             lora_config(lora, task)
-        elif dtype == "bfloat16":
-            rank_zero_warn(
-                "HFModule(dtype='bfloat16') without lora: updates below 1/256 of a weight are lost to rounding. Leave"
-                " it at float32, with precision='bf16-mixed' and weight_dtype='bf16' of the strategy",
-            )
         self.config = read_config(model_id, self.config_overrides)
         self.save_hyperparameters(ignore=["optimizer", "gradient_checkpointing", "attn_implementation"])
         self.hparams["freeze"] = list(freeze)
@@ -137,7 +132,6 @@ class HFModule(LightningModule):
             if self.lora is not None:
                 model = with_adapters(model, self.lora, self.task)
         batch = example_batch(self.task, config)
-        check_own_loss(model.eval(), batch, self.task, config)
         self.model = pipelined(model.train(), inputs_of(batch, self.task, config))
 
     def setup(self, stage: str) -> None:

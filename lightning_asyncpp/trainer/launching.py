@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
 
 NOT_IN_NOTEBOOKS = (
@@ -19,37 +21,23 @@ NOT_IN_NOTEBOOKS = (
 )
 
 
-class Launching(PipelineCheckpoints, DDPStrategy):
-    """Comes before Lightning's strategy.
+class Launching(PipelineCheckpoints):
+    """Starts processes, and knows what to say in the one that started them.
 
     Attributes:
-        whole_model_state: on rank 0, once it has trained, for the process that forked or spawned it.
-        last_saved: path of the checkpoint that a training left; empty if none is known.
+        start_method: how processes are started.
     """
 
-    whole_model_state: dict[str, Any] | None = None
-    last_saved = ""
+    start_method: str
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self.launcher is not None and not self.launcher.is_interactive_compatible and _is_interactive():
-            raise ConfigurationError(NOT_IN_NOTEBOOKS.format(private.start_method(self)))
-        if (method := private.start_method(self)) != "popen":
-            from lightning_asyncpp.trainer.main_process import MainProcessLauncher  # derived from a private class
-
-            self._launcher = MainProcessLauncher(self, method)
-
-    @override
-    def setup_environment(self) -> None:
-        private.check_launcher()
-        super().setup_environment()
-
-    def gather_whole_model(self) -> None:
-        """Bring the trained model to rank 0; a collective call."""
-        state = self.full_state_dict()
-        if self.is_global_zero:
-            self.whole_model_state = map_tensors(lambda tensor: tensor.detach().cpu(), state)
+        launcher: Any = self.launcher
+        if launcher is not None and not launcher.is_interactive_compatible and _is_interactive():
+            raise ConfigurationError(NOT_IN_NOTEBOOKS.format(self.start_method))
+        if launcher is not None and self.start_method != "popen":
+            launcher.launch = functools.partial(_launch, self, launcher.launch)
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
@@ -57,30 +45,50 @@ class Launching(PipelineCheckpoints, DDPStrategy):
 
         In the process that forked or spawned the ranks it is the module's own, which took up what they trained.
         """
-        if self._started_others:
-            if not getattr(self.launcher, "has_whole_model", False):
-                raise ConfigurationError(
-                    f"start_method={private.start_method(self)!r}: no fit of this Trainer has come to its end, and this"
-                    " process has no weights but those of its own module: module.state_dict()"
-                )
-            return dict(self._module.state_dict())
-        return super().full_state_dict()
+        return dict(self._module.state_dict()) if self._started_others else super().full_state_dict()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._started_others:
             raise ConfigurationError(
-                f"start_method={private.start_method(self)!r}: this process started those that train and has their"
-                " weights, but neither optimizer nor progress; let a ModelCheckpoint save during the training"
-                f"{f' (it saved {self.last_saved})' if self.last_saved else ''}, and to keep the weights alone,"
-                " torch.save(module.state_dict(), path)"
+                f"start_method={self.start_method!r}: this process started those that train and has their weights, but"
+                " neither optimizer nor progress; let a ModelCheckpoint save during the training, and to keep the"
+                " weights alone, torch.save(module.state_dict(), path)"
             )
         return super().lightning_module_state_dict()
 
     @property
     def _started_others(self) -> bool:
         """Whether this process is no rank, but forks or spawns those that are."""
-        return self.session.mesh is None and private.start_method(self) != "popen"
+        return self.session.mesh is None and self.start_method != "popen"
+
+
+def _launch(
+    strategy: Launching, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a function in forked or spawned processes, whose model the module of this process takes up afterwards."""
+    trainer: L.Trainer | None = kwargs.get("trainer")
+    if trainer is not None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            trainer.lightning_module.configure_model()  # whole, of memory of its own
+        function = functools.partial(_run_in_child, strategy, trainer, function)
+    return launch(function, *args, **kwargs)
+
+
+def _run_in_child(
+    strategy: Launching, trainer: L.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run on every rank; Lightning tells a strategy of errors only where no launcher is in between."""
+    try:
+        results = function(*args, **kwargs)
+        if trainer.state.fn == TrainerFn.FITTING:
+            state = map_tensors(lambda tensor: tensor.detach().cpu(), strategy.full_state_dict())
+            # What Lightning asks for next, and sends to the process that started this one.
+            trainer.lightning_module.state_dict = lambda *_, **__: state  # type: ignore[method-assign]
+    except BaseException as error:
+        strategy.on_exception(error)
+        raise
+    return results
 
 
 def _is_interactive() -> bool:

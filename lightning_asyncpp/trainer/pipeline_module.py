@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning as L
@@ -62,5 +63,5 @@ class PipelineModule(L.LightningModule):
             self.model = self.build_model()
         strategy = self.trainer.strategy if self._trainer is not None else None
         if not getattr(strategy, "materializes_stages", False):
-            seed = torch.initial_seed() % 2**63
+            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**63))
             materialize(pipeline_units(self.model), range(len(pipeline_units(self.model))), seed, torch.device("cpu"))

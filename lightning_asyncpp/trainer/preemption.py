@@ -1,8 +1,4 @@
-"""A run that is told to end by a signal: what is saved, its exit code, and whether SLURM starts it again.
-
-A pipeline's conductor asks :class:`Preemption` itself; :class:`StopOnSignal` ends a run in the same way where ranks run
-whole models, in Lightning's own loops.
-"""
+"""A run that is told to end by a signal: what is saved, its exit code, and whether SLURM starts it again."""
 
 from __future__ import annotations
 
@@ -10,23 +6,18 @@ import os
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
-from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.checkpoint.loop_state import ResumedLoops, mark_validation_as_outstanding
-from lightning_asyncpp.trainer.checkpoint.progress import Progress
 
 
 class Preemption:
@@ -48,6 +39,18 @@ class Preemption:
         self.ended = False
         self._trainer, self._on_signal = trainer, on_signal
         self._requeue = False
+
+    def install(self) -> None:
+        """Receive signals from here on; Lightning puts the earlier handlers back when the run ends.
+
+        Its own broadcast, or save a checkpoint, at whatever point each rank is. A handler of the user's for SIGUSR1
+        stays.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
+        for number in {signal.SIGTERM, requeue_signal(self._trainer), signal.SIGUSR1 if free else None} - {None}:
+            signal.signal(number, lambda received, _: self.receive(received))  # type: ignore[arg-type]
 
     def receive(self, signum: int) -> None:
         """Take a note of a signal; those after the first change nothing."""
@@ -88,81 +91,15 @@ class Preemption:
     def _save(self) -> str | None:
         trainer = self._trainer
         if trainer.validating:
-            mark_validation_as_outstanding(trainer)
+            trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end()  # it is not run again
             trainer.training = True  # for what Lightning tears down
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
         path = save_last(trainer)
         if self._requeue:
-            path = str(trainer.strategy.broadcast(private.requeue_path(trainer)))
+            path = str(trainer.strategy.broadcast(requeue_path(trainer)))
             trainer.save_checkpoint(path)
         return path
-
-
-class StopOnSignal(Callback):
-    """Ends a run on SIGTERM or SIGUSR1 as the pipeline strategies do.
-
-    On one device it ends after the batch of training or of an evaluation in which the signal came; several agree before
-    every training batch, as Lightning has it, and never in the middle of an evaluation.
-
-    Args:
-        trainer: whose callbacks it stands in front of, once it is installed.
-        progress: of this rank.
-    """
-
-    def __init__(self, trainer: L.Trainer, progress: Progress) -> None:
-        self.preemption = Preemption(trainer, lambda: self._note(trainer))
-        self._progress = progress
-        self._resumed = ResumedLoops(trainer, progress)
-        self._agreed = False
-
-    def install(self, trainer: L.Trainer) -> None:
-        """Take over what Lightning does on signals."""
-        callbacks = [c for c in trainer.callbacks if not isinstance(c, StopOnSignal)]  # type: ignore[attr-defined]
-        trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
-        private.replace_sigterm_broadcast(trainer, lambda: self._agree(trainer))
-        private.replace_signal_handlers(trainer, self.preemption.receive, self._resumed.before_training)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Go on with the metrics of a run that was resumed, and mend what Lightning counts in it."""
-        self._progress.begin(trainer, pl_module)
-        self._resumed.at_start()
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch."""
-        self._progress.begin_epoch()
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """End the epoch in which a run was resumed as any other."""
-        self._progress.remember_if_cut_short(trainer, pl_module, {})
-        self._resumed.at_epoch_end()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Let a resumed run go on counting its steps."""
-        self._resumed.at_validation()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save what a restart goes on from; a collective call if all ranks agreed."""
-        if isinstance(exception, SIGTERMException) and (self._agreed or trainer.world_size == 1):
-            self.preemption.end(exception, self._signals(trainer))
-
-    def _note(self, trainer: L.Trainer) -> None:
-        if trainer.world_size == 1:
-            private.set_received_sigterm(trainer)
-
-    def _agree(self, trainer: L.Trainer) -> None:
-        """Ask all ranks, before a training batch."""
-        flag = torch.tensor([float(self.preemption.received)], device=trainer.strategy.root_device)
-        dist.all_reduce(flag)
-        if flag.item():
-            self._agreed = True
-            raise SIGTERMException
-
-    def _signals(self, trainer: L.Trainer) -> list[int]:
-        received: Any = torch.tensor([self.preemption.received], device=trainer.strategy.root_device)
-        if trainer.world_size > 1:
-            received = trainer.strategy.all_gather(received)
-        return [int(number) for number in received.flatten().tolist()]
 
 
 def save_last(trainer: L.Trainer) -> str | None:
@@ -177,8 +114,25 @@ def save_last(trainer: L.Trainer) -> str | None:
     if on_exception and not keeping:
         return on_exception[0].ckpt_path  # which it writes itself, after this
     for callback in keeping or full:
-        return private.save_last_checkpoint(trainer, callback)
+        return _save_last_of(trainer, callback)
     return None
+
+
+def _save_last_of(trainer: L.Trainer, callback: ModelCheckpoint) -> str:
+    """Write a callback's ``last.ckpt``, whether it keeps one or not, and return its path."""
+    place = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
+    path = callback.format_checkpoint_name({**trainer.callback_metrics, **place}, callback.CHECKPOINT_NAME_LAST)
+    callback.last_model_path = path
+    trainer.save_checkpoint(path)
+    return path
+
+
+def requeue_path(trainer: L.Trainer) -> str:
+    """Where Lightning looks for the checkpoint of a SLURM job that was requeued: the number after the largest."""
+    folder = trainer.default_root_dir
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    numbers = [int(found[1]) for name in names if (found := re.search(r"ckpt_(\d+)", name))]
+    return os.path.join(folder, f"hpc_ckpt_{max(numbers, default=0) + 1}.ckpt")
 
 
 def save_nothing_on_exception(trainer: L.Trainer) -> None:

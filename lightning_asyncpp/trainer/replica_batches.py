@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch.core.hooks import DataHooks
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
+from lightning_asyncpp.trainer.launching import Launching
 
 _HOOK = "on_before_batch_transfer"
 _TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
@@ -42,15 +41,13 @@ class _PlaceholderHooks:
         self._targets = []
 
 
-class ReplicaBatches(ParallelStrategy):
-    """Deals out loaders' batches by replicas; comes before the strategy that it is mixed into.
+class ReplicaBatches(Launching):
+    """Deals out loaders' batches by replicas.
 
     Attributes:
-        session: the pipeline.
         progress: knows where a run that goes on takes up its loader.
     """
 
-    session: PipelineSession
     progress: Progress
     _only_moves_batches = True
     _placeholder_hooks: _PlaceholderHooks | None = None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import lightning as L
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_asyncpp.core.cut.network import network_in
 from lightning_asyncpp.core.cut.units import has_layers
-from lightning_asyncpp.strategy_parts.arguments import DelayArguments, takes
-from lightning_asyncpp.strategy_parts.mixin import OneProcessMixin
+from lightning_asyncpp.core.schedule import Slack, Staleness
+from lightning_asyncpp.core.settings import is_whole
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer.base import PipelineStrategy
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
     """Asynchronous pipeline parallelism: no flush, gradients as fresh as PipeDream-2BW can have them.
-
-    Arguments: :class:`~lightning_asyncpp.trainer.arguments.TrainerArguments`.
 
     Raises:
         ConfigurationError: when training starts, on every rank, with every problem that was found.
@@ -36,20 +37,44 @@ class SyncPipelineStrategy(PipelineStrategy):
     delay = 0
 
 
-class DelayedGradientStrategy(OneProcessMixin, PipelineStrategy):
+class DelayedGradientStrategy(PipelineStrategy):
     """Trains on one device what an asynchronous pipeline would train: is that safe for my model?
 
     The engine of the pipeline strategies runs all stages in this process, on one whole model: the training is bitwise
     that of ``async_pipeline`` with as many stages and micro-batches, and takes their time one after the other. With one
     stage nothing is asked of the module but automatic optimization: each of its gradients is one update old.
 
-    Arguments: :class:`~lightning_asyncpp.strategy_parts.arguments.DelayArguments`.
+    Args:
+        stages: number of stages. With one, any module will do: it is not cut, and its whole step runs on older weights.
+        delay: 1 for what an asynchronous pipeline trains, 0 for what a synchronous one does.
+        micro_batches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
+        staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
     """
 
-    @takes(DelayArguments)
-    def __init__(self, arguments: DelayArguments) -> None:
-        self.num_stages, self.delay = arguments.stages, arguments.delay
-        super().__init__(**arguments.of_pipeline())
+    def __init__(
+        self,
+        stages: int = 1,
+        delay: int = 1,
+        micro_batches: int | None = None,
+        staleness: Staleness | None = None,
+        slack: Slack = 0,
+        lookahead: int | None = None,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
+        weight_dtype: Literal["bf16"] | None = None,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        if not is_whole(stages) or stages < 1:
+            raise ConfigurationError(f"stages={stages!r} must be a whole number of at least 1")
+        self.num_stages, self.delay = stages, delay
+        super().__init__(
+            micro_batches,
+            "uniform" if stages == 1 else staleness,
+            slack,
+            lookahead,
+            partition=partition,
+            weight_dtype=weight_dtype,
+            nonfinite_gradients=nonfinite_gradients,
+        )
 
     @override
     def _structure_problems(self, trainer: L.Trainer) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, check_model, pipelined
+from lightning_asyncpp import DelayedGradientStrategy, check_model, pipelined
 from lightning_asyncpp.core.cut.module_as_network import class_name
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.trainer import AsyncPipelineStrategy

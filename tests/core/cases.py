@@ -160,7 +160,6 @@ class Case:
     evaluates: tuple[int, ...] = ()  # after these batches the pipeline is drained and evaluated
     model: Callable[[float], nn.Sequential] | None = None  # dropout -> another model
     cut: str | tuple[int, ...] = "even"  # or as long a stage as can be at the "front" or at the "back", or counts
-    placement: str = "pipeline_within_node"
     seed: int = 5
     device: str = "cpu"
 

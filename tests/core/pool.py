@@ -72,12 +72,12 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any, prepa
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))
     check = prepare(rank) if prepare is not None else None
-    meshes: dict[tuple[int, str], Mesh] = {}
+    meshes: dict[int, Mesh] = {}
     while (case := tasks.get()) is not None:
         try:
-            replicas, kind = case.data_parallel_size, (case.data_parallel_size, case.placement)
+            replicas = kind = case.data_parallel_size
             if kind not in meshes:
-                meshes[kind] = Mesh(world_size // replicas, replicas, rank, placement=case.placement)
+                meshes[kind] = Mesh(world_size // replicas, replicas, rank)
                 meshes[kind].connect(direct=check is not None)
             outcome = run_case(case, meshes[kind])
             if check is not None:

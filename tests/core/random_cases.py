@@ -113,6 +113,5 @@ def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[s
         "same_data": True,
         **_staleness(rng, stages if delay else 1, nan_at is not None),
         "bf16": exact and rng.random() < 0.4,
-        "placement": rng.choice(["pipeline_within_node", "pipeline_across_nodes"]),
         "seed": rng.randrange(100),
     }

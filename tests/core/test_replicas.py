@@ -64,23 +64,6 @@ def test_replicas_hold_the_same_bits(pools: Pools) -> None:
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("options", [{}, {"staleness": "least"}, {"delay": 0}], ids=["async", "least", "sync"])
-def test_the_placement_changes_no_bit(pools: Pools, options: dict[str, Any]) -> None:
-    """Norms over all ranks, and so clipped gradients, are added in the same order."""
-    within = Case(3, data_parallel_size=2, unequal_weights=True, max_norm=0.5, dropout=0.3, drains=(2,), **options)
-    across = dataclasses.replace(within, placement="pipeline_across_nodes")
-    results, moved = pools.run(within, 2), pools.run(across, 2)
-    assert [(r["stage"], r["replica"]) for r in results] == [(1, 0), (0, 0), (1, 1), (0, 1)]
-    assert [(r["stage"], r["replica"]) for r in moved] == [(1, 0), (1, 1), (0, 0), (0, 1)]
-    for replica in (0, 1):
-        first, second = weights_of(results, replica), weights_of(moved, replica)
-        assert first.keys() == second.keys()
-        assert all(np.array_equal(first[name], second[name]) for name in first)
-    assert moved[0]["norms"] == results[0]["norms"]
-    assert moved[0]["losses"] == results[0]["losses"]
-    assert_same_norms(moved)
-
-
 def test_an_unused_parameter_has_no_gradient_on_any_replica(pools: Pools) -> None:
     """adamw decays what has a gradient, be it zero; and one that one replica alone uses is trained on both."""
     results = pools.run(Case(3, data_parallel_size=2, spare=True), 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +16,6 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"lookahead": -1}, 2, "lookahead=-1 must be 0 or more"),
     ({"data_parallel_size": 0}, 2, "data_parallel_size=0 must be at least 1"),
     ({"nonfinite_gradients": "ignore"}, 2, "nonfinite_gradients='ignore' must be 'stop' or 'skip'"),
-    ({"metric_slots": 0}, 2, "metric_slots=0 must be at least 1"),
-    ({"metric_slots": 2**40}, 2, f"metric_slots={2**40} must be at most 65536"),
-    ({"heartbeat": 0}, 2, "heartbeat=0 must be a number of seconds above 0, or None to let nobody watch"),
-    ({"heartbeat": "1m"}, 2, "heartbeat='1m' must be a number of seconds above 0, or None to let nobody watch"),
-    ({"heartbeat": math.inf}, 2, "heartbeat=inf must be a number of seconds above 0, or None to let nobody watch"),
     (
         {"data_parallel_size": 3},
         4,
@@ -81,14 +75,13 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         " data_parallel_size=None must be a whole number",
     ),
     (
-        {"micro_batches": -1, "lookahead": -2, "data_parallel_size": 3, "nonfinite_gradients": "", "metric_slots": -3},
+        {"micro_batches": -1, "lookahead": -2, "data_parallel_size": 3, "nonfinite_gradients": ""},
         4,
-        "5 problems:\n"
+        "4 problems:\n"
         "  1. micro_batches=-1 must be at least 1\n"
         "  2. lookahead=-2 must be 0 or more\n"
         "  3. nonfinite_gradients='' must be 'stop' or 'skip'\n"
-        "  4. metric_slots=-3 must be at least 1\n"
-        "  5. devices=4 is not divisible by data_parallel_size=3: every replica needs the same number of stages;"
+        "  4. devices=4 is not divisible by data_parallel_size=3: every replica needs the same number of stages;"
         " change one of them",
     ),
 ]
@@ -101,7 +94,7 @@ def test_refused_settings(arguments: dict[str, Any], world_size: int, message: s
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("arguments", [{"delay": 2}, {"delay": -1}, {"max_message_bytes": 0}], ids=str)
+@pytest.mark.parametrize("arguments", [{"delay": 2}, {"delay": -1}], ids=str)
 def test_refused_settings_that_no_strategy_sets(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         PipelineSettings(**arguments).resolved(2)
@@ -147,7 +140,7 @@ def test_defaults(arguments: dict[str, Any], world_size: int, micro_batches: int
 
 
 def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
-    settings = PipelineSettings(micro_batches=6, lookahead=1, nonfinite_gradients="skip", metric_slots=3)
+    settings = PipelineSettings(micro_batches=6, lookahead=1, nonfinite_gradients="skip")
     twin = settings.with_delay(0)
     assert twin.delay == 0
     assert twin.with_delay(1) == settings

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_asyncpp.errors import NonFiniteGradientError
@@ -44,7 +44,8 @@ def fp16() -> None:
 
 
 def wrong_reduction() -> None:
-    _, fabric, model = _parts(loss_reduction="max")
+    _, fabric, model = _parts()
+    model.loss_reduction = "max"
     fabric.setup_module(model)
 
 
@@ -78,30 +79,10 @@ def partition_for_more_stages() -> None:
     make_fabric(AsyncPipelineStrategy(partition=[3, 3, 3]))
 
 
-def unknown_placement() -> None:
-    make_fabric(AsyncPipelineStrategy(placement="node"))  # type: ignore[arg-type]
-
-
 def train_without_optimizer() -> None:
     strategy, fabric, model = _parts()
     fabric.setup_module(model)
     strategy.training_step(CASE.step(model), CASE.batch(0))
-
-
-def backward() -> None:
-    run = Run(CASE)
-    run.fabric.backward(torch.zeros((), requires_grad=True))
-
-
-def backward_in_step() -> None:
-    run = Run(CASE)
-
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        loss = CASE.step(run.model)(batch)
-        run.fabric.backward(loss)
-        return loss
-
-    run.strategy.training_step(step, CASE.batch(0))
 
 
 def during_an_update(case: Case, path: str) -> tuple[dict[str, Any], list[set[str]]]:
@@ -136,23 +117,6 @@ def _after_a_batch() -> Run:
     return run
 
 
-def closure() -> None:
-    run = _after_a_batch()
-    run.optimizer.step(lambda: 0.0)
-
-
-def step_without_batch() -> None:
-    run = Run(CASE)
-    run.train()
-    run.optimizer.step()
-
-
-def clip_without_batch() -> None:
-    run = Run(CASE)
-    run.train()
-    run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
-
-
 def other_norm() -> None:
     run = _after_a_batch()
     run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0, norm_type=float("inf"))
@@ -162,33 +126,6 @@ def both_clippings() -> None:
     run = _after_a_batch()
     run.fabric.clip_gradients(run.model, run.optimizer, clip_val=1.0)
     run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
-
-
-def flush_without_step() -> None:
-    run = _after_a_batch()
-    run.strategy.flush()
-
-
-def save_without_step(path: str) -> None:
-    run = _after_a_batch()
-    run.fabric.save(path, run.state)
-
-
-def reserved_name(path: str) -> None:
-    run = Run(CASE)
-    run.fabric.save(path, {**run.state, "pipeline": 1})
-
-
-def load_before_setup(path: str) -> None:
-    _, fabric, model = _parts()
-    fabric.load(path, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
-
-
-def load_on_meta(path: str) -> None:
-    _, fabric, _ = _parts()
-    with fabric.init_module(empty_init=True):
-        model = make_model()
-    fabric.load(path, {"model": model})
 
 
 def load_another_model(path: str) -> None:

@@ -43,19 +43,20 @@ class Run:
         options = {
             "micro_batches": case.micro_batches, "lookahead": case.lookahead, "staleness": case.staleness,
             "slack": case.slack, "partition": case.counts(self.stages or world_size() // case.data_parallel_size),
-            "nonfinite_gradients": "skip" if case.nan_at is not None else "stop", "micro_batch_weight": case.weight,
+            "nonfinite_gradients": "skip" if case.nan_at is not None else "stop",
             "weight_dtype": "bf16" if case.bf16 else None, **self.options,
         }  # fmt: skip
         if self.stages:
             self.strategy = DelayedGradientStrategy(stages=self.stages, delay=case.delay, **options)
         else:
             self.strategy = (AsyncPipelineStrategy if case.delay else SyncPipelineStrategy)(
-                data_parallel_size=case.data_parallel_size, placement=case.placement, **options
+                data_parallel_size=case.data_parallel_size, **options
             )
         self.fabric = make_fabric(self.strategy, self.precision, seed=99 if self.spoilt else case.seed)
         model = case.make_model()
         if self.spoilt:
             torch.nn.init.constant_(next(model.parameters()), 3.0)
+        model.micro_batch_weight = case.weight
         self.model = self.fabric.setup_module(model)
         self.optimizer = self.fabric.setup_optimizers(case.make_optimizer(list(self.model.named_parameters())))
         self.scheduler = case.make_scheduler(self.optimizer)

@@ -39,13 +39,11 @@ def initial_weights(empty_init: bool) -> tuple[dict[str, Any], int, str]:
     )
 
 
-def measured_layers(given: bool) -> tuple[tuple[int, ...], str]:
-    """The cut of a model whose first layer is the slow one, with an example for the strategy or on the model."""
+def measured_layers() -> tuple[tuple[int, ...], str]:
+    """The cut of a model whose first layer is the slow one, by its example."""
     model = nn.Sequential(Sleeping(6, 10.0), *[Sleeping(6, 1.0) for _ in range(4)])
-    example = torch.ones(4, 6)
-    if not given:
-        model.example_input_array = example  # type: ignore[assignment]
-    strategy = AsyncPipelineStrategy(example_input_array=(example,) if given else None)
+    model.example_input_array = torch.ones(4, 6)  # type: ignore[assignment]
+    strategy = AsyncPipelineStrategy()
     make_fabric(strategy, precision="bf16-true").setup_module(model)
     partition = strategy.session.partition
     assert partition is not None
@@ -212,8 +210,6 @@ def local_state() -> dict[str, Any]:
         run.train(stop=2)
     state = {**run.model.state_dict(), **run.optimizer.state_dict()} if run.mesh.is_last else {}
     run.strategy.flush()
-    with run.fabric.no_backward_sync(run.model, enabled=False):
-        pass
     norm = run.strategy.gradient_norm
     return {"keys": list(state), "warnings": [str(w.message) for w in caught], "norm": norm}
 

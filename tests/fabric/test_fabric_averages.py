@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.optim.swa_utils import AveragedModel
 
 from tests.core.cases import Case, make_model
@@ -15,40 +14,18 @@ from tests.fabric.runs import Run
 from tests.trainer.pool import Pools
 
 
-class Tracker:
-    """An average of a user's own, with state."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def update(self, model: torch.nn.Module) -> None:
-        for name, p in model.named_parameters():
-            self.shadow[name].lerp_(p.detach(), 0.5)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow = state["shadow"]
-
-
 def averaged(loads: str | None, saves: str, start: int, stop: int) -> dict[str, Any]:
-    """Train with two averages, from a checkpoint or not, and save; what this rank has of them."""
+    """Train with an average, from a checkpoint or not, and save; what this rank has of them."""
     run = Run(Case(micro_batches=3))
-    average, tracker = AveragedModel(run.model.module).requires_grad_(False), Tracker(run.model)
-    plain: dict[str, Any] = {"plain": {"stage": run.mesh.stage}}
-    state = {**run.state, "average": average, "tracker": tracker, **plain}
+    average = AveragedModel(run.model.module).requires_grad_(False)
+    state = {**run.state, "average": average}
     if loads:
         run.fabric.load(loads, state)
-        assert state["plain"]["stage"] == run.mesh.stage or run.mesh.num_stages != 3
     run.train(start, stop)
     run.strategy.flush()
     average.update_parameters(run.model)
-    tracker.update(run.model)
     run.fabric.save(saves, state)
-    found = {f"average.{name}": tensor for name, tensor in average.state_dict().items()}
-    found |= {f"tracker.{name}": tensor for name, tensor in tracker.shadow.items()}
-    return {name: tensor.numpy().copy() for name, tensor in found.items()}
+    return {name: tensor.numpy().copy() for name, tensor in average.state_dict().items()}
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,10 +41,6 @@ def test_averages_go_on(pools: Pools, tmp_path: Path, resumed_on: int) -> None:
     assert joined(again).keys() == joined(first).keys()
     for name, array in joined(first).items():
         np.testing.assert_array_equal(joined(again)[name], array, err_msg=name)
-    for result in again:
-        trackers = {name.removeprefix("tracker._forward_module.") for name in result if name.startswith("tracker.")}
-        averages = {n.removeprefix("average.module.") for n in result if n.startswith("average.module.")}
-        assert trackers == averages, "an average of what another stage trains grows stale"
 
 
 def made_too_early() -> None:

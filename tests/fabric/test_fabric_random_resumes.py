@@ -10,14 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.core.compare import assert_same_norms, weights_of
 from tests.core.runs import run_oracle
 from tests.fabric.random_resumes import Leg, chains, expected_case
 from tests.fabric.runs import go_through
-from tests.trainer.checkpoint.test_random_resumes import assert_same_rows, drawn
 from tests.trainer.pool import Pools
+
+
+def drawn(examples: int) -> settings:
+    """No shrinking: an example takes seconds."""
+    return settings(
+        max_examples=examples, phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
@@ -29,7 +37,7 @@ def check(pools: Pools, legs: tuple[Leg, ...], folder: Path) -> None:
     for number, leg in enumerate(legs[1:], 1):
         results = run(pools, leg, folder / f"{number - 1}.ckpt", folder / f"{number}.ckpt")
         if leg.case.delay == delay:
-            assert_same_rows(results[0]["losses"], whole[0]["losses"][-len(results[0]["losses"]) :], "losses")
+            assert repr(results[0]["losses"]) == repr(whole[0]["losses"][-len(results[0]["losses"]) :])  # NaN, too
             assert_same_weights(results, {name: np.asarray(w) for name, w in weights_of(whole).items()})
         else:
             whole, delay = results, leg.case.delay

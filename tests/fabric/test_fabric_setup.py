@@ -40,9 +40,8 @@ def test_real_weights_are_kept(pools: Pools, num_stages: int) -> None:
     assert {device for _, _, device in results} == {"cpu"}
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_layers_are_measured_with_an_example(pools: Pools, given: bool) -> None:
-    assert pools.run(2, setups.measured_layers, given) == [((1, 4), "by measured times")] * 2
+def test_layers_are_measured_with_an_example(pools: Pools) -> None:
+    assert pools.run(2, setups.measured_layers) == [((1, 4), "by measured times")] * 2
 
 
 def test_without_seed_everything_all_ranks_share_a_drawn_seed(pools: Pools) -> None:

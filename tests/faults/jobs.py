@@ -12,6 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
+from lightning_asyncpp.core import session
 from tests.core.cases import Case
 from tests.fabric.runs import Run as FabricRun
 from tests.faults.places import Places, watch_layers
@@ -152,13 +153,14 @@ class ByTrainer:
     on_exception: bool = False
 
     def __call__(self, here: Here) -> dict[str, Any]:
+        session.HEARTBEAT_SECONDS = here.heartbeat
         saving = {"dirpath": here.checkpoints} | SAVING | self.saving | {"save_on_exception": self.on_exception}
         callbacks: tuple[Any, ...] = ((ModelCheckpoint, saving),)
         if self.on_exception:
             callbacks += ((OnExceptionCheckpoint, {"dirpath": here.checkpoints}),)
         options = dict(self.run.options)
         if self.run.strategy != "delayed":
-            options |= {"heartbeat": here.heartbeat, "timeout": timedelta(seconds=TIMEOUT_SECONDS)}
+            options |= {"timeout": timedelta(seconds=TIMEOUT_SECONDS)}
         trainer = {"enable_checkpointing": True, **self.run.trainer, "logger": PlacedLogger(here.places)}
         run = replace(self.run, callbacks=callbacks, options=options, trainer=trainer, ckpt_path="last")
         placed = Placed(here)
@@ -208,7 +210,8 @@ class ByFabric:
 
     def __call__(self, here: Here) -> dict[str, Any]:
         PLACES[:] = [here.places]
-        options = self.options | {"heartbeat": here.heartbeat, "timeout": timedelta(seconds=TIMEOUT_SECONDS)}
+        session.HEARTBEAT_SECONDS = here.heartbeat
+        options = self.options | {"timeout": timedelta(seconds=TIMEOUT_SECONDS)}
         run = FabricRun(self.case, options=options)
         run.optimizer.register_step_pre_hook(lambda *_: here.places.here("optimizer"))
         last = here.checkpoints / "last.ckpt"

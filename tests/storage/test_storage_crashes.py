@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.storage.loading import verify
-from lightning_asyncpp.storage.names import StorageError, remove_leftovers
+from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.sharded import is_sharded, named_files, remove_sharded
 from tests.storage.faults import BROKEN, FAIL, KILL, NO_SPACE, Call, Ended, Fault, run
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
@@ -27,8 +26,6 @@ WAYS = pytest.mark.parametrize(
     ("save", "before"),
     [
         *((save, before) for save in ("full", "sharded") for before in ("", save)),
-        ("full", "sharded"),
-        ("sharded", "full"),
         *(
             pytest.param(f"{save} behind", before, marks=pytest.mark.slow)
             for save in ("full", "sharded")
@@ -55,7 +52,6 @@ def check(path: Path, before: str, save: str, ended: Ended, mode: int) -> None:
     if ended.code == 1:
         assert ended.raised.startswith("StorageError: the checkpoint "), ended.raised
     if path.exists():
-        assert verify(path) == []
         allowed = {NEW} if ended.code == 0 else {OLD, NEW} if before else {NEW}
         assert version_of(path) in allowed
     else:
@@ -93,32 +89,6 @@ def test_every_system_call(save: str, before: str, everything: bool, fault_libra
                 check(path, before, save, ended, mode)
             except AssertionError as wrong:
                 raise AssertionError(f"call {at} of {len(whole.calls)}, mode {mode}: {call}") from wrong
-
-
-@pytest.mark.parametrize(("save", "before"), [("full", "sharded"), ("sharded", "full")])
-def test_where_names_cannot_be_exchanged(save: str, before: str, fault_library: str, tmp_path: Path) -> None:
-    """There is a moment in which nothing has the name; the next save gives it back first."""
-    folder = tmp_path / "run"
-    path = prepared(folder, before)
-    fault = Fault(fault_library, str(folder), exchange=False)
-    whole = run(fault, SAVES[save], str(path), NEW)
-    assert whole.code == 0, whole.raised
-    renamed = [at for at, call in enumerate(whole.calls, 1) if call.what == "rename" and "aside" in str(call)]
-    assert len(renamed) == 2  # aside, and from there to be removed
-    seen = set()
-    for mode in (FAIL, KILL):
-        for at in range(renamed[0], renamed[1] + 2):
-            path = prepared(folder, before)
-            ended = run(fault._replace(mode=mode, at=at), SAVES[save], str(path), NEW)
-            seen.add(path.exists())
-            if not path.exists():
-                assert mode == KILL
-                with pytest.raises(StorageError, match=r"\.aside was moved aside by a save"):
-                    version_of(path)
-                remove_leftovers(path)
-                assert version_of(path) == OLD
-            check(path, before, save, ended, mode)
-    assert seen == {True, False}
 
 
 @EVERYTHING
@@ -227,7 +197,7 @@ def test_a_full_disk(save: str, fault_library: str, tmp_path: Path) -> None:
             with suppress(StorageError):
                 for number in range(10):
                     SAVES[save](str(path.with_name(f"{number}.ckpt")), NEW)
-            with pytest.raises(StorageError, match=r"No space left on device|os error 28"):
+            with pytest.raises(StorageError, match="could not be written"):
                 SAVES[save](str(path), NEW)
         else:
             limited = partial(with_small_files, SAVES[save], limit=3000)

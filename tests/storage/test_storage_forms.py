@@ -14,7 +14,7 @@ from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
 from lightning_asyncpp.storage import durable
-from lightning_asyncpp.storage.loading import load, verify
+from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.nested import take_apart
 from lightning_asyncpp.storage.sharded import (
@@ -65,7 +65,6 @@ def test_what_was_saved_comes_back(form: str, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     save_file(CONTENT, path) if form == "full" else write_sharded(path)
     assert_same(comparable(load(path)), comparable(CONTENT))
-    assert verify(path) == []
     assert_same(comparable(DurableCheckpointIO().load_checkpoint(path)), comparable(CONTENT))
     if form == "full":  # an ordinary file of torch, and an ordinary archive
         for mapped in (False, True):
@@ -86,7 +85,6 @@ def test_one_tensor_at_two_places_is_one_again(form: str, tmp_path: Path) -> Non
 def test_what_has_no_content(tmp_path: Path) -> None:
     write_sharded(tmp_path / "x", {})
     assert load(tmp_path / "x") == {}
-    assert verify(tmp_path / "x") == []
 
 
 def test_the_tensors_of_a_part_are_those_of_safetensors(tmp_path: Path) -> None:
@@ -124,17 +122,7 @@ def test_files_are_as_readable_as_others(form: str, tmp_path: Path) -> None:
         os.umask(before)
 
 
-def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nothing:
-        """A C library without ``renameat2``."""
-
-    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: Nothing())
-
-
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_the_other_form_takes_the_name(can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not can_exchange:
-        without_exchange(monkeypatch)
+def test_the_other_form_takes_the_name(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     for version, save in enumerate([save_full, save_sharded, save_full, save_sharded, save_sharded]):
         save(str(path), version)
@@ -142,30 +130,11 @@ def test_the_other_form_takes_the_name(can_exchange: bool, tmp_path: Path, monke
         assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_a_rename_that_fails_half_way_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_exchange(monkeypatch)
-    path = tmp_path / "x.ckpt"
-    save_full(str(path), 1)
-    replace = os.replace
-
-    def fails(source: Any, target: Any) -> None:
-        if str(target) == str(path) and ".partial" in str(source):
-            raise OSError("no")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(StorageError, match="could not be written"):
-        save_sharded(str(path), 2)
-    monkeypatch.undo()
-    assert version_of(path) == 1
-    assert os.listdir(tmp_path) == ["x.ckpt"]
-
-
 def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     """Of killed processes, and of this name alone."""
     path = tmp_path / "a[1].ckpt"
     others = ["a[1].ckpt.partial", ".a1.ckpt.01234567.partial", ".b.ckpt.01234567.partial", ".a[1].ckpt.notes.partial"]
-    leftovers = [".a[1].ckpt.01234567.partial", ".a[1].ckpt.89abcdef.aside"]
+    leftovers = [".a[1].ckpt.01234567.partial", ".a[1].ckpt.89abcdef.partial"]
     for name in (*others, *leftovers):
         (tmp_path / name).touch()
     (tmp_path / ".a[1].ckpt.00000000.partial").mkdir()
@@ -244,7 +213,7 @@ def test_a_save_that_is_given_up(tmp_path: Path) -> None:
 def test_a_part_that_other_machines_do_not_see(tmp_path: Path) -> None:
     target = new_target(tmp_path / "x.ckpt")
     shard = write_shard(target, "stage-0000", {"a": torch.zeros(3)})
-    elsewhere = Shard("stage-0001", f"{target.save}-stage-0001.safetensors", 8, "0")
+    elsewhere = Shard("stage-0001", f"{target.save}-stage-0001.safetensors", 8)
     with pytest.raises(StorageError, match=r"stage-0001.safetensors is not there: all machines must see the same"):
         commit(target, [shard, elsewhere], {}, {})
     give_up(target)
@@ -274,7 +243,7 @@ def test_a_save_that_fails_at_its_very_end(tmp_path: Path, monkeypatch: pytest.M
 
 
 def rewritten(path: Path, **changes: Any) -> None:
-    """An index with other values, and the right checksum."""
+    """An index with other values."""
     index = read_index(path)
     run, shards = Shard(**index["run"]), [Shard(**shard) for shard in index["shards"]]
     if "run" in changes:
@@ -291,7 +260,7 @@ def rewritten(path: Path, **changes: Any) -> None:
         {"shard": {"file": ".."}}, {"shard": {"file": ""}}, {"shard": {"file": "a\0b"}}, {"shard": {"file": 3}},
         {"shard": {"num_bytes": "8"}}, {"shard": {"num_bytes": True}}, {"shard": {"num_bytes": -1}},
         {"shard": {"num_bytes": 10**30}}, {"shard": {"name": None}}, {"shard": {"name": "stage-0007"}},
-        {"run": {"crc32": 3}}, {"shard": {"file": "absent"}}, {"run": {"file": "index.json"}},
+        {"shard": {"file": "absent"}}, {"run": {"file": "index.json"}},
     ],
     ids=str,
 )  # fmt: skip
@@ -302,7 +271,6 @@ def test_absurd_values_in_an_index(changes: dict[str, Any], tmp_path: Path) -> N
     rewritten(path, **changes)
     with pytest.raises(StorageError, match=r"x\.ckpt"):
         load(path)
-    assert verify(path)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +279,7 @@ def test_absurd_values_in_an_index(changes: dict[str, Any], tmp_path: Path) -> N
         ("", "damaged or no checkpoint"), ("[" * 100_000, "damaged or no checkpoint"), ("[]", "is not the index"),
         ('{"format": "other"}', "is not the index"), ("\xff", "damaged or no checkpoint"),
         ('{"format": "lightning_asyncpp.sharded", "version": 99}', "has version 99 .* this release reads 1"),
-        ('{"format": "lightning_asyncpp.sharded", "version": 1}', "differs from its CRC-32"),
+        ('{"format": "lightning_asyncpp.sharded", "version": 1}', "damaged or no checkpoint"),
         (f'{{"format": {"9" * 5000}}}', "damaged or no checkpoint"),
     ],
     ids=range(8),
@@ -320,11 +288,10 @@ def test_what_is_no_index(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_bytes(text.encode("latin1"))
     with pytest.raises(StorageError, match=message):
         load(tmp_path)
-    assert verify(tmp_path)
 
 
 def test_a_part_with_other_tensors(tmp_path: Path) -> None:
-    """Of another model, with sizes and checksums that are right."""
+    """Of another model, with sizes that are right."""
     path = tmp_path / "x.ckpt"
     write_sharded(path, {"a": torch.zeros(2, 3), "b": torch.zeros(2)})
     other = tmp_path / "y.ckpt"
@@ -336,13 +303,11 @@ def test_a_part_with_other_tensors(tmp_path: Path) -> None:
         rewritten(path, shard=shard._replace(file="0123456789ab-stage-0000.safetensors")._asdict())
         with pytest.raises(StorageError, match=r"another shape or dtype|damaged or no checkpoint"):
             load(path)
-        assert verify(path)
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"there is no checkpoint .*absent"):
         load(tmp_path / "absent")
-    assert verify(tmp_path / "absent" / "deeper")
     with pytest.raises(StorageError, match=r"a folder without index.json"):
         load(tmp_path)
 

@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, PlaceholderLoader, stage_loader
 
 
@@ -21,17 +20,6 @@ class Endless(IterableDataset):
 
 def loader(samples: int) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(samples)), batch_size=2)
-
-
-def test_fewer_samples_than_replicas_are_refused_on_every_stage() -> None:
-    for needs_data in (True, False):
-        with pytest.raises(DataError, match=r"dataset of 1 samples .* 2 replicas .*data_parallel_size"):
-            stage_loader(loader(1), 2, 0, needs_data)
-
-
-def test_a_sample_per_replica_is_enough() -> None:
-    given = loader(2)
-    assert stage_loader(given, 2, 0, needs_data=True) is given
 
 
 def test_middle_stages_count_batches_and_read_nothing() -> None:

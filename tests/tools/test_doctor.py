@@ -12,14 +12,13 @@ from lightning_asyncpp.core.schedule import StalenessRule
 from lightning_asyncpp.tools.doctor import doctor
 from lightning_asyncpp.tools.doctor.trial import Found, expected, largest_difference
 
-FOUND = Found("tensors travel over local sockets", 3.0, 0.0, "gloo", 1.5, 80.0)
+FOUND = Found("tensors travel over local sockets", 3.0, 0.0, "gloo")
 
 
 def test_two_stages_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main([])
     printed = capsys.readouterr().out
     assert "equal to the reference" in printed
-    assert "GB/s" in printed
     assert f"torch {torch.__version__.partition('+')[0]}" in printed
     assert len(printed.splitlines()) < 20
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import TextDataModule
-from lightning_asyncpp.models import GPTConfig, SavedGPT, open_saved
+from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.tools.saved.export import _size
 
 ROOT = Path(__file__).parents[2]
@@ -105,17 +105,22 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     return run
 
 
+def own_data(trained: Trained) -> list[Any]:
+    """The options that name what a model was trained and validated on."""
+    data = trained.data
+    return ["--data", data.source, "--val-fraction", data.val_fraction, "--cache-dir", data.cache_dir]
+
+
 def figures(command: Callable[..., str], folder: Path, *arguments: Any) -> dict[str, Any]:
     """What ``asyncpp evaluate`` writes for other programs."""
-    named = [] if "--data" in arguments else ["--yes"]
-    command("evaluate", *arguments, *named, "--json", folder / "figures.json")
+    command("evaluate", *arguments, "--json", folder / "figures.json")
     content: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return content
 
 
 def test_evaluate_is_what_the_trainer_reports(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
     """Without naming the data: the checkpoint says what it was trained with."""
-    found = figures(command, tmp_path, by_bytes.checkpoint)
+    found = figures(command, tmp_path, by_bytes.checkpoint, *own_data(by_bytes))
     assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
     assert found["loss"] < 5.5
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
@@ -128,7 +133,7 @@ def test_evaluate_is_what_the_trainer_reports(by_bytes: Trained, command: Any, t
 
 def test_evaluate_with_a_trained_vocabulary(by_pairs: Trained, command: Any, tmp_path: Path) -> None:
     """Of its own text, named or not; the tokens are made with the checkpoint's tokenizer, bytes are the text's."""
-    found = figures(command, tmp_path, by_pairs.checkpoint)
+    found = figures(command, tmp_path, by_pairs.checkpoint, *own_data(by_pairs))
     assert found["loss"] == pytest.approx(by_pairs.val_loss, rel=1e-6)
     named = figures(
         command, tmp_path, by_pairs.checkpoint, "--data", by_pairs.folder / "text", "--val-fraction", "0.2",
@@ -185,20 +190,21 @@ def test_what_cannot_be_evaluated(by_bytes: Trained, command: Any, tmp_path: Pat
     state = by_bytes.module.model.state_dict()  # type: ignore[union-attr]
     torch.save({"model": state, "config": asdict(CONFIG)}, bare)
     text, tokens = by_bytes.folder / "text", by_bytes.data.tokens.folder  # type: ignore[union-attr]
-    assert "does not say what it was trained on" in command("evaluate", bare, fails=True)
     assert "holds no tokenizer, and" in command("evaluate", bare, "--data", text, fails=True)
     found = figures(command, tmp_path, bare, "--data", tokens)
     assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
     assert found["bits_per_byte"] is None
-    longer = command("evaluate", by_bytes.checkpoint, "--yes", "--context-length", "64", fails=True)
+    longer = command("evaluate", by_bytes.checkpoint, *own_data(by_bytes), "--context-length", "64", fails=True)
     assert "context_length=64 of the data is longer than that of the model, 32" in longer
-    nothing = command("evaluate", by_bytes.checkpoint, "--yes", "--val-fraction", "0", fails=True)
+    nothing = command("evaluate", by_bytes.checkpoint, "--data", text, "--val-fraction", "0", fails=True)
     assert "has nothing to validate on" in nothing
-    assert "choose one of validation" in command("evaluate", bare, "--split", "test", fails=True)
-    assert "choose one of float32" in command("evaluate", bare, "--dtype", "fp8", fails=True)
+    assert "choose one of validation" in command("evaluate", bare, "--data", text, "--split", "test", fails=True)
+    assert "choose one of float32" in command("evaluate", bare, "--data", text, "--dtype", "fp8", fails=True)
     for device in ("nowhere", "meta"):
-        assert f"--device {device}" in command("evaluate", bare, "--device", device, fails=True)
-    error = command("evaluate", by_bytes.checkpoint, "--json", tmp_path / "absent" / "figures.json", fails=True)
+        assert f"--device {device}" in command("evaluate", bare, "--data", text, "--device", device, fails=True)
+    error = command(
+        "evaluate", by_bytes.checkpoint, "--data", text, "--json", tmp_path / "absent" / "figures.json", fails=True
+    )
     assert "absent/figures.json: there is no such folder" in error
     padded = tmp_path / "padded.ckpt"
     wide = GPTModule(replace(CONFIG, vocab_size=300))
@@ -343,7 +349,6 @@ def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command:
 
 def test_what_cannot_be_exported_or_imported(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
     out = ("--output", tmp_path / "out")
-    assert "there is 'hf' only" in command("export", by_bytes.checkpoint, *out, "--to", "gguf", fails=True)
     assert "give bytes, or" in command("export", by_bytes.checkpoint, *out, "--max-shard-size", "big", fails=True)
     command("export", by_bytes.checkpoint, *out)
     assert "out exists already" in command("export", by_bytes.checkpoint, *out, fails=True)
@@ -356,7 +361,10 @@ def test_what_cannot_be_exported_or_imported(by_bytes: Trained, command: Any, tm
 def test_a_sharded_checkpoint_is_read_as_one_file_is(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
     sharded = tmp_path / "sharded.ckpt"
     command("checkpoint", "convert", by_bytes.checkpoint, sharded, "--to", "sharded", "--stages", "2")
-    assert figures(command, tmp_path, sharded)["loss"] == figures(command, tmp_path, by_bytes.checkpoint)["loss"]
+    assert (
+        figures(command, tmp_path, sharded, *own_data(by_bytes))["loss"]
+        == figures(command, tmp_path, by_bytes.checkpoint, *own_data(by_bytes))["loss"]
+    )
     both = sharded, by_bytes.checkpoint
     written = [command("generate", path, "--greedy", "--max-new-tokens", "8") for path in both]
     assert written[0] == written[1]
@@ -390,6 +398,3 @@ def test_a_prompt_and_its_text_from_the_shell(by_bytes: Trained) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("document 1")
     assert done.stdout.count("\n") == 1 + done.stdout.rstrip("\n").count("\n")
-    saved: SavedGPT = open_saved(by_bytes.checkpoint)
-    assert saved.data is not None
-    assert saved.data["source"] == str(by_bytes.folder / "text")

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW, WeightPrediction
-from lightning_asyncpp.trainer.module_facts import with_state_dict
 from tests.core.cases import DIM, make_model
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -270,9 +269,8 @@ def make_trainer(run: Run, **more: Any) -> L.Trainer:
 
 
 def own_state(module: L.LightningModule) -> dict[str, np.ndarray]:
-    """This rank's part of what a training leaves behind; users are refused it."""
-    with with_state_dict(module):
-        return arrays(dict(module.state_dict()))
+    """This rank's part of what a training leaves behind."""
+    return arrays(dict(module.state_dict()))
 
 
 def fit(run: Run) -> dict[str, Any]:

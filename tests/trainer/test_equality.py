@@ -193,21 +193,6 @@ def test_two_replicas_of_two_stages(pools: Pools) -> None:
     assert all(result["callback_metrics"] == results[0]["callback_metrics"] for result in results)
 
 
-def test_across_nodes_two_replicas_train_as_within(pools: Pools) -> None:
-    options = {"data_parallel_size": 2, "micro_batches": 3}
-    run = Run(Net, options=options, shuffle=True, scheduler="decay-step", optimizer="muon", error_feedback=True)
-    run = replace(run, trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "logger": "list"}, samples=44, batch_size=4)
-    run = replace(run, val_samples=(8,))
-    within = pools.run(4, fit, run)
-    across = pools.run(4, fit, replace(run, options=options | {"placement": "pipeline_across_nodes"}))
-    for replica in (0, 1):
-        moved = joined_parts([across[rank]["weights"] for rank in (replica, 2 + replica)])
-        assert_equal_weights(moved, joined_weights(within[2 * replica :], 2))
-    assert across[0]["weights"].keys() == across[1]["weights"].keys() != across[2]["weights"].keys()
-    assert across[0]["records"] == within[0]["records"]
-    assert all(result["callback_metrics"] == within[0]["callback_metrics"] for result in across)
-
-
 @pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_gpt_from_the_meta_device_is_the_same_for_every_number_of_stages(pools: Pools, strategy: str) -> None:
     run = Run(small_gpt, strategy, {"micro_batches": 3}, dataset="tokens", samples=36, trainer={"max_epochs": 2})

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import nn
 
-from lightning_asyncpp import ConfigurationError
 from tests.core.cases import DIM
 from tests.trainer.modules import BatchNormNet, NormFirstNet, StopsOnOneRank
 from tests.trainer.pool import Pools
@@ -28,7 +24,7 @@ from tests.trainer.reference import (
     oracle,
     plain_module,
 )
-from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit, loader, make_trainer, val_loaders
+from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit
 
 # -- precision ----------------------------------------------------------------------------------------------------
 
@@ -229,48 +225,6 @@ def test_every_replica_has_running_statistics_of_its_own(pools: Pools) -> None:
     whole = {name: array for name, array in results[0]["full_at_end"].items() if name in results[1]["buffers"]}
     assert_equal_weights(whole, results[1]["buffers"])
     assert_equal_weights(joined_weights(results, 2), joined_weights(results[2:], 2))
-
-
-# -- the whole model ----------------------------------------------------------------------------------------------
-
-
-def heard_of_state_dicts(run: Run) -> list[str]:
-    """Refusals of a training, and of each step of what follows it."""
-    module, trainer, heard = run.module(run), make_trainer(run), []
-
-    def save() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            trainer.save_checkpoint(Path(folder) / "whole.ckpt")
-
-    def validate() -> None:
-        trainer.validate(module, val_loaders(run), verbose=False)
-
-    def train_again() -> None:
-        make_trainer(run, callbacks=[TakesStateDict()]).fit(module, loader(run))
-
-    for does in (
-        lambda: trainer.fit(module, loader(run)), save, module.state_dict, validate, train_again,
-        module.state_dict, module.state_dict, module.model.state_dict, lambda: copy.deepcopy(module).state_dict(),
-    ):  # fmt: skip
-        try:
-            does()
-            heard.append("")
-        except ConfigurationError as error:
-            heard.append(str(error))
-    return heard
-
-
-class TakesStateDict(L.Callback):
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        module.state_dict()
-
-
-def test_a_state_dict_after_the_training_would_be_that_of_one_stage(pools: Pools) -> None:
-    run = Run(Net, val_samples=(8,))
-    for heard in pools.run(2, heard_of_state_dicts, run):
-        assert [bool(text) for text in heard] == [False, False, True, False, False, True, True, True, True]
-        assert all("trainer.strategy.full_state_dict()" in text for text in heard if text)
-    assert not any(pools.run(1, heard_of_state_dicts, run)[0])
 
 
 def test_plain_module_takes_the_weights_of_all_stages(pools: Pools) -> None:

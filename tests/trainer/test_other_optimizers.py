@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from tests.core.cases import DIM
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, delayed, fit, train
@@ -22,14 +21,6 @@ from tests.trainer.runs import Net, Run, delayed, fit, train
 class Looks(nn.Embedding):
     def forward(self, x: Any) -> Any:
         return super().forward((x.abs() * 3).long().clamp(0, 3)).mean(1)
-
-
-class SparseFirst(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model = nn.Sequential(
-            Looks(4, DIM, sparse=True), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
-        )
 
 
 class Filtered(Net):

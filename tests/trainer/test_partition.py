@@ -236,8 +236,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], list[str]]] = [
     (Net, {"partition": [9, 1], "micro_batches": 2}, ["partition=[9, 1] places 10 layers, but the model has 9"]),
     (CNN, {"partition": [1, 8]}, ["leaves stage 0 (layers 0 to 0) without parameters", "do are 1, 2, 4, 6, 8"]),
     (WrongCosts, {}, ["DisagreeingModel.pipeline_costs() must return one cost for each of the 2 layers"]),
-    (Net, {"placement": "across"}, ["'across' must be 'pipeline_within_node' or 'pipeline_across_nodes'"]),
-    (Net, {"placement": "node", "partition": "x", "micro_batches": 0}, ["3 problems"]),
+    (Net, {"partition": "x", "micro_batches": 0}, ["2 problems"]),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_
 
 Step = Callable[[Any, float | None], Any]
 """The user's step, called with a micro-batch and its weight; None where it is left at its call of the model."""
-BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
+_BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
 
 
 def problems_of_reduction(loss_reduction: object) -> list[str]:
@@ -40,14 +40,12 @@ class UserHooks:
     model_name: str = "self.model"
 
     @classmethod
-    def of(cls, module: object, given: Mapping[str, Any] | None = None, **others: Any) -> UserHooks:
-        """The user's hooks: what was given by name, else the module's attribute of that name, else the default.
+    def of(cls, module: object, **others: Any) -> UserHooks:
+        """The user's hooks: the module's attributes of those names, else the defaults.
 
         Args:
             module: may have ``split_batch``, ``micro_batch_weight`` and ``loss_reduction``.
-            given: the same names -> value, ``None`` for what was not given.
             **others: the other attributes.
         """
-        given = {name: value for name, value in (given or {}).items() if value is not None}
-        own = {name: getattr(module, name) for name in BY_NAME if hasattr(module, name)}
-        return cls(**{**own, **given, **others})
+        own = {name: getattr(module, name) for name in _BY_NAME if hasattr(module, name)}
+        return cls(**own, **others)

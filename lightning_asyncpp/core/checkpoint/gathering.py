@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import as_bytes, on_host, pieces_on_host
-from lightning_asyncpp.core.progress import PROGRESS
 from lightning_asyncpp.core.ranks.agreement import exchange_bytes
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import different_calls, lost_peers
@@ -53,7 +52,6 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
             for names in _bundles({name: tensor.nbytes for name, tensor in tensors.items()}):
                 for piece in _message([tensors[name] for name in names]):
                     dist.send(piece, 0, group=mesh.groups.host, tag=_TAG)
-                    PROGRESS.made += 1  # all of it may take longer than any wait may
     return []
 
 
@@ -112,7 +110,6 @@ def _receiver(mesh: Mesh, skeleton: Any, own: dict[str, Tensor]) -> Any:
         with lost_peers():
             for piece in pieces_on_host(message):  # of this very memory
                 dist.recv(piece, mesh.rank_of(stage, replica=0), group=mesh.groups.host, tag=_TAG)
-                PROGRESS.made += 1
         if len(parts) > 1:
             for part, sent in zip(parts, message.split([len(part) for part in parts])):
                 part.copy_(sent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_asyncpp.core.checkpoint.gathering import gather_stages
@@ -20,7 +19,6 @@ from lightning_asyncpp.storage.nested import merged
 PIPELINE = "pipeline"
 """Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
 OLDER, MASTERS = "older_weights", "masters"
-_OF_STALENESS = ("num_stages", "partition", "micro_batches", "lookahead", "staleness", "slack")
 
 
 def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +59,6 @@ def facts(session: PipelineSession) -> dict[str, Any]:
     return {
         "num_stages": engine.settings.num_stages,
         "data_parallel_size": engine.mesh.num_replicas,
-        "placement": engine.mesh.placement,
         "partition": list(_partition(session).counts),
         "micro_batches": engine.settings.micro_batches,
         "lookahead": engine.settings.lookahead,
@@ -82,7 +79,12 @@ def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[st
         session: the pipeline.
         own: this stage's part, as the module says it.
     """
-    return keep_once(_gathered(session, stage_model_state(session, own)), session.whole_model.same)
+    return gather_named(session, stage_model_state(session, own))
+
+
+def gather_named(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of all stages by the model's names on rank 0, such as averages, ``own`` elsewhere; a collective."""
+    return keep_once(_gathered(session, own), session.whole_model.same)
 
 
 def gather_optimizer_state(session: PipelineSession) -> dict[str, Any]:
@@ -116,7 +118,6 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
             f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
             " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
         )
-    _say_what_changed(session, state)
     find = session.whole_model.find
     older = {
         name: tensor if (saved := find(state[OLDER], name)) is None else saved
@@ -144,10 +145,10 @@ def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
 
     The same rank; in a pipeline of other stages or replicas the last stage of its replica, or of the last replica.
     """
-    stages, replicas, placement = state["num_stages"], state["data_parallel_size"], state["placement"]
-    if (stages, replicas, placement) == (mesh.num_stages, mesh.num_replicas, mesh.placement):
+    stages, replicas = state["num_stages"], state["data_parallel_size"]
+    if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
         return mesh.rank
-    return Mesh(stages, replicas, 0, placement=placement).rank_of(stages - 1, min(mesh.replica, replicas - 1))
+    return Mesh(stages, replicas, 0).rank_of(stages - 1, min(mesh.replica, replicas - 1))
 
 
 def _gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
@@ -163,26 +164,6 @@ def _found(master: Tensor | None, name: str) -> Tensor:
             " with load_state_dict, without ckpt_path"
         )
     return master
-
-
-def _say_what_changed(session: PipelineSession, state: Mapping[str, Any]) -> None:
-    now = {name: value for name, value in facts(session).items() if name not in ("seed", "mini_batch")}
-    before = {name: state.get(name, value) for name, value in now.items()}
-    changes = {name: f"{name}={value} (it was {before[name]})" for name, value in now.items() if before[name] != value}
-    if not changes:
-        return
-    by_stage = "uniform" not in (now["staleness"], before["staleness"]) or "staleness" in changes
-    text = f"Pipeline: going on from the checkpoint with {', '.join(changes.values())}"
-    if by_stage and not changes.keys().isdisjoint(_OF_STALENESS):
-        kept = ", ".join(f"{name}={before[name]!r}" for name in _OF_STALENESS if name in changes)
-        rank_zero_warn(
-            f"{text}; which micro-batches run on older weights goes by that, so the trajectory is another; {kept} keeps"
-            " it"
-        )
-    elif "delay" in changes:
-        rank_zero_info(f"{text}, so the trajectory is another")
-    else:
-        rank_zero_info(text)
 
 
 def _partition(session: PipelineSession) -> Partition:

@@ -26,14 +26,12 @@ class Cause:
         stage: of that rank.
         what: in one line: the error, or why the rank is thought to be gone.
         trace: the traceback of the error; empty for a rank that is gone.
-        stood_still: whether the rank, and maybe others, lives and makes no progress; ``what`` says where each is.
     """
 
     rank: int
     stage: int
     what: str
     trace: str = ""
-    stood_still: bool = False
 
     @classmethod
     def raised(cls, rank: int, stage: int, error: BaseException) -> Cause:
@@ -52,8 +50,6 @@ class Cause:
     @property
     def line(self) -> str:
         """It in one line."""
-        if self.stood_still:
-            return self.what
         return f"rank {self.rank} (stage {self.stage}) {'failed first: ' if self.is_error else 'is gone: '}{self.what}"
 
     @property
@@ -77,7 +73,7 @@ class Cause:
             cause = cls(**read)
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"this is no account of an error: {error!r}") from None
-        kinds = {"rank": int, "stage": int, "what": str, "trace": str, "stood_still": bool}
+        kinds = {"rank": int, "stage": int, "what": str, "trace": str}
         if not all(type(getattr(cause, name)) is kind for name, kind in kinds.items()):
             raise ProtocolError(f"this is no account of an error: {textwrap.shorten(str(read), 200)}")
         return cause

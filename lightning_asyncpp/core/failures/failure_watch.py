@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from lightning_asyncpp.core import background
 from lightning_asyncpp.core.failures.guard import Guard
-from lightning_asyncpp.core.failures.progress_watch import DEFAULT_SECONDS, ProgressWatch
 from lightning_asyncpp.core.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import PeerLostError, is_noise, peer_lost
@@ -33,25 +32,19 @@ class FailureWatch:
 
     Args:
         heartbeat: seconds without a sign of life after which a rank is gone; ``None``: nobody watches.
-        timeout: of blocking communication, and of a rank that makes no progress by itself; default: half an hour.
 
     Attributes:
         failure: the first one; there is no collective after it.
         guard: hears from the other ranks and tells them, as long as they are watched over.
     """
 
-    def __init__(self, heartbeat: float | None, timeout: timedelta | None = None) -> None:
+    def __init__(self, heartbeat: float | None) -> None:
         self.failure: BaseException | None = None
-        self.guard = Guard(heartbeat, self, DEFAULT_SECONDS if timeout is None else timeout.total_seconds())
+        self.guard = Guard(heartbeat, self)
         self._mesh: Mesh | None = None
         self._transport: Transport | None = None
         self._agreed_end: Callable[[], bool] | None = None
         self._unheard: PeerLostError | None = None  # a failure of another rank that this one's script does not know
-
-    @property
-    def progress(self) -> ProgressWatch:
-        """Is told where progress is due."""
-        return self.guard.progress
 
     def begin(self, mesh: Mesh) -> None:
         """Watch over this rank, unless this is done already; a collective call.

@@ -16,8 +16,6 @@ from lightning_asyncpp.core.failures.at_exit import AtExit, uncaught
 from lightning_asyncpp.core.failures.cause import Cause, cause_of, mark
 from lightning_asyncpp.core.failures.heartbeat import End, meet
 from lightning_asyncpp.core.failures.last_word import last_word, say
-from lightning_asyncpp.core.failures.progress_watch import DEFAULT_SECONDS, ProgressWatch
-from lightning_asyncpp.core.failures.standstill import Standstill, stack_of, told
 from lightning_asyncpp.core.ranks.alike import is_alike
 from lightning_asyncpp.core.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, PeerLostError, is_noise
@@ -46,19 +44,16 @@ class Guard:
     Args:
         limit: seconds without a sign of life after which a rank is gone; ``None``: nobody watches.
         watched: the session, which the guard does not keep alive.
-        without_progress: seconds that a rank may live without any progress where some is due.
 
     Attributes:
-        progress: is told where it is due.
         children: the processes of other ranks that this one started: the launcher's own list.
         is_torn_down: whether an error reaches the script only after a teardown, as with the Trainer.
     """
 
-    def __init__(self, limit: float | None, watched: Watched, without_progress: float = DEFAULT_SECONDS) -> None:
-        self.progress = ProgressWatch(without_progress, self._stand_still)
+    def __init__(self, limit: float | None, watched: Watched) -> None:
         self.children: list[subprocess.Popen] = []
         self.is_torn_down = False
-        self._limit, self._watched, self._without_progress = limit, weakref.ref(watched), without_progress
+        self._limit, self._watched = limit, weakref.ref(watched)
         self._mesh: Mesh | None = None
         self._end: End | None = None
         self._cause: Cause | None = None  # what went wrong first, as far as this rank knows
@@ -66,13 +61,12 @@ class Guard:
         self._stopped: int | None = None
         self._deadline: threading.Timer | None = None
         self._is_released = False
-        self._has_shown_stack = False
         self._at_exit: AtExit | None = None
         weakref.finalize(watched, self.end).atexit = False
 
     def __reduce__(self) -> tuple:
         """A copy, as one in a spawned process, watches over nothing yet."""
-        return Guard, (self._limit, self._watched(), self._without_progress), {"is_torn_down": self.is_torn_down}
+        return Guard, (self._limit, self._watched()), {"is_torn_down": self.is_torn_down}
 
     def begin(self, mesh: Mesh) -> None:
         """Watch, unless this is done already or there is nobody else; a collective call.
@@ -82,8 +76,7 @@ class Guard:
         """
         if mesh.groups is None:
             return
-        self._mesh, self._has_shown_stack = mesh, False
-        self.progress.begin()
+        self._mesh = mesh
         if self._limit is None or self._end is not None:
             return
         self._cause, self._is_heard, self._stopped = None, False, None
@@ -113,7 +106,6 @@ class Guard:
 
         If a teardown follows, this rank has to be through with it in time, until :meth:`release`.
         """
-        self.progress.end()
         if self._end is None or self._is_heard:
             return
         with _DECIDING:
@@ -139,7 +131,6 @@ class Guard:
 
     def end(self) -> None:
         """Say goodbye, and watch no longer."""
-        self.progress.end()
         if self._end is None:
             return
         end, self._end = self._end, None
@@ -165,26 +156,6 @@ class Guard:
         if not isinstance(error, (ConfigurationError, KeyboardInterrupt)):
             self._adopt()
 
-    def _stand_still(self, account: Standstill) -> None:
-        """This rank makes no progress, as its watch found."""
-        assert self._mesh is not None
-        if self._cause is not None:
-            return
-        self._show_stack(f"has made no progress for {account.seconds:g} s")
-        if self._end is not None:
-            self._end.stand_still(account)
-        elif not account.waits:  # nobody tells the others
-            self._cause = told({self._mesh.rank: account}, list(map(self._mesh.stage_of, range(self._mesh.world_size))))
-            self._adopt()
-            self._leave_now()
-
-    def _show_stack(self, why: str) -> None:
-        assert self._mesh is not None
-        if not self._has_shown_stack:
-            self._has_shown_stack = True
-            place = f"rank {self._mesh.rank} (stage {self._mesh.stage})"
-            say(f"{place} {why}; it is here:\n{stack_of(self.progress.thread)}")
-
     def _learn(self, cause: Cause) -> None:
         end = self._end
         if self._cause is not None or end is None:
@@ -193,8 +164,6 @@ class Guard:
         with _DECIDING:
             if not self._is_heard:
                 last_word().learn(cause)
-        if cause.stood_still:
-            self._show_stack("ends with the others")
         self._adopt()
         self._hurry()
         if (watched := self._watched()) is not None:
@@ -203,7 +172,7 @@ class Guard:
     def _words(self, cause: Cause) -> str:
         """What this rank says of it: everything on rank 0, where users look."""
         assert self._mesh is not None
-        if cause.rank == self._mesh.rank and not cause.is_error and not cause.stood_still:
+        if cause.rank == self._mesh.rank and not cause.is_error:
             return f"the other ranks gave this one up: {cause.what}"
         return cause.line if self._mesh.rank else cause.text
 
@@ -232,10 +201,6 @@ class Guard:
         for child in multiprocessing.active_children():  # loaders' workers may hang, too
             if child.daemon:
                 child.kill()
-        if self._cause.stood_still:  # its stack was shown before
-            last_word().end_children()
-            say(self._cause.line)
-            os._exit(1)
         faulthandler.dump_traceback(_STDERR)
         place = f"rank {self._mesh.rank} (stage {self._mesh.stage})"
         say(f"{place} did not end by itself within {self._leave_seconds:g} s after this: {self._cause.line}")

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from lightning_asyncpp.core.failures.cause import Cause
 from lightning_asyncpp.core.failures.heartbeat_wire import Kind, Wire
-from lightning_asyncpp.core.failures.standstill import Standstill, Standstills
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.rendezvous import Listener, call
@@ -107,17 +106,10 @@ class End(ABC):
         """Tell all ranks of an error of this one."""
 
     @abstractmethod
-    def stand_still(self, account: Standstill) -> None:
-        """Tell rank 0 that this one makes no progress; it decides what all are told."""
-
-    @abstractmethod
     def _want_to_leave(self) -> None: ...
 
     @abstractmethod
     def _hear_leave(self, rank: int) -> None: ...
-
-    @abstractmethod
-    def _hear_standstill(self, rank: int, account: Standstill) -> None: ...
 
     @abstractmethod
     def _run(self) -> None: ...
@@ -145,9 +137,6 @@ class End(ABC):
                 if heard is Kind.LEAVE:
                     self._hear_leave(rank)
                     heard = Kind.BEAT
-                if heard is Kind.STANDSTILL:
-                    self._hear_standstill(rank, Standstill.unpack(message.body))
-                    heard = Kind.BEAT
         except TimeoutError:
             return None
         except (EOFError, OSError):
@@ -171,15 +160,6 @@ class Member(End):
     def report(self, cause: Cause) -> None:
         with suppress(OSError):  # rank 0 is gone, which this rank notices by itself
             self._wires[0].send(Kind.CAUSE, cause.pack())
-
-    @override
-    def stand_still(self, account: Standstill) -> None:
-        with suppress(OSError):
-            self._wires[0].send(Kind.STANDSTILL, account.pack())
-
-    @override
-    def _hear_standstill(self, rank: int, account: Standstill) -> None:
-        """Rank 0 has no reason to say so here."""
 
     @override
     def _want_to_leave(self) -> None:
@@ -217,24 +197,10 @@ class Member(End):
 class Hub(End):
     """The end of rank 0; ``wires`` holds those to all other ranks."""
 
-    def __init__(
-        self, wires: Mapping[int, Wire], stages: list[int], limit: float, on_cause: Callable[[Cause], None]
-    ) -> None:
-        super().__init__(wires, stages, limit, on_cause)
-        self._standstills = Standstills(stages, self._lose)
-
     @override
     def report(self, cause: Cause) -> None:
         if self._settle(cause):
             self._tell_all(cause)
-
-    @override
-    def stand_still(self, account: Standstill) -> None:
-        self._standstills.add(0, account)
-
-    @override
-    def _hear_standstill(self, rank: int, account: Standstill) -> None:
-        self._standstills.add(rank, account)
 
     @override
     def _want_to_leave(self) -> None:

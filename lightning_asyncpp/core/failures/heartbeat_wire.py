@@ -34,8 +34,6 @@ class Kind(IntEnum):
     """I end as I should, and need nobody any more."""
     LEAVE = 4
     """My script wants to end here, in the middle of a run; or, from rank 0: those of all ranks do."""
-    STANDSTILL = 5
-    """I live, and make no progress."""
 
 
 class Message(NamedTuple):

@@ -62,10 +62,6 @@ class LastWord:
         for child in self.children:
             child.kill()
 
-    def end_children(self) -> None:
-        """End the children, once they have had their time to end by themselves."""
-        self._wait(is_failing=True)
-
     def speak(self) -> None:
         """The process ends: wait for the children, and say what ended the run."""
         error = uncaught()

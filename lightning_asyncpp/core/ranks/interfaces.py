@@ -1,4 +1,4 @@
-"""Which network interface a run's connections use: the one that the user names, or loopback on a single machine."""
+"""Which network interface connections use: the one that the environment names, or loopback on a single machine."""
 
 from __future__ import annotations
 
@@ -17,74 +17,27 @@ LOOPBACK = "lo"
 _SIOCGIFADDR = 0x8915
 
 
-def use_interface(interface: str | None, on_one_machine: bool) -> list[str]:
-    """Settle for this process, before its first process group, which interface its connections use.
+def use_loopback() -> None:
+    """Let this process connect over loopback alone, before its first process group, unless an interface is named."""
+    if not os.environ.get(INTERFACE_VARIABLE) and LOOPBACK in _names():
+        os.environ[INTERFACE_VARIABLE] = LOOPBACK
+        os.environ.setdefault(_NCCL_VARIABLE, f"={LOOPBACK}")  # exactly: without the sign NCCL takes it for a prefix
 
-    A name that is given goes into the variables that gloo and NCCL read. Without one, what the variables say stays; if
-    they say nothing and all ranks are on one machine, it is loopback.
 
-    Args:
-        interface: name, or names with commas between; ``None`` if the user gave none.
-        on_one_machine: whether all ranks run on this machine.
-
-    Returns:
-        The IPv4 addresses of the interfaces; none if anything may be used.
+def named_addresses() -> list[str]:
+    """The IPv4 addresses of the interfaces that the variable names; none if it names none.
 
     Raises:
         ConfigurationError: there is no such interface here, or it has no address.
     """
-    source = f"{INTERFACE_VARIABLE}="
-    if interface is not None:
-        if not isinstance(interface, str):
-            raise ConfigurationError(f"interface={interface!r} must be the name of a network interface, such as 'eth0'")
-        source, interface = "interface=", ",".join(name.strip() for name in interface.split(","))
-    elif not os.environ.get(INTERFACE_VARIABLE) and on_one_machine and LOOPBACK in _names():
-        interface = LOOPBACK
-    if interface is not None:
-        _check_names(interface, source)
-        os.environ[INTERFACE_VARIABLE] = interface
-        if source == "interface=" or not os.environ.get(_NCCL_VARIABLE):
-            os.environ[_NCCL_VARIABLE] = f"={interface}"  # exactly: without the sign NCCL takes it for a prefix
-    return named_addresses(source)
-
-
-def named_addresses(source: str = f"{INTERFACE_VARIABLE}=") -> list[str]:
-    """The IPv4 addresses of the interfaces that the variable names; none if it names none.
-
-    Args:
-        source: what named them, for messages.
-
-    Raises:
-        ConfigurationError: as :func:`use_interface`.
-    """
-    names = os.environ.get(INTERFACE_VARIABLE)
-    return _check_names(names, source) if names else []
-
-
-def _check_names(names: str, source: str) -> list[str]:
-    """The addresses of interfaces of this machine.
-
-    Args:
-        names: with commas between.
-        source: what named them, for messages.
-
-    Raises:
-        ConfigurationError: as :func:`use_interface`.
-    """
-    addresses = []
-    for name in names.split(","):
-        if name not in _names():
-            raise ConfigurationError(
-                f"{source}{names}: {socket.gethostname()} has no network interface {name!r}; it has"
-                f" {', '.join(_names())}: name one of them"
-            )
-        if (address := address_of(name)) is None:
-            raise ConfigurationError(
-                f"{source}{names}: the network interface {name!r} of {socket.gethostname()} has no IPv4 address; name"
-                " another one, or give it an address and bring it up (`ip address add`, `ip link set ... up`)"
-            )
-        addresses.append(address)
-    return addresses
+    names = [name for name in os.environ.get(INTERFACE_VARIABLE, "").split(",") if name]
+    addresses = {name: address_of(name) for name in names}
+    if None in addresses.values():
+        raise ConfigurationError(
+            f"{INTERFACE_VARIABLE}={','.join(names)}: {socket.gethostname()} has no such network interface with an IPv4"
+            f" address; it has {', '.join(_names())}"
+        )
+    return [address for address in addresses.values() if address]
 
 
 def own_addresses() -> list[str]:

@@ -6,7 +6,6 @@ else knows how ranks follow each other.
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -14,17 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.process_groups import HostWork, disjoint_groups, neighbour_options, new_group
-
-Placement = Literal["pipeline_within_node", "pipeline_across_nodes"]
-"""Which ranks are neighbours: the stages of a replica, or the replicas of a stage."""
-PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 GRACE_SECONDS = 5.0
 """How long connections outlive their last use here: what was sent last may still be on its way to other ranks."""
@@ -40,16 +34,12 @@ class Mesh:
         num_replicas: number of replicas D.
         rank: this process's rank in the world of D * P processes.
         groups: process groups, made by :meth:`connect`.
-        placement: which ranks are neighbours. A node's ranks follow each other, so with as many devices per node as a
-            pipeline has stages, ``"pipeline_within_node"`` keeps each replica on a node; with as many as there are
-            replicas, ``"pipeline_across_nodes"`` keeps each stage on one.
     """
 
     num_stages: int
     num_replicas: int
     rank: int
     groups: Groups | None = None
-    placement: Placement = "pipeline_within_node"
 
     @cached_property
     def world_size(self) -> int:
@@ -79,35 +69,19 @@ class Mesh:
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """Rank of a stage, in this rank's replica unless another is named."""
         replica = self.replica if replica is None else replica
-        behind = self.num_stages - 1 - stage  # stages after it
-        if self._is_across:
-            return behind * self.num_replicas + replica
-        return replica * self.num_stages + behind
+        return replica * self.num_stages + self.num_stages - 1 - stage
 
     def stage_of(self, rank: int) -> int:
         """Stage of a rank."""
-        behind = rank // self.num_replicas if self._is_across else rank % self.num_stages
-        return self.num_stages - 1 - behind
+        return self.num_stages - 1 - rank % self.num_stages
 
     def replica_of(self, rank: int) -> int:
         """Index of a rank's replica."""
-        return rank % self.num_replicas if self._is_across else rank // self.num_stages
-
-    def place_of(self, rank: int) -> int:
-        """Number of a rank by replica and stage, the last stage of each replica first: the same in any placement."""
-        return self.replica_of(rank) * self.num_stages + self.num_stages - 1 - self.stage_of(rank)
+        return rank // self.num_stages
 
     def describe(self) -> str:
         """For the log: how many ranks there are of what kind."""
-        return f"{self.num_stages} stages x {self.num_replicas} replica(s){self.describe_placement()}"
-
-    def describe_placement(self) -> str:
-        """For the log, where it makes a difference and is not the default."""
-        return " across nodes" if self._is_across and self.num_replicas > 1 < self.num_stages else ""
-
-    @property
-    def _is_across(self) -> bool:
-        return self.placement == "pipeline_across_nodes"
+        return f"{self.num_stages} stages x {self.num_replicas} replica(s)"
 
     def name_of(self, stage: int) -> str:
         """How messages call the rank of a stage of this replica."""
@@ -129,7 +103,6 @@ class Mesh:
     def connect(
         self,
         timeout: timedelta | None = None,
-        most_ctas: int | None = None,
         direct: bool | None = None,
         agree: Callable[[dist.ProcessGroup], None] = lambda group: None,
     ) -> None:
@@ -137,7 +110,6 @@ class Mesh:
 
         Args:
             timeout: of blocking communication in them; default: torch's.
-            most_ctas: thread blocks of a message between neighbours; default: as many as NCCL wants.
             direct: whether tensors travel between neighbours by such groups; default: unless the backend is gloo.
             agree: is called with the first group, of all ranks: which others there are goes by settings, in which ranks
                 may differ.
@@ -155,7 +127,7 @@ class Mesh:
         # one: an all-reduce of control messages may still run when another collective starts.
         groups = Groups(control=host if self.num_replicas == 1 else new_group(timeout, backend="gloo"), host=host)
         if direct if direct is not None else dist.get_backend() != "gloo":
-            self._connect_neighbours(groups, timeout, most_ctas)
+            self._connect_neighbours(groups, timeout)
         groups.data_parallel = disjoint_groups([self._stage_ranks(s) for s in range(self.num_stages)], timeout)
         groups.last_stages = disjoint_groups([self._stage_ranks(self.num_stages - 1)], timeout)
         self.groups = groups
@@ -172,7 +144,7 @@ class Mesh:
             weakref.finalize(self.groups, _retire, [self.groups.saving])
         return None if self.groups is None else self.groups.saving
 
-    def _connect_neighbours(self, groups: Groups, timeout: timedelta | None, most_ctas: int | None) -> None:
+    def _connect_neighbours(self, groups: Groups, timeout: timedelta | None) -> None:
         """Groups of two for each direction: first the pairs that begin with an even stage, then the others."""
         for parity in (0, 1):
             pairs = [
@@ -180,8 +152,10 @@ class Mesh:
                 for replica in range(self.num_replicas)
                 for stage in range(parity, self.num_stages - 1, 2)
             ]
-            options = functools.partial(neighbour_options, most_ctas)
-            there, back = disjoint_groups(pairs, timeout, options), disjoint_groups(pairs, timeout, options)
+            there, back = (
+                disjoint_groups(pairs, timeout, neighbour_options),
+                disjoint_groups(pairs, timeout, neighbour_options),
+            )
             if self.stage % 2 == parity:
                 groups.to_next, groups.from_next = there, back
             else:

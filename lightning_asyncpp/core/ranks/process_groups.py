@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from lightning_asyncpp.core import background
 
+_MOST_CTAS = 4
+"""Thread blocks (cooperative thread arrays) of a message between neighbours."""
+
 
 def new_group(
     timeout: timedelta | None,
@@ -73,19 +76,15 @@ def splits() -> bool:
     return dist.get_backend() == "nccl" and world is not None and getattr(world, "bound_device_id", None) is not None
 
 
-def neighbour_options(most_ctas: int | None) -> Any:
+def neighbour_options() -> Any:
     """NCCL's options for the groups of two neighbours.
 
     A message between them is a kernel that holds its thread blocks until the other side's kernel runs, beside what is
     computed. So it gets few of them, and a stream of high priority: what others wait for begins before what was
     launched earlier.
-
-    Args:
-        most_ctas: thread blocks (cooperative thread arrays) of a message; None leaves their number to NCCL.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if most_ctas is not None:
-        options.config.max_ctas = most_ctas
+    options.config.max_ctas = _MOST_CTAS
     return options
 
 

@@ -36,13 +36,13 @@ class ControlExchange:
         shares_group = mesh.groups.control is mesh.groups.host
         self._pairwise = mesh.world_size <= MOST_RANKS or shares_group
         self._works: list[dist.Work] = []
-        # Shape (ranks, length); by place and not by rank, so that the sum does not depend on the placement.
+        # Shape (ranks, length).
         rows = mesh.world_size if self._pairwise else 1
         self._messages = torch.zeros((rows, length), dtype=torch.float64, device="cpu")
         if self._pairwise:
             with lost_peers():
                 for rank in self._others():
-                    row = self._messages[mesh.place_of(rank)]
+                    row = self._messages[rank]
                     self._works.append(started(dist.irecv(row, rank, group=self._group, tag=_TAG)))
 
     def send(self, message: Tensor) -> None:
@@ -52,7 +52,7 @@ class ControlExchange:
             with lost_peers():
                 self._works.append(started(dist.all_reduce(self._messages[0], group=self._group, async_op=True)))
             return
-        own = self._messages[self.mesh.place_of(self.mesh.rank)]
+        own = self._messages[self.mesh.rank]
         own.copy_(message)
         with lost_peers():
             for rank in self._others():

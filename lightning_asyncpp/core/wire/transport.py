@@ -126,7 +126,7 @@ class Transport:
         self,
         mesh: Mesh,
         device: torch.device,
-        max_message_bytes: int,
+        max_message_bytes: int = 2**34,
         timeout: float | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:

@@ -1,1 +1,1 @@
-"""``asyncpp checkpoint``: what a checkpoint holds, whether it is whole, and the same in another form."""
+"""``asyncpp checkpoint``: what a checkpoint holds, and the same in another form."""

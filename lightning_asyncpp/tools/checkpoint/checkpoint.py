@@ -1,4 +1,4 @@
-"""``asyncpp checkpoint info|convert|verify``: looks into checkpoints, and writes them in another form."""
+"""``asyncpp checkpoint info|convert``: looks into checkpoints, and writes them in another form."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
-from lightning_asyncpp.storage.loading import verify
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.tools.checkpoint.contents import describe, size_on_disk, table
 from lightning_asyncpp.tools.checkpoint.convert import Request, convert
-from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser, verify_parser
-from lightning_asyncpp.tools.text import escaped, say
+from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (given := checkpoint_command(argv)) is None:
         return
     command, rest = given
-    {"info": _info, "convert": _convert, "verify": _verify}[command](rest)
+    {"info": _info, "convert": _convert}[command](rest)
 
 
 def _info(argv: Sequence[str]) -> None:
@@ -31,7 +27,7 @@ def _info(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     with _reported("info"):
         facts = describe(Path(arguments.checkpoint).expanduser())
-    say(json.dumps(facts, indent=2) if arguments.json else table(facts))
+    print(json.dumps(facts, indent=2) if arguments.json else table(facts))
 
 
 def _convert(argv: Sequence[str]) -> None:
@@ -45,27 +41,9 @@ def _convert(argv: Sequence[str]) -> None:
         parser.error(f"--entry {arguments.entry}: only weights are taken from one entry; give --to weights")
     source, output = Path(arguments.checkpoint).expanduser(), Path(arguments.output).expanduser()
     request = Request(source, output, arguments.to, arguments.stages, arguments.entry, arguments.force)
-    with _reported("convert"), _bar("converting", 0) as bar:
-
-        def written(num_bytes: int, total: int) -> None:
-            bar.total = total
-            bar.update(num_bytes)
-
-        convert(request, written)
-    written_as = f"{escaped(str(output))}: {arguments.to}, {size_on_disk(output):,} bytes"
-    say(f"{written_as}; equal to what it was made from, bit for bit")
-
-
-def _verify(argv: Sequence[str]) -> None:
-    parser = verify_parser()
-    path = Path(parser.parse_args(argv).checkpoint).expanduser()
-    with _reported("verify"), _bar("verifying", size_on_disk(path)) as bar:
-        problems = verify(path, bar.update)
-    for problem in problems:
-        say(escaped(problem))
-    if problems:
-        raise SystemExit(1)
-    say(f"{escaped(str(path))} is whole: {size_on_disk(path):,} bytes")
+    with _reported("convert"):
+        convert(request)
+    print(f"{output}: {arguments.to}, {size_on_disk(output):,} bytes")
 
 
 @contextmanager
@@ -74,12 +52,8 @@ def _reported(command: str) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        say(f"asyncpp checkpoint {command}: error: {escaped(str(error))}", file=sys.stderr)
+        print(f"asyncpp checkpoint {command}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _bar(what: str, num_bytes: int) -> tqdm:
-    return tqdm(total=num_bytes, desc=what, unit="B", unit_scale=True, leave=False, disable=None)
 
 
 if __name__ == "__main__":

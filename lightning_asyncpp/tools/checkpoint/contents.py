@@ -17,7 +17,6 @@ from lightning_asyncpp.optim import ErrorFeedback, WeightPrediction
 from lightning_asyncpp.storage.loading import load
 from lightning_asyncpp.storage.names import StorageError
 from lightning_asyncpp.storage.sharded import files_of, is_sharded, read_index
-from lightning_asyncpp.tools.text import escaped
 
 _CORRECTIONS = {*ErrorFeedback.keys, *WeightPrediction.keys}  # beside what the base keeps of a parameter
 _OF_STRATEGY = (
@@ -208,14 +207,14 @@ def table(facts: Mapping[str, Any]) -> str:
         **{f"  {name}": f"{size:,} bytes" for name, size in facts["bytes"].items() if size},
         "on disk": f"{facts['bytes_on_disk']:,} bytes",
     }
-    return "\n".join(f"{escaped(name):<22}{escaped(text)}" for name, text in shown.items() if text)
+    return "\n".join(f"{name:<22}{text}" for name, text in shown.items() if text)
 
 
 def _of_index(path: Path, index: Mapping[str, Any] | None) -> dict[str, Any]:
     if index is None:
         return {"format_version": None, "files": None}
     run, shards = files_of(index, path)
-    files = {file.name: {"file": file.file, "bytes": file.num_bytes, "crc32": file.crc32} for file in (run, *shards)}
+    files = {file.name: {"file": file.file, "bytes": file.num_bytes} for file in (run, *shards)}
     return {"format_version": index["version"], "files": files}
 
 

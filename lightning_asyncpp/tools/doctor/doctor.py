@@ -36,10 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _say("training", f"FAILED, or did not end within {limit} s; the end of its log:\n")
         print("\n".join(log.splitlines()[-_LOG_LINES:]))
         raise SystemExit(1)
-    _say(
-        "link", f"{found.gigabytes_per_second:.1f} GB/s, {found.microseconds:.0f} us per message, over {found.backend}"
-    )
-    _say("training", f"2 stages, {UPDATES} updates in {found.seconds:.1f} s; {found.route}")
+    _say("training", f"2 stages, {UPDATES} updates in {found.seconds:.1f} s; {found.route}, over {found.backend}")
     share = f"{found.difference:.1g} of the largest change"
     if not found.is_equal:
         _say("result", f"WRONG: differs from the reference by {share}; do not train so, and report it with this text")

@@ -1,4 +1,4 @@
-"""A two-stage training of a few updates, compared with the reference, and the link that it ran over.
+"""A two-stage training of a few updates, compared with the reference.
 
 ``python -m lightning_asyncpp.tools.doctor.trial FILE`` writes what it found as JSON; Lightning starts the second rank.
 """
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -27,7 +26,6 @@ from lightning_asyncpp.reference import train_reference
 
 UPDATES, MICROBATCHES, BATCH, WIDTH = 8, 4, 16, 64
 PARTITION = [4, 3]
-_LARGE, _MANY, _TIMES = 2**24, 20, 100  # elements of 4 bytes; round trips of large and of small messages
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,7 @@ class Found:
     difference: float
     """Largest difference of a weight from the reference, as a share of the largest change in its tensor."""
     backend: str
-    """Of the link that was measured."""
-    gigabytes_per_second: float
-    """In one direction."""
-    microseconds: float
-    """Of a small message in one direction."""
+    """Of the process group."""
 
     @property
     def is_equal(self) -> bool:
@@ -74,48 +68,14 @@ class Small(L.LightningModule):
         return torch.optim.AdamW(self.model.named_parameters(), lr=0.01, eps=1e-3)
 
 
-class Links(L.Callback):
-    """Measures what messages between the two ranks take, once training has ended."""
-
-    backend, gigabytes_per_second, microseconds = "gloo", 0.0, 0.0
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Send large and small messages to and fro."""
-        own_gpu = torch.cuda.device_count() > 1 and trainer.strategy.root_device.type == "cuda"
-        device = trainer.strategy.root_device if own_gpu else torch.device("cpu")
-        self.backend = "nccl" if own_gpu else "gloo"
-        group = dist.new_group(backend=self.backend)
-        large, small = torch.zeros(_LARGE, device=device), torch.zeros(1, device=device)
-        self.gigabytes_per_second = large.nbytes / _seconds(large, _MANY, group) / 1e9
-        self.microseconds = _seconds(small, _TIMES, group) * 1e6
-
-
-def _seconds(message: Tensor, times: int, group: Any) -> float:
-    """How long a message takes in one direction."""
-    began = 0.0
-    for number in range(times + 1):
-        for sender in (0, 1):
-            (dist.send if dist.get_rank() == sender else dist.recv)(message, 1 - dist.get_rank(), group)
-        if number == 0:  # which made the connection
-            _synchronize(message)
-            began = time.perf_counter()
-    _synchronize(message)
-    return (time.perf_counter() - began) / times / 2
-
-
-def _synchronize(message: Tensor) -> None:
-    if message.is_cuda:
-        torch.cuda.synchronize()
-
-
 def train() -> Found | None:
     """Train on what is here: a GPU for each stage, one for both, or the CPU; return what rank 0 found."""
     gpus = torch.cuda.device_count()
     shared = [torch.device("cuda", 0)] * 2 if gpus == 1 else None  # Lightning refuses more devices than there are
     strategy = AsyncPipelineStrategy(micro_batches=MICROBATCHES, partition=PARTITION, parallel_devices=shared)
-    links, module, batches = Links(), Small(), _batches()
+    module, batches = Small(), _batches()
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cuda" if gpus else "cpu", devices=1 if gpus == 1 else 2, callbacks=[links],
+        strategy=strategy, accelerator="cuda" if gpus else "cpu", devices=1 if gpus == 1 else 2,
         max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     began = time.perf_counter()
@@ -128,7 +88,7 @@ def train() -> Found | None:
     rules = [schedule.stage_rule for schedule in session.running().schedules()]
     difference = largest_difference(state, expected(rules))
     route = session.describe().rpartition("; ")[2]
-    return Found(route, seconds, difference, links.backend, links.gigabytes_per_second, links.microseconds)
+    return Found(route, seconds, difference, dist.get_backend())
 
 
 def expected(rules: Sequence[StalenessRule]) -> Mapping[str, Tensor]:

@@ -201,7 +201,7 @@ class Estimate:
 
     def _times(self, stage: int, profile: Profile) -> StageTimes:
         device, replicas = self.device, self.settings.data_parallel_size
-        mesh = Mesh(self.settings.num_stages, replicas, 0, placement=self.settings.placement)
+        mesh = Mesh(self.settings.num_stages, replicas, 0)
         transfer = reduction = 0.0
         if profile.sent is not None:  # in the replica with the slowest link
             pairs = ([mesh.rank_of(stage, r), mesh.rank_of(stage + 1, r)] for r in range(replicas))

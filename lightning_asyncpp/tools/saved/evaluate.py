@@ -29,9 +29,7 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     read_model,
     reported,
 )
-from lightning_asyncpp.tools.saved.named_data import confirm, named_data
 from lightning_asyncpp.tools.saved.parsers import SPLITS, evaluate_parser
-from lightning_asyncpp.tools.text import say
 from lightning_asyncpp.trainer.gpt_module import IGNORED
 
 _DATA = ("val_source", "val_fraction", "context_length", "batch_size", "max_bytes", "cache_dir")
@@ -77,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = evaluate(model, shown, arguments.device, tokenizer, total)
         settings = {"model": arguments.model, "data": data.source, "split": arguments.split}
         content = {**settings, "context_length": data.context_length, **asdict(result)}
-        say(_table(content))
+        print(_table(content))
         if arguments.json is not None:
             Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def make_data(saved: SavedGPT, tokenizer: Tokenizer | None, arguments: Namespace, folder: Path) -> TextDataModule:
-    """The data to evaluate on, set up: what the arguments name, or what the model was trained with if the user agrees.
+    """The data to evaluate on, set up.
 
     Args:
         saved: the model.
@@ -92,15 +90,12 @@ def make_data(saved: SavedGPT, tokenizer: Tokenizer | None, arguments: Namespace
         folder: where the tokenizer can be written for the data module to read.
 
     Raises:
-        WeightsError: neither names any, the user does not agree, or it is not the model's; with both numbers.
+        WeightsError: it is not the model's; with both numbers.
         DataError: it cannot be read.
     """
     given = {name: arguments[name] for name in _DATA if arguments[name] is not None}
-    options = named_data(saved) if arguments.data is None else {"source": arguments.data}
-    options = {"context_length": saved.config.context_length, **options, **given}
-    if arguments.data is None:
-        confirm(saved, options, arguments.yes)
-    source = str(options.get("source", "stdlib"))
+    source = arguments.data
+    options = {"source": source, "context_length": saved.config.context_length, **given}
     if arguments.split == "all":
         if is_token_source(source):
             raise WeightsError(f"{source} is divided already: give --split validation or train")

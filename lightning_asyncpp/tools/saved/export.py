@@ -20,7 +20,6 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     reported,
 )
 from lightning_asyncpp.tools.saved.parsers import LORA_FORMS, export_parser
-from lightning_asyncpp.tools.text import escaped, say
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -30,8 +29,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = export_parser()
     arguments = parser.parse_args(argv)
     check_choice(parser, arguments, "dtype")
-    if arguments.to != "hf":
-        parser.error(f"--to {arguments.to}: there is 'hf' only, the format of Hugging Face transformers")
     shard = _size(arguments.max_shard_size)
     if shard is None:
         parser.error(f"--max-shard-size {arguments.max_shard_size}: give bytes, or a number with a unit such as 500MB")
@@ -47,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         end = None if tokenizer is None else tokenizer.end_of_document
         dtype = _dtype(arguments)
         architecture = write_hf(saved, folder, dtype, shard, end, files)
-    say(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {escaped(str(folder))}")
+    print(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {folder}")
     if tokenizer is None:
         print("Without a tokenizer: the checkpoint holds none; --tokenizer names one.")
 

@@ -19,7 +19,6 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     reported,
 )
 from lightning_asyncpp.tools.saved.parsers import generate_parser
-from lightning_asyncpp.tools.text import say
 
 _UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are not all there
 
@@ -56,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         end=tokenizer.end_of_document,
         vocab_size=tokenizer.vocab_size,
     )
-    say(arguments.prompt, end="")
+    print(arguments.prompt, end="", flush=True)
     with reported("generate"):
         for text in stream(tokenizer, tokens, prompt):
-            say(text, end="")
+            print(text, end="", flush=True)
     print()
 
 

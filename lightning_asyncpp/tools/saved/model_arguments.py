@@ -16,7 +16,6 @@ from lightning_asyncpp.data.tokenizer import end_of_text_in, load_tokenizer
 from lightning_asyncpp.models import GPTConfig, SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.checkpoint import config_of_values
 from lightning_asyncpp.tools.saved.parsers import DTYPE_NAMES
-from lightning_asyncpp.tools.text import escaped, say
 
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
@@ -41,12 +40,8 @@ def reported(command: str) -> Iterator[None]:
     try:
         yield
     except (WeightsError, DataError, ImportError, OSError) as error:
-        say(f"asyncpp {command}: error: {_of_lines(str(error))}", file=sys.stderr)
+        print(f"asyncpp {command}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _of_lines(text: str) -> str:
-    return "\n".join(map(escaped, text.split("\n")))
 
 
 def read_model(arguments: Namespace) -> SavedGPT:

@@ -47,14 +47,7 @@ def evaluate_parser() -> ToolParser:
     )
     _add_model(parser)
     parser.add_argument(
-        "--data",
-        type=str | None,
-        default=None,
-        help="folder of text or of tokens, 'stdlib', or a URI of tokens (default: what the checkpoint says that the"
-        " model was trained with, if you agree)",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="without --data: read what the checkpoint names, and do not ask"
+        "--data", type=str, required=True, help="folder of text or of tokens, 'stdlib', or a URI of tokens"
     )
     parser.add_argument("--split", type=str, default="validation", help=f"which part, of {', '.join(SPLITS)}")
     parser.add_argument(
@@ -83,7 +76,6 @@ def export_parser() -> ToolParser:
     )
     _add_model(parser)
     parser.add_argument("--output", type=str, required=True, help="folder to write; it must not exist, or be empty")
-    parser.add_argument("--to", type=str, default="hf", help="format: hf")
     parser.add_argument(
         "--max-shard-size", type=str, default="5GB", help="most bytes of weights per file: 5GB, 500MB, ..."
     )

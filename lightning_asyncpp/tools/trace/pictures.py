@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import BACKGROUND, Beside, Span, SpanKind, Wait
@@ -69,28 +68,11 @@ def _bar(run: RecordedRun, rank: RankTrace, span: Span, lane: int) -> str:
 
 
 def write_perfetto(run: RecordedRun, summary: Summary, path: Path) -> None:
-    """Write the events of all ranks, with arrows from each forward and backward to the neighbor's."""
+    """Write the events of all ranks in one file."""
     lines = [json.dumps(named) for rank in run.ranks for named in about(rank.meta)]
     lines += [
         event(span, rank.meta.process, lambda k, rank=rank: rank.places[k])  # type: ignore[misc]
         for rank in run.ranks
         for span in rank.spans
     ]
-    lines += [json.dumps(arrow) for stages in run.replicas() for arrow in _arrows(stages)]
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-
-
-def _arrows(stages: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
-    for kind, name, receivers in ((Kind.FORWARD, "activation", stages[1:]), (Kind.BACKWARD, "gradient", stages[:-1])):
-        senders = stages[:-1] if kind is Kind.FORWARD else stages[1:]
-        for sender, receiver in zip(senders, receivers):
-            arrived = {span.index: span.start for span in receiver.of(kind)}
-            for span in sender.of(kind):
-                if span.index in arrived:
-                    arrow = {"name": name, "cat": "message", "tid": 1}
-                    arrow["id"] = f"{name} {sender.meta.process} {span.index}"
-                    # Inside of the slice that it starts from: at its very end it would belong to the next one.
-                    leaves = span.start + 0.999 * (span.end - span.start)
-                    yield {**arrow, "ph": "s", "pid": sender.meta.process, "ts": leaves * _MICROSECONDS}
-                    arrives = arrived[span.index] * _MICROSECONDS
-                    yield {**arrow, "ph": "f", "bp": "e", "pid": receiver.meta.process, "ts": arrives}

@@ -18,14 +18,12 @@ from lightning_asyncpp.core.cut.units import telling
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.trainer import private
 
 
 class StageSummary(ModelSummary):
     """Prints, when a training starts, what each stage of the pipeline holds, and what it costs where that is known.
 
-    The pipeline strategies put it in the place of a ``ModelSummary`` or ``RichModelSummary`` without arguments, which
-    is Lightning's default; one with another ``max_depth`` stays, and shows the layers of the first process.
+    The pipeline strategies put it in the place of a ``ModelSummary`` or ``RichModelSummary``.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
@@ -39,7 +37,7 @@ def show_stages(trainer: L.Trainer) -> None:
     summaries = [c for c in callbacks if isinstance(c, ModelSummary)]
     if not summaries or any(isinstance(c, StageSummary) for c in summaries):
         return
-    replaced = [c for c in summaries if type(c) in (ModelSummary, RichModelSummary) and private.summary_depth(c) == 1]
+    replaced = [c for c in summaries if type(c) in (ModelSummary, RichModelSummary)]
     place = callbacks.index(summaries[0])
     rest = [c for c in callbacks[place:] if c not in replaced]
     trainer.callbacks = [*callbacks[:place], StageSummary(), *rest]  # type: ignore[attr-defined]

@@ -42,8 +42,8 @@ class TokensPerSecond(L.Callback):
         return {"tokens_seen": self.tokens_seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting; a checkpoint of an earlier version has nothing to go on from."""
-        self._before, self._strategy = state_dict.get("tokens_seen", 0.0), None
+        """Go on counting."""
+        self._before, self._strategy = state_dict["tokens_seen"], None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a module that cannot count tokens."""

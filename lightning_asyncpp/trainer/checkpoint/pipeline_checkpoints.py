@@ -9,18 +9,15 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import Strategy
-from torch.nn import Module
+from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.apart import APART, Names
 from lightning_asyncpp.core.checkpoint.gathering import gather_by_rank
-from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
-    facts,
     gather_model_state,
+    gather_named,
     gather_optimizer_state,
     gather_pipeline_state,
     load_optimizer_state,
@@ -30,49 +27,33 @@ from lightning_asyncpp.core.checkpoint.state import (
     stage_optimizer_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.core.cut.network import prefix_of
 from lightning_asyncpp.core.cut.tied_state import check_copies
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
-from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.trainer.checkpoint.kept_apart import Given, hand_back, unite_stages
+from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
-from lightning_asyncpp.trainer.module_facts import with_state_dict
 
-_PARTS = ("state_dict", "optimizer_states")
 _CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
+_PARTS = ("state_dict", _CURRENT, "optimizer_states")
 _WEIGHTS = frozenset(("state_dict", _CURRENT))
 
 
-class PipelineCheckpoints(Strategy):
+class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     """Saves the whole run, and loads this stage's part of one.
 
     Attributes:
-        session: the pipeline.
-        checkpoints: writes them.
         progress: what goes on with a run beside its weights.
         step_metrics: what its steps logged.
     """
 
-    session: PipelineSession
-    checkpoints: CheckpointWriter
     progress: Progress
     step_metrics: StepMetrics
-    _given: Given | None = None  # the weights of the checkpoint that is being made
 
     @property
     @abstractmethod
     def _module(self) -> LightningModule:
         """The user's module."""
-
-    @abstractmethod
-    def _network(self) -> Module:
-        """What was cut: the module's ``model``."""
-
-    @abstractmethod
-    def _progress_state(self) -> dict[str, Any]:
-        """How far this rank has come beside its weights."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -90,16 +71,13 @@ class PipelineCheckpoints(Strategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = self._state_dict(stage_model_state if self.checkpoints.sharded else gather_model_state)
-        with with_state_dict(self._module):
-            self._given = Given(dict(state), frozenset(self._module.state_dict()))
         self.step_metrics.log_before_save()
         return state
 
     def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         self.session.running()
         self.drain()
-        with with_state_dict(self._module):
-            return of_stages(self.session, self._module.state_dict())
+        return of_stages(self.session, self._module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -118,10 +96,9 @@ class PipelineCheckpoints(Strategy):
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
         mesh, sharded = self.session.running().mesh, self.checkpoints.sharded
         parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint} if sharded else {}
-        given, self._given = self._given, None
-        apart = unite_stages(mesh, self._module.trainer, checkpoint, None if sharded else given)
-        progress = gather_by_rank(mesh, self._progress_state()) if is_training else []
-        of_ranks: dict[str, Any] = {PROGRESS: progress, **({APART: apart} if apart else {})}
+        if not sharded and self._averages_weights() and _CURRENT in checkpoint:  # of this stage, by the callback
+            checkpoint["state_dict"] = gather_named(self.session, checkpoint["state_dict"])
+        of_ranks = {PROGRESS: gather_by_rank(mesh, self.progress.state(self._module.trainer)) if is_training else []}
         self.checkpoints.settle()
         if sharded:
             if is_training:
@@ -141,8 +118,6 @@ class PipelineCheckpoints(Strategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.checkpoints.settle()
         content = super().load_checkpoint(checkpoint_path, weights_only)
-        partition = facts(self.session)["partition"]
-        hand_back(self.session.running().mesh, self._names_in(content), content, partition)
         if self.session.optimizer is not None:
             self._resume_progress(content)
         if self._averages_weights():
@@ -163,13 +138,6 @@ class PipelineCheckpoints(Strategy):
         """Without the entries of layers, and of averages of them, that other stages hold."""
         gone = self.session.whole_model.pruned.names
         return {name: value for name, value in state.items() if name not in gone}
-
-    def _names_in(self, content: Mapping[str, Any]) -> Names:
-        """Where names of a checkpoint's weights are: here or on another stage."""
-        prefix = prefix_of(self._module)
-        whole = {name.removeprefix(prefix) for name in content["state_dict"] if name.startswith(prefix)}
-        there = {name for name in whole if f"{prefix}{name}" in self.session.whole_model.pruned.names}
-        return Names(whole - there, there)
 
     def _resume_progress(self, content: Mapping[str, Any]) -> None:
         state = content.get(PIPELINE)

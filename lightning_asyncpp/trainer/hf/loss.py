@@ -2,8 +2,7 @@
 
 It is taken from the logits, not by the model's forward: the labels then need not travel from stage to stage, a
 micro-batch without any target has a loss of 0 and not of 0 / 0, and the mean is over the targets that
-``micro_batch_weight`` counts, whatever a release of `transformers` does with ``num_items_in_batch``. That the model's
-own loss is the same mean is verified when it is built.
+``micro_batch_weight`` counts, whatever a release of `transformers` does with ``num_items_in_batch``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer.hf.loading import CLASSIFICATION
@@ -21,7 +20,6 @@ from lightning_asyncpp.trainer.hf.loading import CLASSIFICATION
 IGNORED = -100
 CAUSAL, MASKED, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
 _BATCH, _TIME = 2, 8
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 def targets_of(batch: Any, task: str) -> Tensor:
@@ -92,32 +90,6 @@ def example_batch(task: str, config: Any) -> dict[str, Tensor]:
     else:
         labels = tokens.masked_fill(mask == 0, IGNORED)
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
-
-
-@torch.no_grad()
-def check_own_loss(model: nn.Module, batch: Mapping[str, Tensor], task: str, config: Any) -> None:
-    """Refuse a model whose own loss is more than the mean that is taken here, such as one with label smoothing.
-
-    Args:
-        model: with real weights, in evaluation mode.
-        batch: of :func:`example_batch`.
-        task: name of the auto class.
-        config: of the model.
-
-    Raises:
-        ConfigurationError: the two differ, with both.
-    """
-    if task == CLASSIFICATION:
-        return
-    inputs = inputs_of(batch, task, config)
-    output = model(**inputs, labels=batch["labels"])
-    own, ours = float(output.loss), float(mean_loss(output, batch, task))
-    tolerance = _TOLERANCE.get(output.logits.dtype, 1e-3)
-    if not abs(own - ours) <= tolerance * max(1.0, abs(own)):
-        raise ConfigurationError(
-            f"{type(model).__name__} has a loss of its own: {own:.5g} on an example, where the mean cross-entropy over"
-            f" the targets is {ours:.5g}; write a LightningModule that calls pipelined(model) and takes that loss"
-        )
 
 
 def _shifted_right(labels: Tensor, config: Any) -> Tensor:

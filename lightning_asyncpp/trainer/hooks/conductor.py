@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.stop_rounds import StopRounds, batches_behind
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.checkpoint.epoch_metrics import load_metric_states, metric_states
-from lightning_asyncpp.trainer.checkpoint.loop_state import ResumedLoops
-from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception, save_on_exception_again
@@ -35,7 +31,6 @@ class Conductor(Callback):
         step_metrics: what its steps logged.
         drain: finishes what is in flight and applies every update.
         batch_ends: callbacks that come after their own update.
-        progress: of this rank.
     """
 
     def __init__(
@@ -45,19 +40,14 @@ class Conductor(Callback):
         step_metrics: StepMetrics,
         drain: Callable[[], None],
         batch_ends: BatchEnds,
-        progress: Progress,
     ) -> None:
         self.session = session
         self.step_metrics = step_metrics
         self.drain = drain
         self._batch_ends = batch_ends
-        self._progress = progress
         self.preemption = Preemption(trainer, self.request_stop)
         mesh, settings = session.running().mesh, session.running().settings
         self._rounds = StopRounds(mesh, batches_behind(mesh.num_stages, settings.micro_batches))
-        self._resumed = ResumedLoops(trainer, progress)
-        self._evaluated_before = 0
-        self._metrics_before: Mapping[str, Any] = {}
         self._is_preempted = False  # all ranks know
         self._stopping = False
 
@@ -67,8 +57,7 @@ class Conductor(Callback):
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
         private.check_names(trainer)
         save_on_exception_again(trainer)
-        private.replace_sigterm_broadcast(trainer)
-        private.replace_signal_handlers(trainer, self.preemption.receive, self._resumed.before_training)
+        private.drop_sigterm_broadcast(trainer)
         private.replace_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
 
     def request_stop(self) -> None:
@@ -77,14 +66,10 @@ class Conductor(Callback):
             self.session.engine.updates.requested.interrupted = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Go on with the metrics of a run that was resumed, and correct what Lightning counts in it."""
-        if (recorded := self._progress.begin(trainer, pl_module)) is not None:
-            self.step_metrics.load_state_dict(recorded)
-        self._resumed.at_start()
+        """Receive signals."""
+        self.preemption.install()
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch."""
-        self._progress.begin_epoch()
+    on_sanity_check_start = on_test_start = on_predict_start = on_train_start
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -114,16 +99,12 @@ class Conductor(Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); log what is left of the epoch."""
         self.drain()
-        self._progress.remember_if_cut_short(trainer, pl_module, self.step_metrics.state_dict(pl_module))
         self.step_metrics.log_rest_of_epoch()
         self.step_metrics.log_metric_objects(training=True)
-        self._resumed.at_epoch_end()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Leave out the validation of a run that ends: a resumed one begins with it."""
-        self._resumed.at_validation()
-        self._evaluated_before = self.session.running().evaluated
-        self._metrics_before = map_tensors(lambda tensor: tensor.clone(), metric_states(pl_module))
+        """Leave out the validation of a run that ends."""
+        self.preemption.install()
         if self._is_preempted:
             raise SIGTERMException
 
@@ -172,20 +153,12 @@ class Conductor(Callback):
             self.session.watch.fail(exception)
             save_nothing_on_exception(trainer)
             return
-        if trainer.validating and not trainer.sanity_checking:
-            self._undo_validation(engine, pl_module)
         try:
             signals = [int(text) for text in exchange(engine.mesh, str(self.preemption.received))]
             self.preemption.end(exception, signals)  # type: ignore[arg-type]
         except BaseException as error:
             self.session.watch.fail(error)
             raise
-
-    def _undo_validation(self, engine: Engine, module: LightningModule) -> None:
-        """Leave no trace of a validation that is abandoned: it is run again as a whole."""
-        engine.evaluated = self._evaluated_before  # from which random numbers of an evaluation are derived
-        self._progress.validations.forget_last()
-        load_metric_states(module, self._metrics_before)
 
     def _stop_evaluation_if_agreed(self, ends_loader: bool, after_batch: bool = True) -> None:
         engine = self.session.running()

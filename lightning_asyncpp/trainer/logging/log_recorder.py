@@ -19,6 +19,8 @@ from torchmetrics import Metric
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.errors import ConfigurationError
 
+METRIC_SLOTS = 128
+"""How many names steps may log per training batch."""
 _REDUCTIONS = ("mean", "sum", "min", "max")
 _HEAD = 2  # schema; the first micro-batch whose loss is NaN, from 1, or 0
 _ABSENT = -1.0  # in place of a weight: the batch did not log this name
@@ -215,7 +217,7 @@ class LogRecorder:
         if not (isinstance(value, Tensor) and value.numel() == 1):
             check_loggable(name, value)
         if name not in self.entries and len(self.entries) >= self.slots:
-            raise ConfigurationError(f"more names are logged in one batch than metric_slots={self.slots}: raise it")
+            raise ConfigurationError(f"more than {self.slots} names are logged in one batch: log fewer")
         known = self.entries.setdefault(name, entry)
         if known is not entry and known != entry:
             raise ConfigurationError(f"self.log({name!r}, ...) was called twice with different arguments")
@@ -279,32 +281,6 @@ class LogRecorder:
             metric = own.get(name, modules.get(place))
             if name not in self.metrics and isinstance(metric, Metric):
                 self.metrics[name], self.metric_entries[name] = metric, entries.get(name) or Entry(**fields)
-
-    def state_dict(self, modules: Mapping[str, Any]) -> dict[str, Any]:
-        """What was recorded and not sent on yet; torchmetrics objects by their names.
-
-        Args:
-            modules: name -> module, that object among them.
-        """
-        self.settle()
-        name_of = {id(module): name for name, module in modules.items()}
-        return {
-            "entries": [asdict(entry) for entry in self.entries.values()],
-            "values": {name: asdict(accumulator) for name, accumulator in self.values.items()},
-            "metrics": {
-                name: {"object": name_of[id(metric)], "entry": asdict(self.metric_entries[name])}
-                for name, metric in self.metrics.items()
-                if id(metric) in name_of
-            },
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` returned."""
-        self.entries = {fields["name"]: Entry(**fields) for fields in state["entries"]}
-        self.values = {name: Accumulator(**fields) for name, fields in state["values"].items()}
-        for name, saved in state["metrics"].items():
-            if isinstance(metric := modules.get(saved["object"]), Metric):
-                self.metrics[name], self.metric_entries[name] = metric, Entry(**saved["entry"])
 
     def hand_over(self, slots: int) -> Recorded:
         """Hand over what was recorded, with its places in a payload of ``slots`` names, and forget it.

@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -28,6 +28,7 @@ from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement
 from lightning_asyncpp.trainer.logging.exchanged import Exchange
 from lightning_asyncpp.trainer.logging.log_recorder import (
+    METRIC_SLOTS,
     Entry,
     Gaps,
     Logged,
@@ -68,7 +69,7 @@ class StepMetrics:
         self.unused = LogRecorder(on_step=True, on_epoch=False)
         self.batch_weight = 1.0
         self._trainer: L.Trainer | None = None  # while one runs
-        self._train = LogRecorder(on_step=True, on_epoch=False, slots=session.settings.metric_slots)
+        self._train = LogRecorder(on_step=True, on_epoch=False, slots=METRIC_SLOTS)
         self._gaps = Gaps()
         self._evaluation = LogRecorder(on_step=False, on_epoch=True, gaps=self._gaps)
         self._early: list[tuple[LogRecorder, Callable[[], None]]] = []
@@ -115,24 +116,6 @@ class StepMetrics:
             kept.clear()
         self._evaluation.clear()  # what an evaluation recorded that did not come to its end
 
-    def state_dict(self, module: LightningModule) -> dict[str, Any]:
-        """What was logged and is not known to Lightning yet, by hooks after the last batch, and which metrics are over.
-
-        Args:
-            module: that was trained; after the training it is not connected any more.
-        """
-        modules = dict(module.named_modules())
-        over = [name for name, metric in modules.items() if any(metric is other for other in self._exchange.spent)]
-        return {**self._train.state_dict(modules), "spent": over}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` returned."""
-        if self._mesh.is_last:
-            modules = dict(self._module.named_modules())
-            self._train.load_state_dict(state, modules)
-            found = (modules.get(name) for name in state["spent"])
-            self._exchange.spent = [metric for metric in found if isinstance(metric, Metric)]
-
     # -- training -------------------------------------------------------------------------------------------------
 
     def recorder(self) -> LogRecorder:
@@ -151,7 +134,7 @@ class StepMetrics:
 
     def payload(self, device: torch.device) -> Payload:
         """What the last stage attaches to the control message of the mini-batch; where steps run on ``device``."""
-        slots = self.session.settings.metric_slots
+        slots = METRIC_SLOTS
         if not self._mesh.is_last:
             self._train.clear()
             return torch.zeros(payload_length(slots), dtype=torch.float64)

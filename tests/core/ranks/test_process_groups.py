@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_asyncpp.core.ranks import mesh as mesh_module
 from lightning_asyncpp.core.ranks import process_groups
-from lightning_asyncpp.core.ranks.mesh import PLACEMENTS, Mesh, Placement
+from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import HostWork
 from tests.workers import end_with_parent, free_port, worker_context
 
@@ -53,19 +53,16 @@ class Splitting:
         return next((part for part in split_ranks if self.rank in part), None)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("stages", "replicas"), SHAPES)
-def test_nccl_splits_as_rarely_as_can_be(
-    stages: int, replicas: int, placement: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_splits_as_rarely_as_can_be(stages: int, replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for rank in range(stages * replicas):
         fake = Splitting(rank)
         for module in (mesh_module, process_groups):
             monkeypatch.setattr(module, "dist", fake)
         monkeypatch.setattr(process_groups, "splits", lambda: True)
-        monkeypatch.setattr(mesh_module, "neighbour_options", lambda most_ctas: most_ctas)
-        mesh = Mesh(stages, replicas, rank, placement=placement)
+        monkeypatch.setattr(mesh_module, "neighbour_options", lambda: None)
+        mesh = Mesh(stages, replicas, rank)
         mesh.connect(direct=stages > 1)
         groups: Any = mesh.groups
         for there, back, other in (
@@ -90,9 +87,9 @@ def test_options_for_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = type("NCCL", (), {"Options": Options})
     monkeypatch.setattr(process_groups.dist, "ProcessGroupNCCL", fake, raising=False)
-    assert process_groups.neighbour_options(3).config.max_ctas == 3
-    assert process_groups.neighbour_options(None).high
-    assert not hasattr(process_groups.neighbour_options(None).config, "max_ctas")
+    options = process_groups.neighbour_options()
+    assert options.high
+    assert options.config.max_ctas == 4
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

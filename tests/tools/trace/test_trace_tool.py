@@ -176,22 +176,6 @@ def test_bars_are_where_the_spans_are(tmp_path: Path) -> None:
             assert float(bar["width"]) == pytest.approx((end - start) * 1e6, abs=0.1)
 
 
-def test_arrows_join_neighbors_in_time(tmp_path: Path) -> None:
-    """One for every activation and every gradient that crossed, each from inside its slice to the start of another."""
-    main([str(REPLICAS.write(tmp_path)), "--perfetto", str(tmp_path / "out")])
-    found = json.loads((tmp_path / "out").read_text())
-    starts = {event["id"]: event for event in found if event["ph"] == "s"}
-    ends = {event["id"]: event for event in found if event["ph"] == "f"}
-    assert len(starts) == 2 * 2 * 2 * 12  # directions, gaps, replicas, microbatches
-    assert starts.keys() == ends.keys()
-    slices = {(event["pid"], round(event["ts"])) for event in found if event["ph"] == "X" and event["tid"] == 1}
-    for number, start in starts.items():
-        assert abs(start["pid"] - ends[number]["pid"]) == 1
-        assert start["ts"] <= ends[number]["ts"]
-        assert (ends[number]["pid"], round(ends[number]["ts"])) in slices
-    assert "r0 stage 0 (rank 2, host)" in {event["args"]["name"] for event in found if event["name"] == "process_name"}
-
-
 def test_the_file_of_a_rank_is_a_list_of_events_but_for_its_end(tmp_path: Path) -> None:
     """Chrome's format lets the end of the list be missing."""
     SMALL.write(tmp_path)

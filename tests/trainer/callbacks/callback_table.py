@@ -59,9 +59,7 @@ CONCRETE: dict[str, type[callbacks.Callback]] = {"BaseFinetuning": Finetuning, "
 AVERAGED = (
     "Each stage averages its own layers; validations and checkpoints have the averages of all. Not with `weight_dtype`."
 )
-STAGE_TABLE = (
-    "A table of all stages takes its place; with another `max_depth` rank 0 shows what it holds, too: the last stage."
-)
+STAGE_TABLE = "A table of all stages takes its place."
 NOT_UNDER_STAGES = "each rank holds one stage, and two versions of its weights"
 
 TABLE = [

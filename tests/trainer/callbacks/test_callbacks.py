@@ -170,14 +170,6 @@ def test_the_summary_shows_all_stages_once(pools: Pools, name: str, tmp_path: Pa
     assert "Stages of the pipeline" not in second["text"]
 
 
-def test_a_summary_that_was_asked_for_in_depth_stays(pools: Pools) -> None:
-    run = Run(Net, callbacks=((callbacks.ModelSummary, {"max_depth": 2}),), trainer={"enable_progress_bar": False})
-    first, _ = pools.run(2, fit_and_read, run)
-    assert "Stages of the pipeline" in first["text"]
-    (counted,) = re.findall(r"(\d+) +Trainable params", first["text"])
-    assert counted == str(first["parameters"])
-
-
 class KeepsWhatItShows(callbacks.TQDMProgressBar):
     """Keeps the figures that it puts beside the bar after every training batch."""
 

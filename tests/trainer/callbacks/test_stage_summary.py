@@ -31,19 +31,19 @@ def table_of(model: nn.Module, stages: int, replicas: int = 1, asked: Any = "aut
 
 
 @pytest.mark.parametrize(
-    ("replicas", "placement", "said"),
+    ("replicas", "said"),
     [
-        (1, "pipeline_within_node", "Rank 0 holds stage 2, which computes the loss; it writes the logs."
+        (1, "Rank 0 holds stage 2, which computes the loss; it writes the logs."
          " Batches enter at stage 0, on rank 2."),
-        (2, "pipeline_across_nodes", "Rank 0 holds stage 2 of the first replica, which computes the loss; it writes the"
-         " logs. Batches enter at stage 0, on rank 4. The ranks of a row hold the same stage, one per replica."),
+        (2, "Rank 0 holds stage 2 of the first replica, which computes the loss; it writes the"
+         " logs. Batches enter at stage 0, on rank 2. The ranks of a row hold the same stage, one per replica."),
     ],
     ids=["one replica", "two replicas"],
 )  # fmt: skip
-def test_a_line_says_how_ranks_and_stages_belong_together(replicas: int, placement: Any, said: str) -> None:
+def test_a_line_says_how_ranks_and_stages_belong_together(replicas: int, said: str) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     whole, _ = WholeModel.of(pipeline_units(model), (1, 1, 1))
-    mesh = Mesh(3, replicas, 0, placement=placement)
+    mesh = Mesh(3, replicas, 0)
     session: Any = SimpleNamespace(whole_model=whole, partition=None, mesh=mesh)
     *_, last = stage_table(session, model).splitlines()
     assert last == f"A rank is a process. {said}"
@@ -77,11 +77,11 @@ def test_what_is_frozen_is_said() -> None:
 
 
 def test_it_takes_the_place_of_the_default_summary_alone() -> None:
-    kept, other = ModelSummary(max_depth=2), object()
+    other = object()
     for given, left in (
         ([other, RichModelSummary()], [other, StageSummary]),
         ([ModelSummary(), other], [StageSummary, other]),
-        ([kept, other], [StageSummary, kept, other]),
+        ([ModelSummary(max_depth=2), other], [StageSummary, other]),
         ([other], [other]),
     ):
         trainer: Any = SimpleNamespace(callbacks=given)

@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, W
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
-from tests.core.cases import make_model
 from tests.trainer.logging.evaluations import may_have_children
 from tests.trainer.runs import Net, Run, Samples, make_trainer, report
 
@@ -110,19 +109,6 @@ class Showing(Net):
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.log("drawn", torch.rand(()) + random.random(), on_step=True, on_epoch=True)
-
-
-class DrawnNet(Showing):
-    """Around any of the engine's models; ``random_input`` draws upon the process's generators before it."""
-
-    def __init__(self, run: Run, random_input: bool = False, **model: bool) -> None:
-        super().__init__(run)
-        self.model = make_model(run.dropout, **model)
-        self.random_input = random_input
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        noise = 0.1 * torch.randn_like(batch["x"]) if self.random_input else 0.0
-        return super().training_step({**batch, "x": batch["x"] + noise}, batch_idx)
 
 
 class Marks(L.Callback):

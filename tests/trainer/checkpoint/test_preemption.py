@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.trainer.checkpoint.preempted import Resumable, Signals, preempted, under_slurm, with_own_handler
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, saving
@@ -53,19 +53,8 @@ def run_of(folder: Path, trainer: dict[str, Any], vals: tuple[int, ...], *more: 
     return replace(NET, trainer=TRAINER | trainer, val_samples=vals, callbacks=callbacks, **changes)
 
 
-def logged(*results: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
-    """What parts of a run logged."""
-    rows = []
-    for step, metrics in (record for result in results for record in result["seen"]["records"]):
-        kept = {name: value for name, value in metrics.items() if name != "epoch"}
-        rows += [(step, kept)] if kept else []
-    return rows
-
-
-def check_resumed(whole: list[Any], broken: list[Any], resumed: list[Any], stages: int) -> None:
+def check_resumed(whole: list[Any], resumed: list[Any], stages: int) -> None:
     assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
-    assert logged(broken[0], resumed[0]) == logged(whole[0])
-    assert resumed[0]["seen"]["best"] == whole[0]["seen"]["best"]
     assert [resumed[0][name] for name in ("epoch", "global_step")] == [whole[0][n] for n in ("epoch", "global_step")]
 
 
@@ -84,7 +73,7 @@ def test_resumed_as_if_never_interrupted(pools: Pools, case: str, tmp_path: Path
     last = run_of(tmp_path, trainer, vals, ckpt_path=str(tmp_path / "last.ckpt"))
     resumed = pools.run(3, preempted, last)
     assert {result["code"] for result in resumed} == {0}
-    check_resumed(whole, broken, resumed, 3)
+    check_resumed(whole, resumed, 3)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +98,7 @@ def test_replicas_and_other_schedules(
     last = run_of(tmp_path, trainer, (90,), ckpt_path=str(tmp_path / "last.ckpt"), **changes)
     resumed = pools.run(world, preempted, last)
     stages = world // changes.get("options", {}).get("data_parallel_size", 1)
-    check_resumed(whole[:stages], broken, resumed[:stages], stages)
+    check_resumed(whole[:stages], resumed[:stages], stages)
 
 
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -122,7 +111,7 @@ def test_agreed_on_within_a_batch_it_ends_with_the_mini_batch(pools: Pools, inde
     broken = pools.run(3, preempted, run_of(tmp_path, trainer, (90,), tell, options=options))
     assert [result["code"] for result in broken] == [143] * 3
     last = run_of(tmp_path, trainer, (90,), ckpt_path=str(tmp_path / "last.ckpt"), options=options)
-    check_resumed(whole, broken, pools.run(3, preempted, last), 3)
+    check_resumed(whole, pools.run(3, preempted, last), 3)
 
 
 def test_interrupted_twice(pools: Pools, tmp_path: Path) -> None:
@@ -133,29 +122,8 @@ def test_interrupted_twice(pools: Pools, tmp_path: Path) -> None:
         tell = (Signals, {"ranks": (0, 1), "hook": "on_validation_batch_end", "index": index})
         last = str(tmp_path / "last.ckpt") if parts else None
         parts.append(pools.run(2, preempted, run_of(tmp_path, OFTEN, TWO, tell, ckpt_path=last)))
-    assert [part[0]["seen"]["step"] for part in parts] == [2, 4]
     resumed = pools.run(2, preempted, run_of(tmp_path, OFTEN, TWO, ckpt_path=str(tmp_path / "last.ckpt")))
-    assert logged(parts[0][0], parts[1][0], resumed[0]) == logged(whole[0])
     assert_equal_weights(joined_weights(resumed, 2), joined_weights(whole, 2))
-
-
-@pytest.mark.parametrize(
-    "scheduler", [pytest.param("plateau-epoch-val_loss", marks=pytest.mark.slow), "plateau-step-val_loss"]
-)
-def test_decisions_on_a_metric_see_whole_validations_only(pools: Pools, scheduler: str, tmp_path: Path) -> None:
-    """The learning rate and the end of the training are those of the uninterrupted run."""
-    early = (EarlyStopping, {"monitor": "val_loss", "patience": 2, "min_delta": 0.02})
-    trainer = {"max_epochs": 6} | ({"val_check_interval": 1} if "step" in scheduler else {})
-    changes = {"scheduler": scheduler, "optimizer": "adamw", "error_feedback": False, "samples": 16}
-    whole = pools.run(2, preempted, run_of(tmp_path / "whole", trainer, (50,), early, **changes))
-    tell = (Signals, {"ranks": (0,), "hook": "on_validation_batch_end", "index": 15})
-    broken = pools.run(2, preempted, run_of(tmp_path, trainer, (50,), early, tell, **changes))
-    assert broken[0]["code"] == 143
-    last = str(tmp_path / "last.ckpt")
-    resumed = pools.run(2, preempted, run_of(tmp_path, trainer, (50,), early, ckpt_path=last, **changes))
-    assert resumed[0]["rates"] == whole[0]["rates"][len(broken[0]["seen"]["steps"]) :]
-    assert len(set(whole[0]["rates"])) > 1, "the plateau lowers the rate"
-    check_resumed(whole, broken, resumed, 2)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)])
@@ -239,7 +207,7 @@ def test_slurm_requeues_after_the_checkpoint_and_resumes_from_it(pools: Pools, t
     assert [result["code"] for result in broken] == [138, 138]
     assert (tmp_path / "calls").read_text().splitlines() == ["requeue 4711 hpc_ckpt_1.ckpt last.ckpt"]
     resumed = pools.run(2, under_slurm, run_of(tmp_path / "root", trainer, ()), str(tmp_path))
-    check_resumed(whole, broken, resumed, 2)
+    check_resumed(whole, resumed, 2)
 
 
 @pytest.mark.parametrize(
@@ -282,5 +250,3 @@ def test_delayed_gradient(pools: Pools, world: int, hook: str, options: dict[str
     assert_equal_weights(resumed[0]["weights"], whole[0]["weights"])
     steps = [len(results[0]["seen"]["steps"]) for results in (broken, resumed, whole)]
     assert steps[0] + steps[1] == steps[2]
-    validations = [results[0]["seen"]["validations"] for results in (broken, resumed, whole)]
-    assert validations[0] + validations[1] == validations[2]

@@ -6,17 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MeanSquaredError
-from torchmetrics.aggregation import RunningMean
-from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 from tests.trainer.checkpoint.resumable import Showing, fit_showing
 from tests.trainer.checkpoint.test_exact_resume import EPOCHS, TWO_EPOCHS, check, run_of
 from tests.trainer.pool import Pools
-from tests.trainer.runs import Run
 
 SAMPLERS = [
     "stateful own sampler weighted noisy",
@@ -42,31 +37,6 @@ class Paired(Showing):
         loss = F.mse_loss(self.model(first["x"]), first["y"])
         self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(first["x"]))
         return loss
-
-
-class Wrapping(Showing):
-    """Its wrappers of metrics keep the highest and lowest value, a window, and a metric for each epoch."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.range, self.window = MinMaxMetric(MeanSquaredError()), RunningMean(window=3)
-        self.tracker = MetricTracker(MeanSquaredError(), maximize=False)
-
-    def on_train_epoch_start(self) -> None:
-        self.tracker.increment()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.window.update(loss.detach())
-        for errors in (self.range, self.tracker):
-            errors.update(loss.detach(), torch.zeros(()))
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        found = self.range.compute()
-        values = {"lowest": found["min"], "highest": found["max"], "newest": self.window.compute()}
-        self.log_dict({f"{name}_kept": value for name, value in values.items()})
-        self.log_dict({"best_epoch": self.tracker.best_metric(), "drawn_at_the_end": torch.rand(())})
 
 
 @pytest.mark.parametrize("kind", [*SAMPLERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_SAMPLERS)])
@@ -111,9 +81,3 @@ def test_loaders_that_are_made_anew(pools: Pools, tmp_path: Path) -> None:
     """A checkpoint says where the newest is."""
     run = run_of(tmp_path, "stateful", EPOCHS | {"reload_dataloaders_every_n_epochs": 1})
     check(pools, run, "stateful", tmp_path, [3, 5, 7])
-
-
-@pytest.mark.parametrize(("strategy", "stages"), [("default", 2), pytest.param("delayed", 1, marks=pytest.mark.slow)])
-def test_wrappers_of_metrics(strategy: str, stages: int, pools: Pools, tmp_path: Path) -> None:
-    run = run_of(tmp_path, "stateful", EPOCHS, strategy=strategy)
-    check(pools, run, "stateful", tmp_path, [7], stages, partial(fit_showing, make=Wrapping))

@@ -140,12 +140,6 @@ class ReturnsNone(Net):
         super().training_step(batch, batch_idx)
 
 
-class Frozen(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model.requires_grad_(False)
-
-
 class ReturnsNoLoss(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return {"value": super().training_step(batch, batch_idx)}
@@ -175,7 +169,7 @@ class Unequal(Net):
 
 class LogsTooMuch(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.log_dict({f"value_{i}": float(i) for i in range(5)})
+        self.log_dict({f"value_{i}": float(i) for i in range(129)})
         return super().training_step(batch, batch_idx)
 
 
@@ -189,11 +183,6 @@ class LogsVector(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         self.log("x", batch["x"])
         return super().training_step(batch, batch_idx)
-
-
-class TakesIterator(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:
-        return None
 
 
 class Named(NamedTuple):
@@ -220,17 +209,6 @@ class ValidatesOnOneStage(Net):
         super().validation_step(batch, batch_idx, dataloader_idx)
 
 
-class OwnBackward(Net):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (3 * loss).backward()
-
-
-class ComputedExample(Net):
-    @property
-    def example_input_array(self) -> Any:
-        return torch.zeros(4, DIM)
-
-
 class Lazy(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -247,10 +225,6 @@ class CompiledModel(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.model = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
-
-
-def compiled_module(run: Run) -> Any:
-    return torch.compile(Net(run), backend="eager")
 
 
 class MetricOfSeveralNumbers(Net):

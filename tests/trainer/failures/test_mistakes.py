@@ -34,7 +34,6 @@ SETTINGS = [
     (3, {"micro_batches": 3, "lookahead": 5}, ["lookahead=5", "the largest is 1", "use micro_batches >= "]),
     (2, {"lookahead": -1}, ["lookahead=-1 must be 0 or more"]),
     (3, {"data_parallel_size": 2}, ["devices=3 is not divisible by data_parallel_size=2"]),
-    (2, {"metric_slots": 0}, ["metric_slots=0 must be at least 1"]),
     (2, {"nonfinite_gradients": "ignore"}, ["'ignore' must be 'stop' or 'skip'"]),
     (2, {"micro_batches": 0, "nonfinite_gradients": "no"}, ["2 problems", "micro_batches=0", "nonfinite_gradients"]),
 ]
@@ -61,7 +60,6 @@ MODULES = [
     (m.NoModel, ["NoModel has no self.model", "several attributes (self.first, self.rest)"]),
     (m.NoInitialiser, ["meta tensors without an initialiser: 1.weight", "reset_parameters()"]),
     (m.ReturnsNone, ["training_step must return a loss of one element", "NoneType", "return a loss of 0"]),
-    (m.Frozen, ["no parameter of self.model requires a gradient", "requires_grad_(True)"]),
     (m.ReturnsNoLoss, ["got a dict with the keys ['value']"]),
     (m.ReturnsVector, ["training_step must return a loss of one element", "shape"]),
     (m.Detached, ["has no gradient"]),
@@ -69,14 +67,10 @@ MODULES = [
     (m.Unequal, ["different first dimensions [4, 8]"]),
     (m.LogsUnknownReduction, ["reduce_fx='median'", "mean, sum, min, max"]),
     (m.LogsVector, ["self.log('x', ...) takes a number"]),
-    (m.TakesIterator, ["training_step(dataloader_iter) is not supported"]),
     (m.NamedTupleAtTheCut, ["a layer at a cut returned the named tuple Named (layer '0')", "tuples, lists and dict"]),
-    (m.OwnBackward, ["OwnBackward has a backward() of its own, which is not called", "on_before_optimizer_step"]),
-    (m.ComputedExample, ["example_input_array of ComputedExample is a property", "in __init__"]),
     (m.Lazy, ["parameters have no shape yet (0.weight, 0.bias, 1.weight, 1.bias)", "run one forward"]),
     (m.CompiledInPlace, ["self.model was compiled as a whole", "layer.compile()"]),
     (m.CompiledModel, ["self.model was compiled as a whole", "layer.compile()"]),
-    (m.compiled_module, ["Net was compiled as a whole", "layer.compile()"]),
     (m.SumReduction, ["loss_reduction='median' must be 'mean' or 'sum'"]),
 ]
 
@@ -100,11 +94,6 @@ def test_rank_0_says_what_fails_in_an_evaluation(pools: Pools, module: Any, part
     outcomes = refusals(pools, run, 3 if module is m.ValidatesOnOneStage else 2)
     assert all(outcome.error for outcome in outcomes)
     assert_refused(outcomes[:1], *parts)
-
-
-def test_fewer_samples_than_replicas(pools: Pools) -> None:
-    run = Run(Net, options={"data_parallel_size": 2}, samples=1, batch_size=1)
-    assert_refused(refusals(pools, run, 2), "a dataset of 1 samples", "2 replicas", "data_parallel_size")
 
 
 @pytest.mark.parametrize(("module", "parts"), MODULES, ids=[module.__name__ for module, _ in MODULES])
@@ -135,14 +124,12 @@ def test_other_batches_on_the_last_stage(pools: Pools) -> None:
 
 
 def test_more_names_logged_than_there_is_room_for(pools: Pools) -> None:
-    assert_refused(refusals(pools, Run(m.LogsTooMuch, options={"metric_slots": 4})), "more names", "metric_slots=4")
+    assert_refused(refusals(pools, Run(m.LogsTooMuch)), "more than 128 names")
 
 
 TRAINERS = [
     ({"precision": "16-true"}, ["precision='16-true' is not supported", "bf16-mixed"]),
-    ({"sync_batchnorm": True}, ["sync_batchnorm=True", "GroupNorm"]),
     ({"val_check_interval": "00:00:10:00"}, ["val_check_interval is a time", "number of batches"]),
-    ({"accumulate_grad_batches": 0, "gradient_clip_val": -1.0}, ["accumulate_grad_batches=0 must be", "turn every gr"]),
     ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "agnostic"}, ["gradient_clip_algorithm"]),
 ]
 

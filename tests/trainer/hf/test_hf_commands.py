@@ -107,10 +107,14 @@ def test_continued_pretraining_becomes_a_folder_again(pools: Pools, place: Path)
 
 
 def test_fine_tuning_goes_on_exactly_in_the_middle_of_an_epoch(pools: Pools, place: Path) -> None:
-    pools.run(2, command, str(place), *fine_tuned(place, "whole", 8), timeout=120)
-    pools.run(2, command, str(place), *fine_tuned(place, "parts", 3), timeout=120)
-    first = place / "first.ckpt"
-    checkpoint_of(place, "parts").rename(first)
+    saves = "lightning.pytorch.callbacks.ModelCheckpoint"
+    more = (
+        f"--trainer.callbacks+={saves}", "--trainer.callbacks.every_n_train_steps=3",
+        "--trainer.callbacks.save_top_k=-1", "--trainer.callbacks.filename={step}",
+        f"--trainer.callbacks.dirpath={place}",
+    )  # fmt: skip
+    pools.run(2, command, str(place), *fine_tuned(place, "whole", 8, *more), timeout=120)
+    first = place / "step=3.ckpt"
     (place / "model").rename(place / "moved")
     try:
         moved = ("--ckpt_path", str(first), "--model.init_args.model_id", str(place / "moved"))

@@ -105,20 +105,6 @@ def test_the_loss_is_the_models_own(llama: Path) -> None:
     assert module.micro_batch_weight(empty) == 0
 
 
-def test_a_loss_that_is_more_than_the_mean_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = transformers.LlamaForCausalLM.forward
-
-    def smoothed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = forward(self, *args, **kwargs)
-        if output.loss is not None:
-            output.loss = output.loss + 0.1
-        return output
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", smoothed)
-    with pytest.raises(ConfigurationError, match="has a loss of its own"):
-        HFModule(str(llama)).configure_model()
-
-
 def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
     module = HFModule(str(llama), decay="constant", freeze=["model.layers.0.*"])
     module.configure_model()
@@ -144,7 +130,7 @@ def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
         ({"task": "AutoModelForSeq2SeqLM"}, "Unrecognized configuration class"),
         ({"task": "AutoModel"}, "task='AutoModel': must be one of"),
         ({"dtype": "float8"}, "dtype='float8': must be one of float32, bfloat16"),
-        ({"lora": {"rank": 2}}, "has no rank"),
+        ({"lora": {"rank": 2}}, "argument 'rank'"),
         ({"lora": {"r": 2, "target_modules": ["nothing"]}}, "Target modules"),
         ({"lora": {"r": 2}, "freeze": ["model.*"]}, "leave freeze out"),
         ({"freeze": ["embed"]}, "no parameter fits 'embed'"),
@@ -169,11 +155,6 @@ def test_losses_of_routers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"config_overrides=.*'output_router_logits': False"):
         HFModule(folder)
     HFModule(folder, config_overrides={"output_router_logits": False}).configure_model()
-
-
-def test_training_all_weights_in_bf16_is_warned_of(llama: Path) -> None:
-    with pytest.warns(UserWarning, match="lost to rounding"):
-        HFModule(str(llama), dtype="bfloat16")
 
 
 def test_batches_without_labels_are_refused(llama: Path) -> None:

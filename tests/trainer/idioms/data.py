@@ -125,7 +125,7 @@ IDIOMS = [
         REFUSED,
         "Take a batch: the pipeline cuts it.",
         TakesTheIterator,
-        says="dataloader_iter",
+        says="holds no tensor with a batch dimension",
     ),
     Idiom("a mean over what is not padded, with `micro_batch_weight`", WORKS, "", CountsTokens),
     Idiom("`limit_train_batches=3`", WORKS, trainer={"limit_train_batches": 3}),
@@ -151,10 +151,9 @@ IDIOMS = [
     Idiom('`precision="bf16-mixed"`', WORKS, trainer={"precision": "bf16-mixed"}),
     Idiom(
         "`sync_batchnorm=True`",
-        REFUSED,
-        "Other ranks hold other layers: BatchNorm within a micro-batch, or GroupNorm.",
+        NOTE,
+        "Without effect: statistics are those of each micro-batch. Or normalise without them (GroupNorm).",
         trainer={"sync_batchnorm": True},
-        says="sync_batchnorm=True",
     ),
     Idiom(
         "`enable_model_summary=True` with `example_input_array`",

@@ -155,7 +155,7 @@ IDIOMS = [
     Idiom(
         "gradients in `on_after_backward`",
         NOTE,
-        "Called without gradients, with a warning: `on_before_optimizer_step` has them.",
+        "Called without gradients: `on_before_optimizer_step` has them.",
         LooksAtGradients,
     ),
     Idiom("a learning rate set in a hook", WORKS, "", SetsTheRate),

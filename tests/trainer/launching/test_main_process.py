@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 
 from lightning_asyncpp import PipelineModule
 from tests.core.cases import DIM
 from tests.trainer.callbacks.test_averages import EMA, HasAverage
 from tests.trainer.checkpoint.test_checkpoints import saving
-from tests.trainer.launching.main_process import fit_from_outside, outcome_of, run, starting
+from tests.trainer.launching.main_process import fit_from_outside, run, starting
 from tests.trainer.launching.test_several_trainers import RUN as SEVERAL
 from tests.trainer.launching.test_several_trainers import train_twice_and_validate
 from tests.trainer.pool import Pools
@@ -101,13 +99,6 @@ def test_spawned_ranks_give_it_back_alike(pools: Pools, case: str, tmp_path: Pat
     check(pools, *(CASES | SLOW)[case], tmp_path, "spawn", timeout=200.0)
 
 
-class ForgetfulWriter(BasePredictionWriter):
-    """A callback that could write predictions."""
-
-    def write_on_epoch_end(self, *of_epoch: Any) -> None:
-        """Called where there are some."""
-
-
 def live_on() -> dict[str, Any]:
     """What follows a fit in a notebook, with the same module: a validation, another fit, another Trainer."""
     L.seed_everything(SEVERAL.seed, verbose=False)
@@ -124,14 +115,10 @@ def live_on() -> dict[str, Any]:
     evaluated = starting(SEVERAL, 2)
     losses = evaluated.validate(module, val_loaders(SEVERAL), verbose=False)
     tested = evaluated.test(module, val_loaders(SEVERAL), verbose=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        predicted = evaluated.predict(module, val_loaders(SEVERAL))
-        writer = ForgetfulWriter("epoch")
-        starting(SEVERAL, 2, callbacks=[writer]).predict(module, val_loaders(SEVERAL))
+    predicted = evaluated.predict(module, val_loaders(SEVERAL))
     return {
         "errors": errors, "weights": arrays(module.state_dict()), "losses": losses, "tested": tested,
-        "predicted": predicted, "told": [text for w in caught if "trainer.predict" in (text := str(w.message))],
+        "predicted": predicted,
     }  # fmt: skip
 
 
@@ -143,8 +130,6 @@ def test_what_follows_goes_on_from_the_trained_model(pools: Pools) -> None:
     assert found["losses"] == expected["losses"]
     assert found["tested"][0]["test_loss"] == expected["losses"][0]["val_loss"]
     assert found["predicted"] is None, "as in Lightning with processes that are forked"
-    assert len(found["told"]) == 1, "only where no callback writes them"
-    assert "start_method='fork': trainer.predict returns None here" in found["told"][0]
     assert "NotImplementedError: Calling `trainer.fit()` twice" in found["errors"][0]
     assert "ConfigurationError: start_method='fork': this process started those that train" in found["errors"][1]
 
@@ -193,41 +178,3 @@ def test_a_failure_of_a_rank_reaches_the_starting_process(pools: Pools, how: str
     told = ("ValueError: the user's own mistake",) if how == "raise" else ("SIGKILL", "rank 1 (stage 1) is gone")
     assert any(text in said for text in told), said
     assert_equal_weights(weights, expected)
-
-
-class MadeInSetup(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        del self.model
-
-    def setup(self, stage: str) -> None:
-        self.model = nn.Linear(DIM, 1)
-
-
-def fit_module(module: type[Net], nodes: int) -> None:
-    starting(PLAIN, 2, nodes=nodes, enable_checkpointing=False).fit(module(PLAIN), loader(PLAIN))
-
-
-def test_what_would_leave_a_part_is_refused_before_it_begins() -> None:
-    outcome = outcome_of(fit_module, MadeInSetup, 2)
-    assert outcome.error == "ConfigurationError"
-    assert "start_method='fork' with num_nodes=2" in outcome.message
-    assert "start_method='fork': MadeInSetup has no self.model in this process" in outcome.message
-
-
-class GrowsInSetup(Net):
-    def setup(self, stage: str) -> None:
-        self.more = nn.Linear(2, 2).requires_grad_(False)
-
-
-def warnings_of_growth() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit_module(GrowsInSetup, 1)
-    return [str(warning.message) for warning in caught]
-
-
-def test_entries_that_only_the_ranks_have_are_named() -> None:
-    said = [text for text in run(warnings_of_growth) if "is only in the trained model" in text]
-    assert len(said) == 1
-    assert said[0].startswith("more.weight, more.bias is only in the trained model")

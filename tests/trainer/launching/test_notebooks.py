@@ -16,7 +16,7 @@ import sys
 sys.ps1 = ">>> "
 import lightning as L, torch
 import lightning_asyncpp
-from tests.trainer.launching.after_fit import Net as Base, loader
+from tests.trainer.launching.net import Net as Base, loader
 
 class Net(Base):
     pass
@@ -66,7 +66,7 @@ SPAWN = 'lightning_asyncpp.AsyncPipelineStrategy(start_method="spawn")'
 def test_what_cannot_be_spawned_is_refused_in_one_line(tmp_path: Path) -> None:
     said = said_by(f"train({SPAWN})", tmp_path, interactive=False)
     assert "start_method='spawn': Net is defined at a prompt or in a notebook" in said
-    module = "Net.__module__ = 'tests.trainer.launching.after_fit'\n"
+    module = "Net.__module__ = 'tests.trainer.launching.net'\n"
     cell = module + f"def changed(module):\n    module.wrong = lambda: None\ntrain({SPAWN}, changed=changed)"
     said = said_by(cell, tmp_path, interactive=False)
     assert "ConfigurationError: start_method='spawn' sends the module" in said

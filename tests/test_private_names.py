@@ -1,0 +1,73 @@
+"""How many private names of Lightning, torch and torchmetrics the package uses: each may go with their next release."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_asyncpp.private_names import PrivateNameError, required
+
+PACKAGE = Path(__file__).parents[1] / "lightning_asyncpp"
+MOST = 40
+OF_OTHERS = {
+    "_asdict", "_fields", "_getframe",  # of Python: named tuples, and sys
+    "_DistributedEnv", "_datasets",  # of litdata
+}  # fmt: skip
+LOOKED_UP = ("required", "getattr", "hasattr", "setattr")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Names of functions, classes and attributes that a file of the package makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Name):
+                        yield part.id
+                    elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                        yield part.attr if ast.unparse(part.value) in ("self", "cls") else ""
+
+
+def used(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Names that a file reads, and whether it says itself that they are somebody else's."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, False
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("lightning_asyncpp"):
+            yield from ((name, True) for name in [*str(node.module).split("."), *(a.name for a in node.names)])
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LOOKED_UP:
+            for argument in node.args[1:2]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield argument.value, node.func.id == "required"
+
+
+def private_names() -> dict[str, set[str]]:
+    """Name -> files that use it."""
+    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    own = {name for tree in trees.values() for name in defined(tree)}
+    found: dict[str, set[str]] = {}
+    for file, tree in trees.items():
+        for name, is_others in used(tree):
+            if is_private(name) and name not in OF_OTHERS and (is_others or name not in own):
+                found.setdefault(name, set()).add(file)
+    return found
+
+
+def test_there_are_few() -> None:
+    found = private_names()
+    assert {"_current_fx_name", "_in_fabric_backward"} < found.keys(), "the search finds nothing"
+    assert len(found) <= MOST, "\n".join(f"{name}: {', '.join(sorted(files))}" for name, files in sorted(found.items()))
+
+
+def test_one_that_is_gone_is_named() -> None:
+    with pytest.raises(PrivateNameError, match=r"has no Path\._nowhere, which lightning_asyncpp needs to test this"):
+        required(Path, "_nowhere", "test this")
