@@ -150,7 +150,7 @@ class Distills(Net):
 
 
 class Hooked(Net):
-    """Looks at gradients and mends them, counts, and limits weights after an update."""
+    """Looks at gradients and repairs them, counts, and limits weights after an update."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self._before: reference.Weights = {}
         self._newest: reference.Weights = {}
         self._norm_before = 0.0
-        self._said = Collected()
+        self._added = Collected()
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -77,7 +77,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         collection = collecting()
 
         def begin(*_: Any) -> None:
-            self._said = collection.__enter__()
+            self._added = collection.__enter__()
 
         self.network.register_forward_pre_hook(begin)
         self.network.register_forward_hook(lambda *_: collection.__exit__())
@@ -103,7 +103,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             weights.append(float(self.hooks.micro_batch_weight(micro_batch)))
             loss = loss_of(result)
             loss = loss / weights[-1] if self.hooks.loss_reduction == "sum" else loss
-            return loss + self._said.total_loss() if not self.at_first else loss
+            return loss + self._added.total_loss() if not self.at_first else loss
 
         self._gradient = self._gradient_of(batch, step)
         output = BatchOutput(results, weights)
