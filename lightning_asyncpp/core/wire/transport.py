@@ -361,7 +361,7 @@ class Transport:
         return vector
 
     def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
-        """Keep a control message, which may come in front of what is waited for; as may word of a drop that was one here."""
+        """Keep a control message: it may come in front of what is waited for, as may a drop that was one here, too."""
         kind, number, size = frame
         if kind == _DROP and number in self._drops:
             return
