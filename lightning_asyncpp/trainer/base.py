@@ -271,8 +271,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         if not engine.accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)
         assert self._batch_ends is not None
-        payload = self.step_metrics.payload(self.root_device)
-        engine.close(self._hyper_parameters(), payload, private.state_at_update(self._module))
+        engine.close(self._hyper_parameters(), self.step_metrics.payload(), private.state_at_update(self._module))
         updates = engine.apply_due()
         if self._batch_ends.waiting:
             self._batch_ends.call_late()
