@@ -221,7 +221,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
         if engine is not None and not (engine.mesh.is_first or engine.mesh.is_last) and has_placeholder(batch):
             return batch
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self._only_moves_batches and engine is not None and self.root_device.type != "cpu":
+        if moved is not batch and self._only_moves_batches and engine is not None:
             engine.host_batch.moved(batch, moved)
         return moved
 

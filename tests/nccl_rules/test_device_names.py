@@ -229,5 +229,5 @@ def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.Monke
     launched.close(1, num_statistics=0)
     launched.launch(gradients, torch.zeros(0, dtype=torch.float64), StopFlags(), {})
     assert launched.poll()
-    assert launched._message is not None
-    assert launched._message.device.type == "cpu"
+    assert launched.message is not None
+    assert launched.message.device.type == "cpu"
