@@ -142,7 +142,7 @@ class StageRunner(ABC):
             host_batch: what of it is still on the host.
         """
         weigh = self.hooks.micro_batch_weight if self.mesh.is_first else None  # weights travel with micro-batches
-        on_host = batch if self.device.type == "cpu" else host_batch.of(batch)
+        on_host = host_batch.of(batch) if host_batch.copies else batch
         return cut_batch(batch, parts, self.hooks.split_batch, weigh, on_host)
 
     def backward(self, flight: Flight, weights: dict[str, Tensor]) -> None:

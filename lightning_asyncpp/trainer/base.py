@@ -271,7 +271,7 @@ class PipelineStrategy(EvaluationSteps):
         if engine is not None and not (engine.mesh.is_first or engine.mesh.is_last) and has_placeholder(batch):
             return batch
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self._only_moves_batches and engine is not None and self.root_device.type != "cpu":
+        if moved is not batch and self._only_moves_batches and engine is not None:
             engine.host_batch.moved(batch, moved)
         return moved
 
@@ -319,8 +319,7 @@ class PipelineStrategy(EvaluationSteps):
         """Run the batch, and apply the update of the batch before."""
         result, engine = closure(), self._running()
         assert self._batch_ends is not None
-        payload = self.step_metrics.payload(self.root_device)
-        engine.close(self._hyper_parameters(), payload, private.state_at_update(self._module))
+        engine.close(self._hyper_parameters(), self.step_metrics.payload(), private.state_at_update(self._module))
         updates = engine.apply_due()
         if self._batch_ends.waiting:
             self._batch_ends.call_late()

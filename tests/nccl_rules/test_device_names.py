@@ -22,11 +22,12 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import Flight, Task, stage_runner
+from lightning_asyncpp.core.stage_optimizer import around_step
 from lightning_asyncpp.core.updates import mini_batch, reduction
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags
 from lightning_asyncpp.core.updates.reduction import Reduction, plan_buckets
-from lightning_asyncpp.core.weights import WeightVersions, lent, writing
+from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Way
 from lightning_asyncpp.core.wire.header import DTYPES, Header, TensorInfo
@@ -191,7 +192,7 @@ def test_updates(name: str, dtype: torch.dtype | None) -> None:
         for n, parameter in model.named_parameters():
             parameter.grad = gradients[n]
         clip_values(model.parameters(), 1.0)
-        with lent(optimizer, before), writing(optimizer, weights.compute_weights()):
+        with around_step(optimizer, before, weights.compute_weights()):
             optimizer.step()
     kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
     assert {tensor.device for tensor in [*kept, *weights.leaves(2).values()]} == {CUDA}
@@ -228,5 +229,5 @@ def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.Monke
     launched.close(1, num_statistics=0)
     launched.launch(gradients, torch.zeros(0, dtype=torch.float64), StopFlags(), {})
     assert launched.poll()
-    assert launched._message is not None
-    assert launched._message.device.type == "cpu"
+    assert launched.message is not None
+    assert launched.message.device.type == "cpu"

@@ -17,7 +17,7 @@ from tests.workers import opened
 # before: normally the device has got there, and nobody waits.
 BUDGET = {
     Wait(
-        "mini-batch", "Event.synchronize", "core/updates/mini_batch.py:_send_message"
+        "mini-batch", "Event.synchronize", "core/updates/mini_batch.py:send_message"
     ): 1,  # norms, counts, losses, logged values
     Wait("mini-batch", "Event.synchronize", "core/updates/reduction.py:_read"): 1,  # norms of what replicas summed
 }

@@ -19,10 +19,14 @@ class _Copy(NamedTuple):
 
 
 class HostBatch:
-    """Knows what the tensors of the newest batch were copied from."""
+    """Knows what the tensors of the newest batch were copied from.
+
+    Attributes:
+        copies: id of a tensor on the device -> what is known of it; empty on a CPU.
+    """
 
     def __init__(self) -> None:
-        self._copies: dict[int, _Copy] = {}
+        self.copies: dict[int, _Copy] = {}
 
     def moved(self, batch: Any, copy: Any) -> None:
         """Remember a batch that was copied to the device, and nothing else was done to it.
@@ -32,9 +36,9 @@ class HostBatch:
             copy: the same nesting, on the device; tensors that were there already are those of ``batch``.
         """
         sources, copies = list(tensors_of(batch)), list(tensors_of(copy))
-        self._copies = {}
+        self.copies = {}
         if len(sources) == len(copies) and all(map(_alike, sources, copies)):
-            self._copies = {
+            self.copies = {
                 id(there): _Copy(weakref.ref(there), there._version, here)
                 for here, there in zip(sources, copies)
                 if here is not there and not there.is_inference()
@@ -42,10 +46,10 @@ class HostBatch:
 
     def of(self, batch: Any) -> Any:
         """A batch with the host's tensors in place of its own, as far as they are known to be equal."""
-        return map_tensors(self._source, batch) if self._copies else batch
+        return map_tensors(self._source, batch) if self.copies else batch
 
     def _source(self, tensor: Tensor) -> Tensor:
-        copy = self._copies.get(id(tensor))
+        copy = self.copies.get(id(tensor))
         if copy is None or copy.reference() is not tensor or copy.version != tensor._version:
             return tensor
         return copy.source

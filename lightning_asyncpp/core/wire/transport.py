@@ -7,6 +7,7 @@ be used (several stages on one GPU) they are copied through the host.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,13 +29,13 @@ from lightning_asyncpp.core.wire.header import (
 from lightning_asyncpp.core.wire.link import Bytes, Frame, Link, Neighbours, connect_neighbours
 from lightning_asyncpp.errors import ProtocolError, different_calls, different_ends
 
-_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED = 1, 2, 3, 4, 5, 6, 7
+_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP = 1, 2, 3, 4, 5, 6, 7, 8
 _MAX_SUM_BYTES = 2**24
 _LOADED_STEPS = range(3)  # an end, a batch or nothing, as `stage_loader.Next` counts them
 _MOST_SUMS = 16  # put aside at a time: neighbours are at most a few mini-batches apart
 _NAMES = {
     _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
-    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader",
+    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader", _DROP: "a gradient thrown away",
 }  # fmt: skip
 
 
@@ -136,6 +137,7 @@ class Transport:
         self._header = memoryview(bytearray(MAX_HEADER_BYTES))
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
         self._closed = False
+        self._drops: deque[int] = deque(maxlen=_MOST_SUMS)
         self._sent = self._received = 0  # one past the micro-batch of the newest activation
 
     @property
@@ -254,6 +256,16 @@ class Transport:
         """Return the sum of all stages, waiting for it: ``length`` fp64 values."""
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
+    def announce_drop(self, k: int) -> None:
+        """Tell the neighbours that the gradient of batches before micro-batch ``k`` is thrown away; never waits.
+
+        They do the same. Where ranks decide otherwise, each would wait for what the other does not send.
+        """
+        self._drops.append(k)
+        for link in (self._before, self._after):
+            if link is not None:
+                link.write(_DROP, k, [])
+
     # -- what the first stage loads -----------------------------------------------------------------------------------
 
     def announce_loaded(self, step: int) -> None:
@@ -350,8 +362,10 @@ class Transport:
         return vector
 
     def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
-        """Keep a control message, the one thing that may come in front of what is waited for."""
+        """Keep a control message: it may come in front of what is waited for, as may a drop that was one here, too."""
         kind, number, size = frame
+        if kind == _DROP and number in self._drops:
+            return
         if kind != (_TOTAL if link is self._before else _PART):
             raise _unexpected(link.peer, frame, expected, self._received)
         is_one = number >= 0 < size <= _MAX_SUM_BYTES and size % 8 == 0

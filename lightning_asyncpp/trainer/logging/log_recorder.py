@@ -344,7 +344,6 @@ class LoggedBatch:
         recorded: what was logged.
         nan_places: of its batches, which micro-batch is the first whose loss is NaN, from 1; or 0.
         slots: how many names a payload has places for.
-        late: whether they are on a device, from which they come in the background.
 
     Attributes:
         length: of the payload.
@@ -352,11 +351,12 @@ class LoggedBatch:
         schema_number: stands for it.
     """
 
-    def __init__(self, recorded: Recorded, nan_places: Sequence[Tensor], slots: int, late: bool) -> None:
+    def __init__(self, recorded: Recorded, nan_places: Sequence[Tensor], slots: int) -> None:
         self.length = payload_length(slots)
         self.schema, self.schema_number = _encode_schema(tuple(recorded.places.values()))
         self._recorded, self._num_places = recorded, len(nan_places)
         tensors = [*nan_places, *recorded.tensors()]
+        late = True in [tensor.is_cuda for tensor in tensors]  # they come in the background
         self._reading = Reading(tensors) if late else None
         self._numbers = [] if late else [tensor.item() for tensor in tensors]
 

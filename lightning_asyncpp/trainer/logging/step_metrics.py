@@ -132,13 +132,13 @@ class StepMetrics:
         if output.first_nan is not None:
             self._nan_places.append(output.first_nan)
 
-    def payload(self, device: torch.device) -> Payload:
-        """What the last stage attaches to the control message of the mini-batch; where steps run on ``device``."""
+    def payload(self) -> Payload:
+        """What the last stage attaches to the control message of the mini-batch."""
         slots = METRIC_SLOTS
         if not self._mesh.is_last:
             self._train.clear()
             return torch.zeros(payload_length(slots), dtype=torch.float64)
-        payload = LoggedBatch(self._train.hand_over(slots), self._nan_places, slots, late=device.type != "cpu")
+        payload = LoggedBatch(self._train.hand_over(slots), self._nan_places, slots)
         self._own_schemas[payload.schema_number] = payload.schema
         self._nan_places = []
         return payload

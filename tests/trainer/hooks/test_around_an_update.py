@@ -205,6 +205,21 @@ class Decides(LooksAtItsLoss):
     decides = True
 
 
+class DecidesWithoutOne(LooksAtItsLoss):
+    """Ranks that do not know the loss take part in every update, or in none."""
+
+    always = True
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        loss = optimizer_closure()
+        if self.always if loss is None else (batch_idx != 1) == self.always:
+            optimizer.step()
+
+
+class NeverDecidesWithoutOne(DecidesWithoutOne):
+    always = False
+
+
 def fit_looking(run: Run) -> list[bool]:
     module = run.module(run)
     make_trainer(run).fit(module, loader(run))
@@ -222,6 +237,14 @@ def test_a_loss_that_a_rank_does_not_know_is_none(pools: Pools, strategy: str) -
 def test_a_decision_on_such_a_loss_ends_the_run_at_once(pools: Pools) -> None:
     outcomes = pools.outcomes(2, fit_looking, Run(Decides, options={"micro_batches": 2}), timeout=30.0)
     assert [outcome.error for outcome in outcomes] == ["PeerLostError", "TypeError"]
+
+
+@pytest.mark.parametrize("module", [DecidesWithoutOne, NeverDecidesWithoutOne])
+@pytest.mark.parametrize("strategy", ["default", "sync"])
+def test_ranks_that_decide_differently_end_at_once(pools: Pools, strategy: str, module: type[Net]) -> None:
+    outcomes = pools.outcomes(2, fit_looking, Run(module, strategy, {"micro_batches": 2}), timeout=30.0)
+    assert {outcome.error for outcome in outcomes} == {"ProtocolError", "PeerLostError"}
+    assert any("ranks are in different calls" in outcome.message for outcome in outcomes)
 
 
 class StepsSometimes(Net):
