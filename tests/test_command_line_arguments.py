@@ -166,8 +166,11 @@ def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
         (["check", RECIPE, "--micro-batchs", "2"], "there is no 'micro-batchs'; did you mean micro-batches"),
         (["plan", RECIPE, "--devices-per-nod=2"], "did you mean devices-per-node?"),
         (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--text_ke=3"], "did you mean --text-key?"),
-        (["prepare", "x", "--tokenizer", "byte"], "asyncpp prepare: error: missing: --output\n"),
-        (["trace", "x", "--from-mini-batch", "-1"], "--from-mini-batch -1: must be a whole number, 0 or more\n"),
+        (
+            ["prepare", "x", "--tokenizer", "byte"],
+            "asyncpp prepare: error: the following arguments are required: output\n",
+        ),
+        (["trace", "x", "--from-mini-batch", "-1"], 'asyncpp trace: error: Parser key "from_mini_batch":'),
         (["checkpoint", "inf"], "there is no command 'inf'; did you mean info?"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
