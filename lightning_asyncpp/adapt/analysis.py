@@ -61,8 +61,9 @@ class _Analysis:
         inside = {id(p) for name in blocks for p in model.get_submodule(name).parameters()}
         self.around = {id(p): name for name, p in model.named_parameters() if id(p) not in inside}
         is_small = sum(p.numel() for p in model.parameters()) <= _SMALL
-        for parameter in model.parameters():  # frozen weights have a place, too
-            parameter.requires_grad_(parameter.is_floating_point() and (is_small or id(parameter) in self.around))
+        for parameter in model.parameters():  # frozen weights have a place, too; through biases gradients go on
+            wanted = is_small or id(parameter) in self.around or parameter.ndim < 2
+            parameter.requires_grad_(parameter.is_floating_point() and wanted)
         everything = tuple(frozenset(range(unit)) for unit in range(self.num_units))
         units, num_blocks = ((),) * self.num_units, len(blocks)
         self.cut = OwnForwardCut(tuple(blocks), units, (None,) * num_blocks, everything, draws_between=False)
@@ -80,9 +81,14 @@ class _Analysis:
                 self._note_uses_in_turn()
         except RuntimeError as error:
             raise ConfigurationError(f"it cannot be run forward and backward with the example ({error})") from error
-        found = next((c for c in self._candidates() if not self._differs(c, trained, evaluated)), None)
+        found, why = None, ""
+        try:
+            found = next((c for c in self._candidates() if not self._differs(c, trained, evaluated)), None)
+            why = "" if found else self._differs(list(self._candidates())[-1], trained, evaluated)
+        except Exception as error:  # of code that cannot compute with what stands for values
+            why = f"{type(error).__name__}: {error}"
         if found is None:
-            raise self._refusal(list(self._candidates())[-1], trained, evaluated)
+            raise self._refusal(why)
         with self.runs.mode(training=False):
             costs = self.runs.costs(self.cut)
         costs[found.num_units - 1 :] = [sum(costs[found.num_units - 1 :])]
@@ -188,14 +194,14 @@ class _Analysis:
         except Exception as error:  # of code that cannot compute with what stands for values
             return f"{type(error).__name__}: {error}"
 
-    def _refusal(self, cut: OwnForwardCut, trained: Result, evaluated: Result) -> ConfigurationError:
-        name, what = class_name(self.model), self._differs(cut, trained, evaluated)
-        layers = ", ".join(["...", *dict.fromkeys(_in_lists(cut.blocks)), "..."])
+    def _refusal(self, what: str) -> ConfigurationError:
+        blocks = self.cut.blocks
+        layers = ", ".join(["...", *dict.fromkeys(_in_lists(blocks)), "..."])
         return ConfigurationError(
-            f"{name}, run in its own forward on each stage with its blocks {cut.blocks[0]} to {cut.blocks[-1]} shared"
-            f" among them, does not compute what it does as a whole ({what}): code around the blocks needs what they"
-            f" leave behind beside what they return. Switch that off, or say what a stage runs: def"
-            f" pipeline_layers(self): return [{layers}]"
+            f"{class_name(self.model)}, run in its own forward on each stage with its blocks {blocks[0]} to"
+            f" {blocks[-1]} shared among them, does not compute what it does as a whole ({what}): code around the"
+            f" blocks needs what they leave behind beside what they return. Switch that off, or say what a stage runs:"
+            f" def pipeline_layers(self): return [{layers}]"
         )
 
     # -- the model as a whole -------------------------------------------------------------------------------------

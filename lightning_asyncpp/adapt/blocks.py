@@ -28,6 +28,7 @@ class _Calls:
         self.order: list[str] = []
         self.inputs: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.of_numbers: set[str] = set()  # modules that take tensors of real numbers, not only tokens
         self.kept: list[Any] = []  # so that identities stay
 
 
@@ -59,7 +60,7 @@ def find_blocks(
         inner = {name for name in chosen if _of_a_kind(lists[name], nested=True)}
         inner = {name for name in inner if _follow_each_other(name, lists[name], calls)}
         chosen = [name for name in chosen if name in outer | inner]
-    if not chosen and not asked and (names := _submodules(model, Counter(calls.order))):
+    if not chosen and not asked and (names := _submodules(model, calls)):
         return sorted(names, key=calls.order.index)
     if not chosen:
         raise ConfigurationError(
@@ -72,12 +73,16 @@ def find_blocks(
     return sorted((name for name in names if name in calls.order), key=calls.order.index)
 
 
-def _submodules(model: nn.Module, times: Mapping[str, int]) -> list[str]:
-    """Names of what is a block where no list is: called once, with weights, and together with most of the model's."""
+def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
+    """Names of what is a block where no list is: called once, with weights, and together with most of the model's.
+
+    What a block returns that has not run has the shape of what it takes: so an embedding of tokens is none.
+    """
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
-    names = list(_outermost("", model, times, sizes))
+    names = list(_outermost("", model, Counter(calls.order), sizes))
     enough = 2 * sum(sizes[name] for name in names) >= sizes[""]
-    return names if enough and len(names) > 1 else []
+    found = [name for name in names if name in calls.of_numbers]
+    return found if enough and len(found) > 1 else []
 
 
 def _outermost(around: str, module: nn.Module, times: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[str]:
@@ -103,6 +108,8 @@ def _recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
                 calls.order.append(name)
                 calls.kept.append((a, k))
                 calls.inputs[name] = [id(tensor) for tensor in tensors_of([a, k])]
+                if any(tensor.is_floating_point() for tensor in tensors_of([a, k])):
+                    calls.of_numbers.add(name)
 
             def leave(_: nn.Module, a: tuple, k: dict[str, Any], output: Any, name: str = name) -> None:
                 calls.kept.append(output)

@@ -141,18 +141,23 @@ def _entering_units(model: nn.Module, cut: OwnForwardCut, entered: Callable[[int
 
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Leave attributes, buffers, gradients and random numbers as they were."""
+    """Leave attributes, buffers, gradients and random numbers as they were.
+
+    Attention takes no fast path meanwhile, as on stages: it rounds otherwise.
+    """
     modules = [(module, dict(vars(module))) for module in {*model.modules(), called_by_steps(model)}]
     tables = [(table, dict(table)) for module, _ in modules for table in (vars(module)["_buffers"],)]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    states = random_states()
+    states, fast = random_states(), torch.backends.mha.get_fastpath_enabled()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         for parameter, _, _ in parameters:
             parameter.grad = None
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         set_random_states(states)
         for module, attributes in modules:
             vars(module).clear()

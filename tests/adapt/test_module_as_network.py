@@ -19,6 +19,7 @@ from lightning_asyncpp import DelayedGradientStrategy, check_model, pipelined
 from lightning_asyncpp.core.cut.module_as_network import class_name
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
+from tests.adapt.models import assert_trains
 from tests.trainer.pool import Pools, impatient
 from tests.trainer.reference import assert_equal_weights, joined_parts
 from tests.trainer.runs import arrays
@@ -262,7 +263,7 @@ class Sharing(Classifier):
 @pytest.mark.parametrize("kind", [Derived, Counting, Sharing, type("SharingToo", (Sharing,), {})])
 def test_trains_as_a_single_process_does(kind: Any) -> None:
     report = check_model(kind(), batches()[:2], stages=3)
-    assert report.ok, str(report)
+    assert_trains(report, is_exact=kind is not Derived)
 
 
 class Parts(Classifier):

@@ -64,7 +64,7 @@ def entering_units(model: nn.Module, entered: Callable[[int], None]) -> Iterator
     hooks: list[Any] = []
     if (own := cut_of(model)) is not None:
         hooks.append(called_by_steps(model).register_forward_pre_hook(lambda *_: entered(0)))
-        for number, name in enumerate(own.blocks, 1):
+        for number, name in enumerate(own.blocks[: own.num_units - 1], 1):
             hooks.append(model.get_submodule(name).register_forward_hook(lambda *_, n=number: entered(n)))
     else:
         numbers: dict[nn.Module, list[int]] = {}  # one module may be several units
