@@ -75,8 +75,6 @@ def test_what_fabric_saves(tmp_path: Path) -> None:
     found = open_saved(tmp_path / "whole.ckpt")
     assert same(found.build(), model)
     assert found.tokenizer == "byte"
-    with pytest.raises(WeightsError, match="says what its model is"):
-        open_saved(tmp_path / "whole.ckpt", CONFIG)
     fabric.save(tmp_path / "bare.ckpt", {"network": whole["network"], "step": 3})
     with pytest.raises(WeightsError, match=r"says nothing of the model\'s shape.*dataclasses\.asdict\(config\)"):
         open_saved(tmp_path / "bare.ckpt")
@@ -138,19 +136,10 @@ def test_weights_that_are_not_those_of_the_config(tmp_path: Path) -> None:
     assert "more shapes" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"num_layers": 10**9}, "num_layers=1000000000, and it has"),
-        ({"context_length": 10**12}, "context_length=1000000000000 of 3 layers"),
-        ({"vocab_size": 10**30}, "no model can be made of GPTConfig"),
-    ],
-)
-def test_sizes_that_no_weights_account_for(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
-    """Nothing is made of them: it would take all memory, or for ever."""
-    content = {"model": GPT(CONFIG).state_dict(), "config": {**asdict(CONFIG), **changed}}
+def test_sizes_that_no_tensor_has(tmp_path: Path) -> None:
+    content = {"model": GPT(CONFIG).state_dict(), "config": {**asdict(CONFIG), "vocab_size": 10**30}}
     torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(WeightsError, match=said):
+    with pytest.raises(WeightsError, match="no model can be made of GPTConfig"):
         open_saved(tmp_path / "a.ckpt").check()
 
 
@@ -164,7 +153,7 @@ def test_layers_that_no_folder_has(tmp_path: Path) -> None:
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("text")
-    with pytest.raises(WeightsError, match=r"text is no checkpoint"):
+    with pytest.raises(WeightsError, match=r"text is damaged or no checkpoint"):
         open_saved(tmp_path / "text")
     torch.save({"run": Code()}, tmp_path / "code")
     with pytest.raises(WeightsError, match="cannot be read as a checkpoint without running code"):
