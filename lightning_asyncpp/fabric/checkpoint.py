@@ -25,6 +25,7 @@ from lightning_asyncpp.core.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.core.cut.tied_state import check_copies
+from lightning_asyncpp.core.cut.whole_model import whole_of
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
@@ -139,7 +140,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if module is self._trained_model:
             load_model(self.session, self._names, state_dict, strict)
         else:
-            if self.session.averages is not None and self.session.averages.cuts(module):
+            if any(map(whole_of, module.modules())):  # an average of this stage
                 own = module.state_dict().keys()
                 state_dict = {name: value for name, value in state_dict.items() if name in own}
             super().load_module_state_dict(module, state_dict, strict)
@@ -201,7 +202,7 @@ def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool)
         elif session.optimizer is not None and value is session.optimizer:
             parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session)
             parts[PIPELINE] = (gather_pipeline_state if gathered else stage_pipeline_state)(session)
-        elif isinstance(value, nn.Module) and session.averages is not None and session.averages.cuts(value):
+        elif isinstance(value, nn.Module) and any(map(whole_of, value.modules())):
             parts[name] = gather_named(session, value.state_dict()) if gathered else value.state_dict()  # an average
     return parts
 

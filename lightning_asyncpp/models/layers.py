@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> RotaryEmbedding:
         # `module.to(torch.bfloat16)` rounds every floating-point buffer; the tables are computed anew instead.
         super()._apply(fn, recurse)
-        if self.cos.dtype != torch.float32:
+        if self.cos is not None and self.cos.dtype != torch.float32:  # on its stage
             self.reset_parameters()
         return self
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.optim.swa_utils import AveragedModel
 
-from tests.core.cases import Case, make_model
+from tests.core.cases import Case
 from tests.fabric.runs import Run
 from tests.trainer.pool import Pools
 
@@ -41,14 +41,3 @@ def test_averages_go_on(pools: Pools, tmp_path: Path, resumed_on: int) -> None:
     assert joined(again).keys() == joined(first).keys()
     for name, array in joined(first).items():
         np.testing.assert_array_equal(joined(again)[name], array, err_msg=name)
-
-
-def made_too_early() -> None:
-    run = Run(Case(micro_batches=3))
-    AveragedModel(make_model()).update_parameters(run.model)
-
-
-def test_an_average_of_the_whole_model_is_refused(pools: Pools) -> None:
-    for outcome in pools.outcomes(3, made_too_early):
-        assert outcome.error == "ConfigurationError"
-        assert "after fabric.setup_optimizers" in outcome.message

@@ -21,7 +21,7 @@ _UPDATES = ("update_parameters", "update")
 
 
 class Averages:
-    """The averages of a model that is about to be cut, in the module around it and elsewhere.
+    """The averages of a model that is about to be cut, in the module around it and in callbacks.
 
     Args:
         model: what is about to be cut.
@@ -50,10 +50,6 @@ class Averages:
         for network in self.networks:
             inside = self._root is not None and any(module is network for module in self._root.modules())
             pruned.prune_alike(self._root if inside and self._root is not None else network, network, self._model)
-
-    def cuts(self, module: nn.Module) -> bool:
-        """Whether a module is one of them, or around one."""
-        return any(part is network for part in module.modules() for network in self.networks)
 
     def fill(self) -> None:
         """Give averages of a model that had no memory yet the weights that it has now."""
