@@ -205,6 +205,7 @@ class PipelineStrategy(Launching, ReplicaBatches, EvaluationSteps, PipelineStrat
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.session.watch.progress.leave_all()
         self.last_saved = last_saved(self._module.trainer)
 
     @override
