@@ -286,7 +286,7 @@ class _Analysis:
         for name in sorted(outside, key=lambda name: name.count(".")):
             module = self.model.get_submodule(name)
             parameters = {id(p) for p in module.parameters()}
-            own = [key for key, at in missing.items() if at in parameters]
+            own = [key for key in missing if key.startswith(f"{name}.")]  # by its first name, if it is tied
             if own and parameters <= used and not any(name.startswith(f"{other}.") for other in found):
                 found.append(name)
                 for key in own:

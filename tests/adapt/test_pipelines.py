@@ -86,8 +86,6 @@ def test_equals_the_oracle(pools: Pools, name: str, strategy: str, tmp_path: Pat
     results = pools.run(stages, train, name, strategy == "async", strategy, str(tmp_path))
     merged = {key: value for result in results for key, value in result["weights"].items()}
     expected = reference(name, int(strategy == "async"))
-    if name == "gpt2":  # tied, and held by the first and the last stage
-        assert (merged.pop("lm_head.weight") == merged["transformer.wte.weight"]).all()
     assert_equal_weights(merged, expected)
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
     plain = Adapted(name, told=False)
