@@ -101,7 +101,11 @@ class _Analysis:
             used, needs = self._uses()
         if needs != before:
             in_turn = [*self.in_turn[:-2], self.in_turn[-2] | self.in_turn[-1]]
-            yield replace(self._with_members(in_turn), needs=before[:-1], by_inputs=True)
+            by_inputs = replace(self._with_members(in_turn), needs=before[:-1], by_inputs=True)
+            yield replace(by_inputs, blank=frozenset(self._real_arguments()))
+            yield by_inputs
+        yield self._with_uses(used, needs, before)
+        self.cut = replace(self.cut, copies=True)
         yield self._with_uses(used, needs, before)
         with self.runs.mode(training=False):
             used_then, needed_then = self._uses()
@@ -169,12 +173,7 @@ class _Analysis:
 
     def _without_values(self, cut: OwnForwardCut, *expected: Result) -> OwnForwardCut:
         """The cut whose later stages do without the values of as many arguments as they can."""
-        args, kwargs = self.runs.call
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update(kwargs)
-        # Where blocks take what arrived, the code before them computes with nothing that was given.
-        unused = {key: v for key, v in given.items() if cut.by_inputs or key not in self.needed}
-        real = [key for key, v in unused.items() if any(t.is_floating_point() and t.any() for t in tensors_of(v))]
+        real = [key for key in self._real_arguments() if key not in self.needed]
         for blank in (real, *([key] for key in real)) if real else ():
             lean = replace(cut, blank=cut.blank | frozenset(blank))
             if not self._differs(lean, *expected):
@@ -183,6 +182,13 @@ class _Analysis:
                     break
         return cut
 
+    def _real_arguments(self) -> list[int | str]:
+        """Positions and names of arguments that hold real numbers."""
+        args, kwargs = self.runs.call
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        return [key for key, value in given.items() if any(t.is_floating_point() for t in tensors_of(value))]
+
     def _differs(self, cut: OwnForwardCut, trained: Result, evaluated: Result) -> str:
         """What comes out otherwise where stages have what the cut gives them."""
         try:
@@ -190,9 +196,17 @@ class _Analysis:
                 if what := difference(trained, self.runs.in_stages(cut)):
                     return what
             with self.runs.mode(training=False), torch.no_grad():
-                return difference(evaluated, self.runs.in_stages(cut))
+                what = difference(evaluated, self.runs.in_stages(cut))
+                return what or (self._differs_with_other_signs(cut) if cut.by_inputs else "")
         except Exception as error:  # of code that cannot compute with what stands for values
             return f"{type(error).__name__}: {error}"
+
+    def _differs_with_other_signs(self, cut: OwnForwardCut) -> str:
+        """The same with negative arguments: relu behind a block leaves positive ones as they are, by luck."""
+        args, kwargs = map_tensors(lambda t: -t if t.is_floating_point() else t, self.runs.call)
+        others = ModelRuns(self.model, (args, kwargs))
+        expected = Result(others.forward(self.cut, others.seed))
+        return difference(expected, others.in_stages(cut))
 
     def _refusal(self, what: str) -> ConfigurationError:
         blocks = self.cut.blocks

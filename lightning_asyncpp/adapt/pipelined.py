@@ -51,8 +51,12 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Raises:
         ConfigurationError: it cannot be cut so, or called with the example, with what is in the way.
     """
-    if has_layers(model) and (hasattr(model, "pipeline_layers") or not blocks):
-        return model
+    if not has_layers(model) or (blocks and not hasattr(model, "pipeline_layers")):
+        _cut_as_it_is(model, example, [blocks] if isinstance(blocks, str) else blocks)
+    return model
+
+
+def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequence[str] = ()) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigurationError(
             f"{class_name(model)} is on the meta device, and pipelined() runs it once: build it with real weights"
@@ -65,7 +69,7 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         )
     call = _working_example(model, example)
     with as_before(model):
-        names = find_blocks(model, *copied(*call), [blocks] if isinstance(blocks, str) else blocks)
+        names = find_blocks(model, *copied(*call), blocks)
     cut, costs = find_cut(model, call, names)
     model.pipeline_layers = cut  # type: ignore[assignment]
     model.pipeline_costs = Costs(costs)  # type: ignore[assignment]
@@ -75,22 +79,27 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
             " their results cross a cut, and not one: have a layer return what later ones need of those before it, or"
             " give the model pipeline_layers()"
         )
-    return model
 
 
-def problems_of_layers(model: nn.Module, example: Any = None, name: str = "self.model") -> list[str]:
+def problems_of_layers(
+    model: nn.Module, example: Any = None, name: str = "self.model", num_stages: int = 1
+) -> list[str]:
     """Let a model be cut as it is, if it does not say where it can be; return what is in the way.
 
     Args:
         model: it is changed in place, unless something is in the way.
         example: a LightningModule's ``example_input_array``.
         name: how the user calls it.
+        num_stages: an ``nn.Sequential`` of fewer layers is cut within them.
     """
-    if has_layers(model):
+    few = (
+        isinstance(model, nn.Sequential) and sum(any(True for _ in layer.parameters()) for layer in model) < num_stages
+    )
+    if has_layers(model) and not (few and not hasattr(model, "pipeline_layers")):
         return []
     given = example if example is None or isinstance(example, (tuple, Mapping)) else (example,)
     try:
-        pipelined(model, given)
+        _cut_as_it_is(model, given)
     except ConfigurationError as error:
         return [
             f"{name} is a {class_name(model)}, which the pipeline cannot cut by itself: {error}."
@@ -119,7 +128,7 @@ def _working_example(model: nn.Module, example: Example | None) -> Call:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     problems = []
     for args, kwargs in examples_of(model) if example is None else [call_of(example)]:
-        args, kwargs = (map_tensors(lambda tensor: tensor.to(device), value) for value in (args, dict(kwargs)))
+        args, kwargs = (map_tensors(lambda t: _varied(t.to(device)), value) for value in (args, dict(kwargs)))
         try:
             _call_once(model, args, kwargs)
             return args, kwargs
@@ -137,6 +146,13 @@ def _working_example(model: nn.Module, example: Example | None) -> Call:
         " {'input_ids': ids, 'labels': ids}: in the LightningModule's example_input_array, in Fabric the strategy's, or"
         " in pipelined(model, example). Or give the model pipeline_layers()"
     )
+
+
+def _varied(tensor: Tensor) -> Tensor:
+    """Other numbers in place of zeros, which would hide what depends on them."""
+    if not tensor.is_floating_point() or tensor.any():
+        return tensor
+    return torch.linspace(-0.9, 0.8, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view(tensor.shape)
 
 
 def _call_once(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ class ModelRuns:
     def costs(self, cut: OwnForwardCut) -> list[float]:
         """Floating-point operations of every unit; while they are counted, some functions round otherwise."""
         totals: list[int] = []
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter:  # which takes no parameters as arguments without gradients
             self.forward(cut, lambda _: totals.append(counter.get_total_flops()))
             edges = [*totals, counter.get_total_flops()]
         return [1.0 + after - before for before, after in itertools.pairwise(edges)]

@@ -174,7 +174,9 @@ class PipelineStrategy(PipelineCheckpoints):
         problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
         is_cut = self._is_cut(module)
         if not problems and is_cut:
-            problems = problems_of_layers(module, getattr(module, "example_input_array", None), "the model")
+            problems = problems_of_layers(
+                module, getattr(module, "example_input_array", None), "the model", self._mesh.num_stages
+            )
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
             self._names = frozenset(module.state_dict())

@@ -205,9 +205,10 @@ class PipelineStrategy(EvaluationSteps):
 
     def _structure_problems(self, trainer: L.Trainer) -> list[str]:
         """What keeps the module from being cut."""
-        module = self._module
+        module, resolved = self._module, self.session.resolved
+        assert resolved is not None
         return module_problems(module) or problems_of_layers(
-            self._network(), module.example_input_array, self._network_name()
+            self._network(), module.example_input_array, self._network_name(), resolved.num_stages
         )
 
     @override

@@ -1,1 +1,1 @@
-"""From a model to its stage: units, partition, placeholders for what other stages hold."""
+"""From a model to its stage: units, partition, what other stages hold, pruned."""

@@ -30,7 +30,9 @@ def network_name(module: nn.Module) -> str:
         return next((name for name, child in module.named_children() if child is usual), USUAL)  # of a property's
     for holds in (_is_cut, _trains, _has_parameters):
         if names := _children(module, holds):
-            return names[0] if len(names) == 1 and not _own(module) else USUAL
+            is_only = len(names) == 1 and not _own(module)
+            is_called = not isinstance(getattr(module, names[0]), (nn.ModuleList, nn.ModuleDict))
+            return names[0] if is_only and is_called else USUAL
     return USUAL
 
 

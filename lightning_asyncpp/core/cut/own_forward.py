@@ -80,6 +80,7 @@ class OwnForwardCut:
         by_inputs: whether what crosses is what the next block takes, in place of what the one before returned: of a
             forward that adds what its blocks return to what they took. Blocks of earlier stages then return zeros.
         is_exact: whether gradients are added in the order of the whole model: no value is used on several stages.
+        copies: whether code behind a block gets a copy of what goes to another stage, too, as it changes it in place.
     """
 
     blocks: tuple[str, ...]
@@ -90,6 +91,7 @@ class OwnForwardCut:
     draws_between: bool = True
     by_inputs: bool = False
     is_exact: bool = True
+    copies: bool = False
 
     def __call__(self) -> list[Any]:
         """Nothing that could be applied one after the other."""
@@ -224,6 +226,10 @@ class OwnForwardStage:
 
         return map_leaves(filled, self.cut.outputs[number], lambda node: isinstance(node, TensorFacts))
 
+    def copy_of(self, output: Any) -> Any:
+        """What code behind a block gets of an output that goes to another stage, too."""
+        return map_tensors(Tensor.clone, output) if self.cut.copies else output
+
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -279,10 +285,10 @@ class _Run:
             output = kind.__call__(block, *args, **kwargs)
             if number in stage.sends:
                 self.made[number] = output
-                output = output if number + 1 == stage.end else _copy_of(output)
+                output = output if number + 1 == stage.end else stage.copy_of(output)
         elif number in self.arrived:
             output = self.arrived[number]
-            output = _copy_of(output) if number in stage.sends else output
+            output = stage.copy_of(output) if number in stage.sends else output
         else:
             output = stage.stand_in(number, args, kwargs)
         following = number + 1
@@ -310,11 +316,6 @@ def _steered(kind: Any) -> Any:
         return _RUNS[-1].call(kind, self, args, kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
-
-
-def _copy_of(output: Any) -> Any:
-    """A copy that code behind a block may change in place, as what it returned goes to another stage, too."""
-    return map_tensors(Tensor.clone, output)
 
 
 def _first_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:

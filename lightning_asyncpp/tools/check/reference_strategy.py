@@ -61,7 +61,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         module: Any = self.lightning_module
         self.network = cast(Any, network_in(module))
-        problems_of_layers(self.network, module.example_input_array, name_in_steps(module))  # finds them
+        problems_of_layers(
+            self.network, module.example_input_array, name_in_steps(module), self.settings.num_stages
+        )  # finds them
         units = pipeline_units(self.network)
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
         super().setup(trainer)

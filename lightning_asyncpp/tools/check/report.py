@@ -19,6 +19,8 @@ _WHY: dict[str, dict[str, tuple[int, ...]]] = {
     "delayed": {"gradient used": (12, 14), "weights": (13, 12), "value at the end": (15, 14), "": (14, 4, 12)},
     "whole": {"": (8, 9)},
 }
+EQUAL = "equal to the last bit"
+EQUAL_BUT_FOR_ORDER = "equal but for the order of sums: forward uses one value on several stages"
 _MEANINGS = {
     "pieces": "cutting the model, a pipeline without delay against the whole, in the same microbatches",
     "delayed": "the delay, a pipeline against the rule on the whole model",
@@ -84,6 +86,12 @@ class CheckReport:
     def ok(self) -> bool:
         """Whether nothing differs, and losses are finite."""
         return not self.differences and all(map(math.isfinite, self.losses))
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether the pipeline trains to the last bit what the whole model does with its microbatches."""
+        stages = [found for found in self.comparisons if found.name != "whole"]
+        return all(found.difference is None and found.remark == EQUAL for found in stages)
 
     def __str__(self) -> str:
         lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
