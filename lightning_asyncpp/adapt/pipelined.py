@@ -17,6 +17,7 @@ from lightning_asyncpp.adapt.runs import as_before
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.units import has_layers
+from lightning_asyncpp.core.cut.whole_model import whole_of
 from lightning_asyncpp.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -92,9 +93,8 @@ def problems_of_layers(
         name: how the user calls it.
         num_stages: an ``nn.Sequential`` of fewer layers is cut within them.
     """
-    few = (
-        isinstance(model, nn.Sequential) and sum(any(True for _ in layer.parameters()) for layer in model) < num_stages
-    )
+    held = [any(True for _ in layer.parameters()) for layer in model] if isinstance(model, nn.Sequential) else []
+    few = bool(held) and sum(held) < num_stages and whole_of(model) is None
     if has_layers(model) and not (few and not hasattr(model, "pipeline_layers")):
         return []
     given = example if example is None or isinstance(example, (tuple, Mapping)) else (example,)

@@ -95,21 +95,24 @@ class StageOptimizer:
         with _NOTHING if self._kept else self._installed():
             kept = []
             for group, earlier, of_step in zip(self.optimizer.param_groups, hyper_parameters, self._of_step):
-                for key in group.keys() - earlier.keys() - of_step.keys() - set(_PARAMETERS):
-                    del group[key]  # another stage's step has made it
+                # What came later, such as what another stage's step has made.
+                later = {
+                    key: group.pop(key) for key in group.keys() - earlier.keys() - of_step.keys() - set(_PARAMETERS)
+                }
                 present = {key: value for key, value in group.items() if key not in _PARAMETERS}
                 set_to = {key: earlier[key] for key in present if key in earlier and key not in of_step}
                 before = _copies(present) | set_to
                 group.update(_copies(set_to))
-                kept.append((group, present, before, of_step))
+                kept.append((group, present, before, of_step, later))
             step()
-            for group, present, before, of_step in kept:
+            for group, present, before, of_step, later in kept:
                 for key in group.keys() - set(_PARAMETERS):
                     is_same = key in before and (group[key] is before[key] or _equal(group[key], before[key]))
                     if key in of_step or not is_same:
                         of_step[key] = group[key]
                     else:
                         group[key] = present[key]
+                group.update((key, value) for key, value in later.items() if key not in group)
 
     def state_dict(self) -> dict[str, Any]:
         """This stage's part of the whole model's state, as torch numbers it; those of all stages can be merged.

@@ -168,7 +168,7 @@ class SigmoidRouter(Router):
         # `module.to(torch.bfloat16)` rounds every floating-point buffer; this one is put back as it was.
         before = self.balance_bias
         super()._apply(fn, recurse)
-        if self.balance_bias.dtype != torch.float32:
+        if before is not None and self.balance_bias.dtype != torch.float32:
             self.balance_bias = before.to(self.balance_bias.device, torch.float32)
         return self
 

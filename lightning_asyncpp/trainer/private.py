@@ -109,6 +109,17 @@ def _log_with_epoch(trainer: Trainer, metrics: dict[str, Any], step: int) -> Non
     trainer._logger_connector.log_metrics({"epoch": trainer.current_epoch, **metrics}, step=step)  # type: ignore[dict-item]
 
 
+@contextmanager
+def running_hook(module: LightningModule, name: str) -> Iterator[None]:
+    """Let ``module.log`` take what runs meanwhile for the hook ``name``."""
+    before = current_hook(module)
+    module._current_fx_name = name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
 def current_hook(module: LightningModule) -> str | None:
     """Name of the hook that Lightning is running."""
     return module._current_fx_name

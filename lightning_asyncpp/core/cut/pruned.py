@@ -7,7 +7,7 @@ names, on every one of them. They take no memory: each keeps one element that st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -53,17 +53,18 @@ class Pruned:
         self.shown_now = False
         self.places: list[Place] = []
 
-    def prune(self, root: nn.Module, stage: int, tensors: Iterable[Tensor]) -> None:
+    def prune(self, root: nn.Module, stage: int, tensors: Iterable[Tensor], modules: Container[nn.Module] = ()) -> None:
         """Take tensors out of a module, under every name that it has for them, and give their memory back.
 
         Args:
             root: what was cut, or the module around it.
             stage: the one that is left.
             tensors: of the others.
+            modules: that hold nothing from now on, nor what the stage shares with them.
         """
         self.stage = stage
         gone = {id(tensor) for tensor in tensors}
-        self._take_out(root, lambda _, place: id(place.tensor) in gone)
+        self._take_out(root, lambda module, place: module in modules or id(place.tensor) in gone, gone)
 
     def prune_alike(self, root: nn.Module, copy: nn.Module, model: nn.Module) -> None:
         """Take out of a whole copy of the model, which may be in the root, what is gone from the model."""
@@ -74,7 +75,8 @@ class Pruned:
             tables = [vars(twin_of[module])[name] for name in TABLES] if module in twin_of else ()
             return any((id(table), place.key) in gone for table in tables)
 
-        self._take_out(root, is_gone)
+        copies = {id(tensor) for tensor in (*copy.parameters(), *copy.buffers())}
+        self._take_out(root, is_gone, copies)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load this stage's part of a whole ``state_dict``.
@@ -96,7 +98,7 @@ class Pruned:
                 " build the model that was saved, or load with strict=False (in a LightningModule strict_loading)"
             )
 
-    def _take_out(self, root: nn.Module, is_gone: Callable[[nn.Module, Place], bool]) -> None:
+    def _take_out(self, root: nn.Module, is_gone: Callable[[nn.Module, Place], bool], released: Container[int]) -> None:
         found: dict[tuple[int, str], Place] = {}
         for path, module in root.named_modules(remove_duplicate=False):
             for place in places_of(module):
@@ -104,9 +106,9 @@ class Pruned:
                     self.names.add(f"{path}.{place.key}".lstrip("."))
                     found[id(place.table), place.key] = place
         for place in found.values():
-            if isinstance(place.tensor, nn.Parameter):
+            if id(place.tensor) in released and isinstance(place.tensor, nn.Parameter):
                 release_memory(place.tensor)
-            else:
+            elif id(place.tensor) in released:
                 place = place._replace(tensor=without_memory(place.tensor))
             self.places.append(place)
         self.show(self.shown_now)

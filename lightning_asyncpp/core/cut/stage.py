@@ -102,7 +102,9 @@ class Stage:
         if self._own_forward is not None:
             return self._own_forward.run(args, kwargs, entered)
         for number, unit in enumerate(self.units, self.first_unit):
-            entered(number)
+            if self._turns[number - self.first_unit]:
+                self._enter(number - self.first_unit)
+            seed_generators(derive(seed, "layer", number, replica, k), self.device)
             args, kwargs = (unit.apply(args, kwargs),), {}
         return args[0]
 

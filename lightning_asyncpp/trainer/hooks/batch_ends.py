@@ -14,24 +14,28 @@ staleness, under which the later micro-batches of mini-batch t run at W_t.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import lightning as L
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.trainer import private
 
 C = TypeVar("C", bound=Callback)
 HOOK = "on_train_batch_end"
 _MARK = "_asyncpp_after_own_update"
-_READS = "callbacks that read weights"
-_MAY_CHANGE = "callbacks that may change weights"
+_READS = "hooks that read weights"
+_MAY_CHANGE = "hooks that may change weights"
 
 
 def after_own_update(callback: C) -> C:
@@ -65,8 +69,8 @@ class _BatchEnd(NamedTuple):
 class BatchEnds(Callback):
     """Keeps the ends of batches until their updates have been applied; in order, and each exactly once.
 
-    It calls the callbacks that :func:`after_own_update` marked, and Lightning's that average weights, in the place of
-    the trainer, until :meth:`release`; before those that save.
+    It calls the module's own hook, those of callbacks that :func:`after_own_update` marked, and of Lightning's that
+    average weights, in the place of the trainer, until :meth:`release`; before those that save.
 
     Args:
         module: that is trained.
@@ -83,15 +87,18 @@ class BatchEnds(Callback):
         self.waiting: deque[_BatchEnd] = deque()
         self._is_late = False
         callbacks = [c for c in trainer.callbacks if not isinstance(c, BatchEnds)]  # type: ignore[attr-defined]
-        self._called = [c for c in callbacks if isinstance(c, WeightAveraging) or vars(c).get(_MARK)]
-        if self._called:
+        self._called: list[Any] = [c for c in callbacks if isinstance(c, WeightAveraging) or vars(c).get(_MARK)]
+        if self._called or is_overridden(HOOK, module):
             place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
             callbacks.insert(place, self)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
-        self._hooks = [getattr(callback, HOOK) for callback in self._called]
-        for callback in self._called:
-            vars(callback)[HOOK] = _nothing
-        reads_only = all(isinstance(callback, WeightAveraging) for callback in self._called)
+        self._hooks: list[Callable[..., Any]] = [partial(getattr(c, HOOK), trainer, module) for c in self._called]
+        if is_overridden(HOOK, module):
+            self._called.append(module)
+            self._hooks.append(getattr(module, HOOK))
+        for owner in self._called:
+            vars(owner)[HOOK] = _nothing
+        reads_only = all(isinstance(owner, WeightAveraging) for owner in self._called)
         own = "" if not self._called else _READS if reads_only else _MAY_CHANGE
         # A callback may be on some ranks alone; drains must be the same on all.
         self.kinds = {*exchange(session.running().mesh, own)} - {""}
@@ -99,8 +106,8 @@ class BatchEnds(Callback):
     def release(self) -> None:
         """Give the hooks back."""
         self.waiting.clear()
-        for callback in self._called:
-            vars(callback).pop(HOOK, None)
+        for owner in self._called:
+            vars(owner).pop(HOOK, None)
         self._called = []
 
     def meets_gradients(self) -> bool:
@@ -148,9 +155,9 @@ class BatchEnds(Callback):
             # Not from the process's generators: how much was drawn there by then depends on when the hook is called,
             # and on whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
             seed, engine = derive(self._session.seed, "batch end", end.first), self._session.running()
-            with drawing_from(seed, engine.runner.device):
+            with drawing_from(seed, engine.runner.device), private.running_hook(self._module, HOOK):
                 for hook in self._hooks:
-                    hook(self._trainer, self._module, *end.arguments)
+                    hook(*end.arguments)
             engine.weights.adopt(unseen=True)
 
 
