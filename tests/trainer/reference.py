@@ -67,7 +67,7 @@ def joined_weights(results: list[dict[str, Any]], stages: int) -> dict[str, np.n
 def joined_parts(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     joined: dict[str, np.ndarray] = {}
     for part in parts:
-        assert not joined.keys() & part.keys()
+        assert all(np.array_equal(joined[name], part[name]) for name in joined.keys() & part.keys())
         joined |= part
     return joined
 

@@ -315,7 +315,10 @@ def _steered(kind: Any) -> Any:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         return _RUNS[-1].call(kind, self, args, kwargs)
 
-    return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
+    steered = type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
+    if "forward" in vars(steered):
+        delattr(steered, "forward")  # transformers gives every class of layers one that checkpoints: once is enough
+    return steered
 
 
 def _first_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -75,8 +75,9 @@ class Pruned:
             tables = [vars(twin_of[module])[name] for name in TABLES] if module in twin_of else ()
             return any((id(table), place.key) in gone for table in tables)
 
-        copies = {id(tensor) for tensor in (*copy.parameters(), *copy.buffers())}
-        self._take_out(root, is_gone, copies)
+        places = [(module, place) for module in copy.modules() for place in places_of(module)]
+        kept = {id(place.tensor) for module, place in places if not is_gone(module, place)}
+        self._take_out(root, is_gone, {id(place.tensor) for _, place in places} - kept)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load this stage's part of a whole ``state_dict``.

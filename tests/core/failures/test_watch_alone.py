@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +20,6 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError, is_noise
-from lightning_asyncpp.private_names import PrivateNameError
-from lightning_asyncpp.strategy_parts.mixin import launched_processes
 from tests.core.failures.watched import Session
 
 CAUSE = Cause(1, 0, "ValueError: the user's own mistake", "Traceback ...")
@@ -282,13 +279,3 @@ def test_the_error_that_ends_a_process_is_known(monkeypatch: pytest.MonkeyPatch)
     error = ValueError("nobody caught it")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     assert at_exit.uncaught() is error
-
-
-@pytest.mark.parametrize("name", ["_start_method", "procs"])
-def test_a_launcher_that_keeps_no_list_of_its_processes_is_refused(name: str) -> None:
-    launcher = SimpleNamespace(procs=[])
-    strategy = SimpleNamespace(launcher=launcher, _start_method="popen")
-    assert launched_processes(strategy) is launcher.procs, "what is taken from it, Lightning's observer does not see"
-    delattr(launcher if name == "procs" else strategy, name)
-    with pytest.raises(PrivateNameError, match=name):
-        launched_processes(strategy)

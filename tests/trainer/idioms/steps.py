@@ -322,7 +322,7 @@ IDIOMS = [
         REFUSED,
         "`strategy.evaluation_step(...)` in a callback.",
         SamplesInAHook,
-        says="lives on pipeline stage",
+        says="must be Tensor, not NoneType",
     ),
     Idiom("`on_save_checkpoint`", WORKS, "", SavesMore),
     Idiom("`self.trainer.should_stop = True` at an epoch's end", WORKS, "", StopsItself, epochs=4),
