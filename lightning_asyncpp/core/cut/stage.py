@@ -101,11 +101,12 @@ class Stage:
 
         if self._own_forward is not None:
             return self._own_forward.run(args, kwargs, entered)
-        for number, unit in enumerate(self.units, self.first_unit):
+        for number, (_, module, function) in enumerate(self.units, self.first_unit):
             if self._turns[number - self.first_unit]:
                 self._enter(number - self.first_unit)
             seed_generators(derive(seed, "layer", number, replica, k), self.device)
-            args, kwargs = (unit.apply(args, kwargs),), {}
+            output = module(*args, **kwargs) if function is None else function(module, *args, **kwargs)
+            args, kwargs = (output,), {}
         return args[0]
 
     def whole_model(self) -> AbstractContextManager[None]:
