@@ -95,7 +95,7 @@ def _can_be(job: Job, what: str) -> bool:
 def mistake_of(what: str) -> str:
     """What an error says."""
     texts: dict[str, Any] = {
-        "raise": "the user's own mistake", "full": "No space left on device", "small": "No space left on device",
+        "raise": "the user's own mistake", "full": "could not be written", "small": "could not be written",
         "memory": "can't allocate memory", "nan": "NaN or Inf",
     }  # fmt: skip
     return str(texts[what])
