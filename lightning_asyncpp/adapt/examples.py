@@ -27,11 +27,6 @@ def call_of(example: Any) -> Call:
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
-def positional_names(model: nn.Module) -> list[str]:
-    """Names of the arguments of a model's forward that may come by position, in order."""
-    return [parameter.name for parameter in _positional(model)]
-
-
 def _positional(model: nn.Module, required: bool = False) -> list[inspect.Parameter]:
     try:
         parameters = list(inspect.signature(type(called_by_steps(model)).forward).parameters.values())[1:]
@@ -40,15 +35,6 @@ def _positional(model: nn.Module, required: bool = False) -> list[inspect.Parame
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = [parameter for parameter in parameters if parameter.kind in kinds]
     return [parameter for parameter in found if parameter.default is parameter.empty] if required else found
-
-
-def defaults_of(model: nn.Module) -> dict[str, Any]:
-    """Numbers, switches and strings that arguments of a model's forward are where they do not come."""
-    try:
-        parameters = inspect.signature(type(called_by_steps(model)).forward).parameters.values()
-    except ValueError:
-        return {}
-    return {p.name: p.default for p in parameters if isinstance(p.default, (bool, int, float, str))}
 
 
 def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
