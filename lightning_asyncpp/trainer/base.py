@@ -50,6 +50,7 @@ from lightning_asyncpp.trainer.module_facts import (
     without_meta_tensors,
 )
 from lightning_asyncpp.trainer.refusals import (
+    NOTHING_TO_STEP,
     ONE_OPTIMIZER,
     module_problems,
     optimizer_problem,
@@ -319,6 +320,8 @@ class PipelineStrategy(EvaluationSteps):
     ) -> Any:
         """Run the batch, and apply the update of the batch before."""
         result, engine = closure(), self._running()
+        if not engine.accumulating:
+            raise ConfigurationError(NOTHING_TO_STEP)
         assert self._batch_ends is not None
         engine.close(self._hyper_parameters(), self.step_metrics.payload(), private.state_at_update(self._module))
         updates = engine.apply_due()

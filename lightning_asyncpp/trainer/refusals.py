@@ -26,6 +26,10 @@ ONE_OPTIMIZER = (
     "configure_optimizers returned more than one optimizer (multiple optimizers): a pipeline has exactly one update per"
     " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
 )
+NOTHING_TO_STEP = (
+    "optimizer.step() came without a gradient: no closure has run since the step before; call"
+    " optimizer.step(closure=optimizer_closure), or the closure first"
+)
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
     (ModelPruning, "it rewrites parameters while two versions of them are alive"),
