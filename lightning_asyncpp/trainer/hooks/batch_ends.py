@@ -116,8 +116,10 @@ class BatchEnds(Callback):
         It does where they may change weights that the mini-batch is still running at, and where one process has all
         stages: these apply an update one after the other, but the hooks are called once. A drain costs no time there.
         """
-        engine = self._session.running()
-        return len(engine.parts) > 1 or (_MAY_CHANGE in self.kinds and engine.accumulating and engine.at_newest)
+        engine, trainer = self._session.running(), self._trainer
+        # Not what this rank has: a rank that left a step out would drain alone, for a gradient that is thrown away.
+        goes_on = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches != 0
+        return len(engine.parts) > 1 or (_MAY_CHANGE in self.kinds and goes_on and engine.at_newest)
 
     def check_drain(self) -> None:
         """Refuse a drain by a hook that is called in the middle of another batch: it would meet that batch's update.

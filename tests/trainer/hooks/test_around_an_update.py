@@ -239,13 +239,7 @@ def test_a_decision_on_such_a_loss_ends_the_run_at_once(pools: Pools) -> None:
     assert [outcome.error for outcome in outcomes] == ["PeerLostError", "TypeError"]
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param(DecidesWithoutOne, marks=pytest.mark.xfail(reason="they wait for torch's timeout", run=False)),
-        NeverDecidesWithoutOne,
-    ],
-)
+@pytest.mark.parametrize("module", [DecidesWithoutOne, NeverDecidesWithoutOne])
 @pytest.mark.parametrize("strategy", ["default", "sync"])
 def test_ranks_that_decide_differently_end_at_once(pools: Pools, strategy: str, module: type[Net]) -> None:
     outcomes = pools.outcomes(2, fit_looking, Run(module, strategy, {"micro_batches": 2}), timeout=30.0)
