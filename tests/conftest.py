@@ -27,13 +27,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def no_common_store() -> Iterator[None]:
+def nothing_of_other_tests() -> Iterator[None]:
     """Give each test a port of its own, and leave it neither variables nor a process group of the one before.
 
     Lightning keeps the port of a process's first training, where the store of a training in this process stays; and it
-    takes a port that any connection of the machine may get meanwhile.
+    takes a port that any connection of the machine may get meanwhile. A module's fixture may have seeded everything.
     """
     with patch.dict(os.environ, MASTER_PORT=str(free_port())):
+        os.environ.pop("PL_GLOBAL_SEED", None)
         yield
     if dist.is_initialized():
         dist.destroy_process_group()
