@@ -75,7 +75,7 @@ class CheckReport:
     micro_batches: int
     losses: Sequence[float]
     comparisons: Sequence[Comparison]
-    accumulated: int = 1  # batches per update that were asked for
+    accumulated: int = 1  # batches per update
 
     @property
     def differences(self) -> list[Difference]:
@@ -95,8 +95,8 @@ class CheckReport:
 
     def __str__(self) -> str:
         lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
-        of = f" (accumulate_grad_batches={self.accumulated} is left out)" if self.accumulated != 1 else ""
-        cut = f"{len(self.losses)} updates of one batch each{of}, in {self.micro_batches} microbatches"
+        of = f" ({self.accumulated} per update)" if self.accumulated != 1 else ""
+        cut = f"{len(self.losses)} batches{of} in {self.micro_batches} microbatches each"
         lines.append(f"{cut}, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}")
         for found in self.comparisons:
             verdict = f"DIFFERS in {found.difference}" if found.difference else found.remark
