@@ -144,7 +144,7 @@ class MeanGradient:
         """2-norm of the mean gradient of some parameters."""
         used = [self.sums[p] for p in parameters if p in self.sums]
         squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in used)
-        return float(torch.tensor(math.sqrt(squares) / self.weight, dtype=torch.float32))
+        return float(torch.tensor(math.sqrt(squares) / self.weight if used else 0.0, dtype=torch.float32))
 
     def mean(self, parameter: Tensor, norm: float, max_norm: float | None) -> Tensor | None:
         """The mean gradient of a parameter, clipped where ``norm`` is too large."""

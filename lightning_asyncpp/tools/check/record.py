@@ -119,16 +119,16 @@ def first_difference(expected: Record, found: Record, rounding: Rounding | None 
     """
     kinds = dict.fromkeys(KINDS, 0.0) if rounding is None else rounding
     keys = [key for key in dict.fromkeys([*expected.seen, *found.seen]) if key[1] in kinds]
-    in_order = sorted(keys, key=lambda key: (key[1] == END, key[0], KINDS.index(key[1])))
-    pairs = [(key, expected.seen.get(key), found.seen.get(key)) for key in in_order]
+    keys.sort(key=lambda key: (key[1] == END, key[0], KINDS.index(key[1])))
     sizes = {kind: max(filter(math.isfinite, expected.numbers(kind)), default=0.0) for kind in kinds}
-    apart = [(key, a, b) for key, a, b in pairs if _differ(a, b, kinds[key[1]], 0.01 * sizes[key[1]])]
+    pairs = {key: (expected.seen.get(key), found.seen.get(key)) for key in keys}
+    apart = [key for key, pair in pairs.items() if _differ(*pair, kinds[key[1]], 0.01 * sizes[key[1]])]
     if not apart:
         return None
-    (update, kind, name), a, b = apart[0]
-    others = sum(key[:2] == (update, kind) for key, *_ in apart) - 1
-    values = (a.shown if a else None, b.shown if b else None)
-    return Difference(update, kind, name, values, others, attributes=_attributes_apart(expected, found, update, name))
+    update, kind, name = apart[0]
+    others = sum(key[:2] == (update, kind) for key in apart) - 1
+    a, b = (value.shown if value else None for value in pairs[apart[0]])
+    return Difference(update, kind, name, (a, b), others, attributes=_attributes_apart(expected, found, update, name))
 
 
 def _attributes_apart(expected: Record, found: Record, update: int, name: str) -> dict[str, tuple[Any, Any]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +17,9 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
@@ -26,6 +30,7 @@ from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import name_parameters
 from lightning_asyncpp.core.updates.clipping import clip_by_norm
@@ -41,21 +46,24 @@ class ReferenceStrategy(SingleDeviceStrategy):
         held: parameter of the network -> how many microbatches of an update its stage holds back.
         seed: of the run.
         device: to train on.
-        at_first: take every gradient at the first weights, without the losses that layers add: a balance of experts is
-            one of each microbatch. One microbatch is then the whole batch.
+        at_first: take every gradient at the first weights, with the same draws for every sample, and without the losses
+            that layers add or BatchNorm's statistics: these are of each microbatch. One is then the whole batch.
         zeros: (update, name) of parameters with a gradient of 0 in the pipeline: it sends zeros back for what the loss
             does not need of another stage, where a single process has no gradient, and thus no weight decay.
+        **hooks: attributes of :class:`UserHooks`, in place of the module's.
     """
 
     applies_statistics = materializes_stages = True
 
     def __init__(
         self, settings: ResolvedSettings, held: Mapping[str, int], seed: int, device: torch.device,
-        at_first: bool = False, zeros: Collection[tuple[int, str]] = (),
+        at_first: bool = False, zeros: Collection[tuple[int, str]] = (), **hooks: Any,
     ) -> None:  # fmt: skip
         super().__init__(device)
         self.settings, self.held, self.seed, self.at_first, self.zeros = settings, held, seed, at_first, zeros
+        self._hooks = hooks
         self.done = self.place = 0  # microbatches of the run, and of the update
+        self.draws = SameDraws()
         self._gradient = MeanGradient()
         self._added = Collected()
 
@@ -68,10 +76,13 @@ class ReferenceStrategy(SingleDeviceStrategy):
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
         super().setup(trainer)
         name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})
-        self.hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
+        self.hooks = replace(UserHooks.of(module), **self._hooks)
         held = [([self.network.get_parameter(name)], number) for name, number in self.held.items()]
         exact_norm = settings.schedule(0).agrees_first
         self.run = Trajectory(self.network, settings.delay, held, exact_norm, settings.synchronous_start)
+        for layer in module.modules() if self.at_first else ():
+            if isinstance(layer, _BatchNorm):
+                layer.eval()
         # Losses that layers add are kept from the step, which may add them itself in a plain training.
         collection, called = collecting(), called_by_steps(self.network)
         called.register_forward_pre_hook(lambda *_: setattr(self, "_added", collection.__enter__()))
@@ -104,12 +115,13 @@ class ReferenceStrategy(SingleDeviceStrategy):
             self.run.take()  # also what hooks have changed
         for parameter in self.run.parameters:
             parameter.grad = None  # of the update before
-        gradient_of(
-            self.network, {p: p for p in self.run.parameters}, step,
-            [batch] if self.at_first and parts == 1 else self.hooks.split_batch(batch, parts),
-            partial(self.run.go_to, range(self.place, self.place + parts)), self.hooks.micro_batch_weight,
-            self.seed, self.done, self._gradient,
-        )  # fmt: skip
+        slots = [batch] if self.at_first and parts == 1 else self.hooks.split_batch(batch, parts)
+        with self.draws if self.at_first else nullcontext():
+            gradient_of(
+                self.network, {p: p for p in self.run.parameters}, step, slots,
+                partial(self.run.go_to, range(self.place, self.place + parts)), self.hooks.micro_batch_weight,
+                self.seed, self.done, self._gradient,
+            )  # fmt: skip
         load(self.run.newest)
         self.done, self.place = self.done + parts, self.place + parts
         for name, parameter in module.named_parameters():
@@ -147,3 +159,23 @@ class ReferenceStrategy(SingleDeviceStrategy):
             norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads))
         for p in parameters:
             clip_by_norm([p], self.run.norm_for(p, norm), clip_val)
+
+
+class SameDraws(TorchDispatchMode):
+    """Meanwhile torch draws one number for all elements of a tensor, always the same one, and dropout drops nothing."""
+
+    eps = 0.0  # of the coarsest dtype that anything was computed in
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name == "native_dropout":
+            return args[0] / (1.0 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and name != "randperm"
+        device = next((x.device for x in args if isinstance(x, Tensor)), torch.device(kwargs.get("device") or "cpu"))
+        with seeded(0, device) if draws else nullcontext():
+            result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and draws and result.numel():
+            result.fill_(1 if name.startswith("bernoulli") else result.flatten()[0])
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.eps = max(self.eps, torch.finfo(result.dtype).eps)
+        return result
