@@ -61,7 +61,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
     ) -> None:  # fmt: skip
         super().__init__(device)
         self.settings, self.held, self.seed, self.at_first, self.zeros = settings, held, seed, at_first, zeros
-        self._hooks = hooks
+        self.hooks: Any = hooks
         self.done = self.place = 0  # microbatches of the run, and of the update
         self.draws = SameDraws()
         self._gradient = MeanGradient()
@@ -76,7 +76,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
         super().setup(trainer)
         name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})
-        self.hooks = replace(UserHooks.of(module), **self._hooks)
+        self.hooks = replace(UserHooks.of(module), **self.hooks)
         held = [([self.network.get_parameter(name)], number) for name, number in self.held.items()]
         exact_norm = settings.schedule(0).agrees_first
         self.run = Trajectory(self.network, settings.delay, held, exact_norm, settings.synchronous_start)
