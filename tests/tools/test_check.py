@@ -327,6 +327,16 @@ class Mixes(Net):
         return F.cross_entropy(self.model(batch["x"] + 0.1 * batch["x"][other]), batch["y"])
 
 
+class Weighs(Net):
+    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
+        return float((micro_batch["y"] != -100).sum())
+
+
+def test_a_batch_in_which_nothing_counts_is_left_out() -> None:
+    found = check_model(Weighs(), [*batches(), *batches(8, ignored=8)], updates=4).differences[0]
+    assert (found.kind, found.values) == ("number of updates", (4, 3))
+
+
 class ForgetsThatItIsASum(Sums):
     loss_reduction = "mean"
 
