@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
 from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
+K = TypeVar("K")
 Held = tuple[Sequence[nn.Parameter], int]  # parameters of a stage; how many micro-batches it holds back
 
 
@@ -89,20 +90,21 @@ def train_reference(
     Returns:
         The weighted mean loss of every mini-batch, without micro-batches where it is NaN if others have a number.
     """
-    run = _Trajectory(model, optimizer, held, exact_norm, weight_dtype)
+    run = Trajectory(model, delay, held, exact_norm, synchronous_start, weight_dtype)
     losses = []
     k = first_micro_batch
-    for t, batches in enumerate(mini_batches):
-        is_async = t >= synchronous_start
-        older = max(t - delay, synchronous_start) if is_async else t
+    for batches in mini_batches:
         slots = [piece for batch in batches for piece in split(batch, micro_batches)]
-        go_to = functools.partial(run.go_to, older, [_place(i, micro_batches, replicas) for i in range(len(slots))])
+        places = [_place(i, micro_batches, replicas) for i in range(len(slots))]
+        go_to = functools.partial(run.go_to, places)
         gradient = gradient_of(model, run.masters, step, slots, go_to, weight, seed, k)
         losses.append(gradient.mean_loss())
         k += len(slots)
-        run.stay()
+        load(run.newest | run.masters)
         if gradient.is_usable(skip_nonfinite):
-            run.update(gradient, max_norm, error_feedback, is_async, len(slots) // replicas)
+            run.update(optimizer, gradient, max_norm, error_feedback, len(slots) // replicas)
+        else:
+            run.stay()
         if after_update is not None:
             after_update()
     return losses
@@ -114,12 +116,14 @@ class MeanGradient:
 
     Attributes:
         sums: parameter -> sum of w_k * gradient_k; parameters that were not used lack.
+        sums_of_uses: the same apart for every unit that has a parameter, by a number.
         losses: (loss_k, w_k).
         weight: sum of w_k.
         counts: what layers counted.
     """
 
     sums: Weights = field(default_factory=dict)
+    sums_of_uses: dict[int, Tensor] = field(default_factory=dict)
     losses: list[tuple[float, float]] = field(default_factory=list)
     weight: float = 0.0
     counts: Collected = field(default_factory=Collected)
@@ -140,7 +144,7 @@ class MeanGradient:
         """2-norm of the mean gradient of some parameters."""
         used = [self.sums[p] for p in parameters if p in self.sums]
         squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in used)
-        return float(torch.tensor(math.sqrt(squares) / self.weight, dtype=torch.float32))
+        return float(torch.tensor(math.sqrt(squares) / self.weight if used else 0.0, dtype=torch.float32))
 
     def mean(self, parameter: Tensor, norm: float, max_norm: float | None) -> Tensor | None:
         """The mean gradient of a parameter, clipped where ``norm`` is too large."""
@@ -148,59 +152,81 @@ class MeanGradient:
         return (self.sums[parameter] / self.weight) * clip if parameter in self.sums else None
 
 
-class _Trajectory:
-    """W_0, ..., W_t, and what W_{t+1} depends on."""
+class Trajectory:
+    """W_{t-1} and W_t, and what the gradient of mini-batch t is taken at and clipped by.
+
+    Args:
+        model, delay, held, exact_norm, synchronous_start: as for :func:`train_reference`.
+        dtype: its ``weight_dtype``.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
-        held: Sequence[Held],
-        exact_norm: bool,
-        dtype: torch.dtype | None,
+        delay: int = 1,
+        held: Sequence[Held] = (),
+        exact_norm: bool = False,
+        synchronous_start: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.optimizer, self.dtype = model, optimizer, dtype
+        self.model, self.delay, self.exact_norm, self.start, self.dtype = (
+            model, delay, exact_norm, synchronous_start, dtype
+        )  # fmt: skip
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.buffers = versioned_buffers(model)
-        self.masters = values_of(self.parameters)  # Y_t; without a dtype they are W_t
-        self.versions = [_rounded(self.masters, dtype) | values_of(self.buffers)]
-        self.exact_norm = exact_norm
+        self.t = 0
+        self.take()
+        self.before = self.newest
         numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
-        self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.versions[0]}
+        self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.newest}
         self.step_before: Weights = {}  # u_{t-1} of what has moved
         self.norm_before = 0.0
 
-    def go_to(self, older: int, places: Sequence[int], slot: int) -> None:
-        """Let the model hold the weights that a micro-batch of the next mini-batch is taken at."""
-        newest = {tensor: self.versions[-1][tensor] for tensor, h in self.held.items() if places[slot] >= h}
-        load(self.versions[older] | newest)
+    def take(self, ahead: Weights | None = None) -> None:
+        """Take what the model holds for W_t; its parameters are masters Y_t, which without a dtype are W_t."""
+        self.masters = values_of(self.parameters)
+        self.newest = _rounded(self.masters | (ahead or {}), self.dtype) | values_of(self.buffers)
+
+    def go_to(self, places: Sequence[int], slot: int) -> None:
+        """Let the model hold what a micro-batch is taken at, by its number within mini-batch t."""
+        is_delayed = self.delay > 0 and self.t > self.start
+        newest = {tensor: self.newest[tensor] for tensor, h in self.held.items() if places[slot] >= h}
+        load((self.before if is_delayed else self.newest) | newest)
 
     def stay(self) -> None:
-        """W_{t+1} = W_t, which the model holds from now on, or its masters."""
-        self.versions.append(self.versions[-1])
-        load(self.versions[-1] | self.masters)
+        """W_{t+1} = W_t."""
+        self.before = self.newest
+        self.t += 1
+
+    def staleness(self, parameter: Tensor, count: int) -> float:
+        """How many updates old the gradient of ``count`` micro-batches is: phi, the share of them that is held back."""
+        return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
+
+    def norm_for(self, parameter: Tensor, norm: float) -> float:
+        """By which a gradient is clipped, of a whole one of this norm."""
+        steps_ahead = self.t >= self.start and parameter in self.held and not self.exact_norm
+        return self.norm_before if steps_ahead else norm
 
     def update(
-        self, gradient: MeanGradient, max_norm: float | None, strength: float | None, is_async: bool, count: int
+        self, optimizer: Optimizer, gradient: MeanGradient, max_norm: float | None, strength: float | None, count: int
     ) -> None:
-        """Make W_{t+1} another one than W_t."""
+        """Step the optimizer from W_t to W_{t+1}."""
         norm = gradient.norm(self.parameters)
         for p in self.parameters:
-            steps_ahead = is_async and p in self.held and not self.exact_norm
-            p.grad = gradient.mean(p, self.norm_before if steps_ahead else norm, max_norm)
+            p.grad = gradient.mean(p, self.norm_for(p, norm), max_norm)
         self.norm_before = norm
         moved = {p for p in self.parameters if p.grad is not None or p in self.step_before}
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         ahead: Weights = {}
-        if strength is not None and is_async:
+        if strength is not None and self.t >= self.start:
             step = {p: self.masters[p] - p.detach() for p in moved if self.held.get(p) != 0}  # u_t
-            strengths = {p: strength * min(self.held.get(p, count) / count, 1.0) for p in step}
+            strengths = {p: strength * self.staleness(p, count) for p in step}
             ahead = (_feed_back if self.dtype is None else _look_ahead)(step, self.step_before, strengths)
             self.step_before = step
         update_buffers(self.model, gradient.counts)
-        self.masters = values_of(self.parameters)
-        self.versions[-1] = _rounded(self.masters | ahead, self.dtype) | values_of(self.buffers)
+        self.stay()
+        self.take(ahead)
 
 
 @torch.no_grad()
@@ -224,12 +250,14 @@ def gradient_of(
     weight: Callable[[Any], float],
     seed: int,
     first: int,
+    found: MeanGradient | None = None,
 ) -> MeanGradient:
     """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
 
-    Before number i of them, ``go_to(i)`` puts the weights in place.
+    Before number i of them, ``go_to(i)`` puts the weights in place. They are added to what was ``found`` of the same
+    mini-batch.
     """
-    found, sums = MeanGradient(), Weights()
+    found = found or MeanGradient()
     with _uses_apart(model) as further_uses:
         uses = [*((p, p) for p in masters), *further_uses]
         for k, micro_batch in enumerate(slots, first):
@@ -245,13 +273,14 @@ def gradient_of(
                 found.losses.append((loss.item(), w))
                 for layer, counts in said.statistics.items():
                     found.counts.add(layer, counts)
-                for parameter, leaf in uses:
+                for use, (parameter, leaf) in enumerate(uses):
                     if leaf.grad is not None:
-                        _add(sums, leaf, leaf.grad.to(masters[parameter].dtype))
+                        _add(found.sums_of_uses, use, leaf.grad.to(masters[parameter].dtype))
                     leaf.grad = None
-    for parameter, leaf in reversed(uses):
-        if leaf in sums:
-            _add(found.sums, parameter, sums[leaf])
+    found.sums = {}
+    for use, (parameter, _) in reversed([*enumerate(uses)]):
+        if use in found.sums_of_uses:
+            _add(found.sums, parameter, found.sums_of_uses[use])
     return found
 
 
@@ -261,7 +290,7 @@ def _place(slot: int, micro_batches: int, replicas: int) -> int:
     return batch // replicas * micro_batches + within
 
 
-def _add(sums: Weights, key: Tensor, value: Tensor) -> None:
+def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
     sums[key] = sums[key] + value if key in sums else value
 
 
@@ -370,4 +399,4 @@ def load(values: Weights) -> None:
 
 
 def _rounded(values: Weights, dtype: torch.dtype | None) -> Weights:
-    return {tensor: value.clone() if dtype is None else value.to(dtype) for tensor, value in values.items()}
+    return values if dtype is None else {tensor: value.to(dtype) for tensor, value in values.items()}

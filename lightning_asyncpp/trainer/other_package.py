@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning.pytorch.utilities import compile as lightnings_check
 
@@ -25,16 +25,27 @@ def check_package(module: object) -> None:
 
 
 def refuse_other_package(names: Iterable[str]) -> None:
-    """Have both packages' Trainers say what is meant: of the other's module, and of strategies by name.
-
-    The other package's Trainer knows the names if that package has been imported before.
-    """
+    """Have both packages' Trainers say what is meant: of the other's module, and of strategies by name."""
     # Lightning's own check asks where the user's class was written, which is in neither package.
     if hasattr(lightnings_check, "_check_mixed_imports"):
         lightnings_check._check_mixed_imports = check_package
-    if (other := sys.modules.get(f"{_OTHER}.strategies")) is not None:
-        for name in names:
-            other.StrategyRegistry.register(name, _refuse, override=True)
+    registers = _Registers(names)
+    registers.find_spec(_OTHER)
+    sys.meta_path.insert(0, registers)
+
+
+class _Registers:
+    """Finds no module: asked for one, it has the other package know names once that has been imported."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if self._names and name.startswith(_OTHER):
+            registry: Any = getattr(sys.modules.get(f"{_OTHER}.strategies"), "StrategyRegistry", None)
+            for known in self._names if registry is not None else ():
+                registry.register(known, _refuse, override=True)
+                self._names = ()
 
 
 def _refuse() -> NoReturn:

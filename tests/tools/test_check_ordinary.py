@@ -249,6 +249,7 @@ FAST: dict[str, Case] = {
     "U-Net": (lambda: Net(UNet), batches(), {"stages": 3}),
     "padding": (Masked, batches(), {}),
     "unequal pieces": (Net, batches(7), {"micro_batches": 3}),
+    "Llama": (lambda: Net(LLAMA), texts(), {"gradient_clip_val": 1.0}),
 }  # fmt: skip
 SLOW: dict[str, Case] = {
     "norms after a bias": (lambda: Net(lambda: mlp(nn.LayerNorm(16), nn.GELU())), batches(), {}),
@@ -269,7 +270,6 @@ SLOW: dict[str, Case] = {
     "SOAP": (lambda: Net(optimizer=functools.partial(SOAP, lr=0.01)), batches(), {}),
     "schedule-free": (lambda: Net(optimizer=optimizer_of_library("ScheduleFreeAdamW")), batches(), {}),
     "LAMB": (lambda: Net(optimizer=optimizer_of_library("Lamb", max_grad_norm=0.0)), batches(), {}),
-    "Llama": (lambda: Net(LLAMA), texts(), {"gradient_clip_val": 1.0}),
     "Llama with LoRA": (lambda: Net(with_adapters), texts(), {}),
     "GPT-2, dropout": (lambda: Net(GPT2), texts(), {}),
     "BERT": (lambda: Net(of_transformers("BertConfig", "BertForMaskedLM", **SMALL)), texts(), {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -39,12 +40,17 @@ def test_what_is_no_module_gets_lightnings_words() -> None:
         trainer.fit(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_a_strategy_for_the_other_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name it is refused; the Trainer shows an object as it calls itself."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_strategy_for_the_other_trainer(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name it is refused, whichever package was imported first; the Trainer shows an object as it calls itself."""
     other: Any = ModuleType("pytorch_lightning.strategies")
     other.StrategyRegistry = _StrategyRegistry()
-    monkeypatch.setitem(sys.modules, other.__name__, other)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    if is_first:
+        monkeypatch.setitem(sys.modules, other.__name__, other)
     refuse_other_package(("async_pipeline",))
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    assert importlib.util.find_spec("pytorch_lightning_of_nobody") is None
     with pytest.raises(lightning_asyncpp.ConfigurationError, match=MEANT):
         other.StrategyRegistry.get("async_pipeline")
     shown = repr(lightning_asyncpp.SyncPipelineStrategy())

@@ -20,7 +20,6 @@ import torch
 from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.core.cut.network import network_in, prefix_of
@@ -31,10 +30,9 @@ from lightning_asyncpp.core.randomness import random_states, set_random_states
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.tools.check.record import GRADIENT, Record, first_difference
+from lightning_asyncpp.tools.check.record import GRADIENT, LOSS, OF_ORDER, Record, Rounding, first_difference
 from lightning_asyncpp.tools.check.reference_strategy import ReferenceStrategy
-from lightning_asyncpp.tools.check.report import EQUAL, EQUAL_BUT_FOR_ORDER, CheckReport, Comparison, Difference
-from lightning_asyncpp.tools.check.same_draws import SameDraws
+from lightning_asyncpp.tools.check.report import EQUAL, EQUAL_BUT_FOR_ORDER, CheckReport, Difference
 from lightning_asyncpp.trainer.other_package import check_package
 from lightning_asyncpp.trainer.strategy import DelayedGradientStrategy
 
@@ -80,18 +78,20 @@ def check_model(
         ConfigurationError: the pipeline cannot train the module, with every problem that was found.
     """
     check_package(module)
-    accumulated = trainer.pop("accumulate_grad_batches", 1)
-    batches = list(itertools.islice(data, updates))
+    accumulated = trainer.get("accumulate_grad_batches", 1)
+    batches = list(itertools.islice(data, updates * accumulated))
     if not batches:
         raise ConfigurationError("check_model got no batch: give it a loader or a list with one or more")
+    batches = list(itertools.islice(itertools.cycle(batches), updates * accumulated))
     asked = {"stages": stages, "micro_batches": micro_batches, "partition": partition}
     delayed = {**asked, "staleness": staleness, "slack": slack, "lookahead": lookahead}
-    check = _Check(module, batches, updates, seed, trainer)
+    device = torch.device("cuda", 0) if trainer.get("accelerator") in ("gpu", "cuda") else torch.device("cpu")
+    check = _Check(module, batches, updates, seed, trainer, device)
     with _quietly():
-        comparisons = [check.compare_stages("pieces", delay=0, **asked)]
-        if delay and comparisons[0].difference is None:
-            comparisons.append(check.compare_stages("delayed", delay=1, **delayed))
-        comparisons.append(check.compare_whole())
+        comparisons = {"pieces": check.compare_stages("pieces", delay=0, **asked)}
+        if delay and not isinstance(comparisons["pieces"], Difference):
+            comparisons["delayed"] = check.compare_stages("delayed", delay=1, **delayed)
+        comparisons["whole"] = check.compare_whole()
     return CheckReport(check.layers, check.settings.micro_batches, check.losses, comparisons, accumulated)
 
 
@@ -104,13 +104,14 @@ class _Check:
     updates: int
     seed: int
     trainer: Mapping[str, Any]
+    device: torch.device
     settings: ResolvedSettings = field(init=False)
     layers: list[list[str]] = field(init=False)
     losses: list[float] = field(default_factory=list)
-    _counts: Sequence[int] = ()
     _stages: Mapping[str, int] = field(default_factory=dict)
+    _held: Mapping[str, int] = field(default_factory=dict)
 
-    def compare_stages(self, name: str, **arguments: Any) -> Comparison:
+    def compare_stages(self, name: str, **arguments: Any) -> Difference | str:
         """Compare a pipeline with the reference: to the last bit, unless the model has several stages use one value."""
         print(f"check_model: comparing {name} ...", file=sys.stderr, flush=True)
         strategy = DelayedGradientStrategy(**arguments)
@@ -120,49 +121,41 @@ class _Check:
         is_exact = cut is None or cut.is_exact
         del strategy
         zeros = {(key[0], key[2]) for key, value in found.seen.items() if key[1] == GRADIENT and value.shown == 0.0}
-        expected = self._run(self._reference(self.settings, zeros=zeros))
-        self.losses = self.losses or expected.losses
-        apart = first_difference(expected, found)
-        if apart is None or is_exact:
-            return Comparison(name, self._placed(name, apart), EQUAL)
-        apart = first_difference(expected, found, is_exact=False)
-        return Comparison(name, self._placed(name, apart), EQUAL_BUT_FOR_ORDER)
+        expected = self._run(ReferenceStrategy(self.settings, self._held, self.seed, self.device, zeros=zeros))
+        self.losses = self.losses or expected.numbers(LOSS)
+        apart, equal = first_difference(expected, found), EQUAL
+        if apart is not None and not is_exact:
+            apart, equal = first_difference(expected, found, OF_ORDER), EQUAL_BUT_FOR_ORDER
+        return equal if apart is None else self._placed(name, apart)
 
-    def compare_whole(self) -> Comparison:
+    def compare_whole(self) -> Difference | str:
         """Compare whole batches with their microbatches."""
         print("check_model: comparing whole ...", file=sys.stderr, flush=True)
         apart = self._apart_from_whole()
         if apart is None:
-            return Comparison("whole", remark="losses and gradients are equal up to rounding")
+            return "losses and gradients are equal up to rounding"
         if first_difference(self._plain(1)[0], *self._plain(1, seed=1)):
-            return Comparison("whole", remark="not compared: the step draws a permutation, or not with torch")
-        if self._apart_from_whole(_frozen(self.module)) is None:
-            return Comparison("whole", remark="equal but for BatchNorm, whose statistics are those of a microbatch")
-        tried = _possible_hooks(self.batches[0])
-        right = (text for text, hook in tried if self._apart_from_whole(_frozen(self.module, hook)) is None)
-        return Comparison("whole", self._placed("whole", apart, next((f"They agree with {r}." for r in right), "")))
+            return "not compared: the step draws a permutation, or not with torch"
+        right = (text for text, hook in _possible_hooks(self.batches[0]) if self._apart_from_whole(**hook) is None)
+        return self._placed("whole", apart, next((f"They agree with {r}." for r in right), ""))
 
-    def _apart_from_whole(self, module: LightningModule | None = None) -> Difference | None:
-        whole, _ = self._plain(1, module)
-        return first_difference(whole, *self._plain(self.settings.micro_batches, module))
+    def _apart_from_whole(self, **hooks: Any) -> Difference | None:
+        whole, _ = self._plain(1, **hooks)
+        return first_difference(whole, *self._plain(self.settings.micro_batches, **hooks))
 
-    def _plain(self, parts: int, module: LightningModule | None = None, seed: int = 0) -> tuple[Record, float]:
-        """What batches give at the first weights, in so many pieces, and the eps of the coarsest dtype in it."""
+    def _plain(self, parts: int, seed: int = 0, **hooks: Any) -> tuple[Record, Rounding]:
+        """What batches give at the first weights, in so many pieces, and what rounding may change of it."""
         settings = replace(self.settings, micro_batches=parts, delay=0, staleness="uniform", slack=0)
-        with SameDraws() as draws:
-            return self._run(self._reference(settings, seed, at_first=True), module, keep=True), draws.eps
+        strategy = ReferenceStrategy(settings, {}, self.seed + seed, self.device, at_first=True, **hooks)
+        found, eps = self._run(strategy), strategy.draws.eps
+        return found, {LOSS: eps**0.75, GRADIENT: eps**0.5}  # where terms cancel fewer digits are left
 
-    def _reference(self, settings: ResolvedSettings, seed: int = 0, **how: Any) -> Strategy:
-        device = torch.device("cuda", 0) if self.trainer.get("accelerator") in ("gpu", "cuda") else torch.device("cpu")
-        return ReferenceStrategy(settings, self._counts, self.seed + seed, device, **how)
-
-    def _run(self, strategy: Strategy, module: LightningModule | None = None, keep: bool = False) -> Record:
+    def _run(self, strategy: Strategy) -> Record:
         gc.collect()  # circles of what was trained before
         given = {"accelerator": "cpu", **_QUIET, **self.trainer}
         callbacks = given.pop("callbacks", None) or []
-        batches = list(itertools.islice(itertools.cycle(self.batches), self.updates))
-        module, callbacks, batches = copy.deepcopy((self.module if module is None else module, callbacks, batches))
-        record = Record(keep, callbacks)
+        module, callbacks, batches = copy.deepcopy((self.module, callbacks, self.batches))
+        record = Record(callbacks)
         seed_everything(getattr(strategy, "seed", self.seed), workers=False, verbose=False)
         trainer = Trainer(strategy=strategy, max_steps=self.updates, callbacks=[record, *callbacks], **given)
         trainer.fit(module, DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
@@ -171,38 +164,28 @@ class _Check:
     def _note_stages(self, strategy: DelayedGradientStrategy) -> None:
         session: Any = strategy.session
         module: Any = strategy.lightning_module
-        self.settings, self._counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
-        stages = stages_of_parameters(cast(Any, network_in(module)), self._counts)
+        self.settings, counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
+        stages = stages_of_parameters(cast(Any, network_in(module)), counts)
         self._stages = {prefix + name: stage for name, stage in stages.items()}
+        rules = [schedule.stage_rule for schedule in session.engine.schedules()]
+        self._held = {name: held for name, stage in stages.items() if (held := rules[stage].held) is not None}
         units = iter([unit.name for unit in session.stage.units])
-        self.layers = [telling(list(itertools.islice(units, count))) for count in self._counts]
+        self.layers = [telling(list(itertools.islice(units, count))) for count in counts]
 
-    def _placed(self, comparison: str, apart: Difference | None, hint: str = "") -> Difference | None:
-        stage = self._stages.get(apart.name.partition(" ")[0]) if apart else None
-        return apart and replace(apart, comparison=comparison, stage=stage, hint=hint)
-
-
-def _frozen(module: LightningModule, hook: tuple[str, Any] | None = None) -> LightningModule:
-    """A copy with frozen statistics of BatchNorm, and perhaps a hook."""
-    module = copy.deepcopy(module)
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.eval()
-    if hook is not None:
-        setattr(module, *hook)
-    return module
+    def _placed(self, comparison: str, apart: Difference, hint: str = "") -> Difference:
+        return replace(apart, comparison=comparison, stage=self._stages.get(apart.name.partition(" ")[0]), hint=hint)
 
 
-def _possible_hooks(batch: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
+def _possible_hooks(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a loss may be: a sum, or a mean over labels that count, or over what masks leave; as a line, and a hook."""
-    yield "`loss_reduction = 'sum'`, which divides by the number of samples", ("loss_reduction", "sum")
+    yield "`loss_reduction = 'sum'`, which divides by the number of samples", {"loss_reduction": "sum"}
     entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
     keys = [k for k, v in entries.items() if isinstance(v, Tensor)] if isinstance(entries, Mapping) else []
     for ignored, key, shift in itertools.product((-100, 0), keys, (0, 1)):  # language models shift labels
         at = (..., slice(shift, None))
         text = f"float((micro_batch[{key!r}]{'[..., 1:]' if shift else ''} != {ignored}).sum())"
         weight = partial(lambda m, k, i, at: float((m[k][at] != i).sum()), k=key, i=ignored, at=at)
-        yield f"`def micro_batch_weight(self, micro_batch): return {text}`", ("micro_batch_weight", weight)
+        yield f"`def micro_batch_weight(self, micro_batch): return {text}`", {"micro_batch_weight": weight}
 
 
 @contextmanager

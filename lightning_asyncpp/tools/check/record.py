@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -23,10 +23,11 @@ KINDS = (
     "number of updates", "options of the group", "loss", "gradient", "gradient used", "weights", "value at the end",
 )  # fmt: skip
 UPDATES, OPTIONS, LOSS, GRADIENT, USED, WEIGHTS, END = KINDS
-# What is rounding: three quarters of the digits of a dtype for a loss, half of them for a gradient, where terms cancel.
-_DIGITS = {LOSS: 0.75, GRADIENT: 0.5}
+Rounding = Mapping[str, float]  # of the kinds that are compared, what part of a number or of a norm it may change
+# Of another order of sums: Adam takes whole steps of rounding where a gradient is small.
+OF_ORDER: Rounding = {kind: 1e-2 if kind in (WEIGHTS, END) else 1e-3 for kind in KINDS}
 _PLAIN = (bool, int, float, str, tuple, Tensor)
-Key = tuple[int, str, str]  # update, or batch; kind; name of a parameter or of another tensor
+Key = tuple[int, str, str]  # update; kind; name of a parameter, of another tensor or of a batch
 
 
 class Value(NamedTuple):
@@ -34,16 +35,15 @@ class Value(NamedTuple):
 
     digest: Any
     shown: Any
-    tensor: Tensor | None = None
 
 
 class Record(L.Callback):
-    """Records a training with other ``callbacks``, or, with ``keep``, only losses and gradients, but as they are."""
+    """Records a training with other ``callbacks``."""
 
-    def __init__(self, keep: bool = False, callbacks: Sequence[L.Callback] = ()) -> None:
+    def __init__(self, callbacks: Sequence[L.Callback] = ()) -> None:
         self.seen: dict[Key, Value] = {}
         self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # update, parameter -> the module's plain ones
-        self._keep, self._callbacks = keep, callbacks
+        self._callbacks = callbacks
         self._updates: Counter[str] = Counter()
         self._names: dict[Tensor, str] = {}
 
@@ -57,22 +57,20 @@ class Record(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._see(batch_idx, LOSS, "", outputs["loss"])
-        self.attributes[batch_idx, ""] = _plain(vars(pl_module))
+        update = batch_idx // trainer.accumulate_grad_batches
+        self._see(update, LOSS, f"batch {batch_idx}", outputs["loss"])
+        self.attributes[update, "batch"] = _plain(vars(pl_module))
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """See gradients before anybody changes them: this is the first callback."""
         for name, parameter, _ in self._stepped(optimizer):
-            if not self._keep or self._updates[name] < 2:  # what is kept takes memory
-                self._see(self._updates[name], GRADIENT, name, parameter.grad)
+            self._see(self._updates[name], GRADIENT, name, parameter.grad)
             self.attributes[self._updates[name], name] = _plain(vars(pl_module))
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._names = {}
-        if self._keep:
-            return
         for name, count in self._updates.items():
             self._see(0, UPDATES, name, count)
         own = itertools.chain(pl_module.named_parameters(), pl_module.named_buffers())
@@ -84,11 +82,10 @@ class Record(L.Callback):
         for name, parameter, group in self._stepped(optimizer):
             update = self._updates[name]
             self._updates[name] += 1
-            if not self._keep:
-                self._see(update, USED, name, parameter.grad)
-                self._see(update, WEIGHTS, name, parameter)
-                for option, value in _plain(group).items():
-                    self._see(update, OPTIONS, f"{name} {option}", value)
+            self._see(update, USED, name, parameter.grad)
+            self._see(update, WEIGHTS, name, parameter)
+            for option, value in _plain(group).items():
+                self._see(update, OPTIONS, f"{name} {option}", value)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Name, parameter and group of what an optimizer steps now: in a pipeline, of a stage."""
@@ -97,14 +94,13 @@ class Record(L.Callback):
 
     def _see(self, update: int, kind: str, name: str, value: Any) -> None:
         if isinstance(value, Tensor):
-            self.seen[update, kind, name] = _value_of(value, self._keep)
+            self.seen[update, kind, name] = _value_of(value)
         elif value is not None:
             self.seen[update, kind, name] = Value(repr(value), value)
 
-    @property
-    def losses(self) -> list[float]:
-        """Losses of all batches."""
-        return [value.shown for key, value in self.seen.items() if key[1] == LOSS]
+    def numbers(self, kind: str) -> list[float]:
+        """Numbers, and norms of tensors, of a kind."""
+        return [value.shown for key, value in self.seen.items() if key[1] == kind and isinstance(value.shown, float)]
 
 
 def _kept_by(owner: object) -> Iterator[tuple[str, Tensor]]:
@@ -116,22 +112,23 @@ def _kept_by(owner: object) -> Iterator[tuple[str, Tensor]]:
             yield from found
 
 
-def first_difference(expected: Record, found: Record, eps: float = 0.0, is_exact: bool = True) -> Difference | None:
-    """The first quantity in which two trainings differ: to the last bit, or, of an ``eps``, by more than rounding.
+def first_difference(expected: Record, found: Record, rounding: Rounding | None = None) -> Difference | None:
+    """The first quantity in which two trainings differ: to the last bit, or by more than a ``rounding``.
 
-    Unless they are to be exact, norms of what was trained may differ by what another order of sums does.
+    A small norm beside large ones of its kind is then compared on their scale.
     """
-    differ = _beyond_rounding(expected, eps) if eps else _to_the_last_bit if is_exact else _in_norms
-    keys = dict.fromkeys([*expected.seen, *found.seen])
-    in_order = sorted(keys, key=lambda key: (key[1] == END, key[0], KINDS.index(key[1])))
-    pairs = [(key, expected.seen.get(key), found.seen.get(key)) for key in in_order]
-    apart = [(key, a, b) for key, a, b in pairs if differ(key[1], a, b)]
+    kinds = dict.fromkeys(KINDS, 0.0) if rounding is None else rounding
+    keys = [key for key in dict.fromkeys([*expected.seen, *found.seen]) if key[1] in kinds]
+    keys.sort(key=lambda key: (key[1] == END, key[0], KINDS.index(key[1])))
+    sizes = {kind: max(filter(math.isfinite, expected.numbers(kind)), default=0.0) for kind in kinds}
+    pairs = {key: (expected.seen.get(key), found.seen.get(key)) for key in keys}
+    apart = [key for key, pair in pairs.items() if _differ(*pair, kinds[key[1]], 0.01 * sizes[key[1]])]
     if not apart:
         return None
-    (update, kind, name), a, b = apart[0]
-    others = sum(key[:2] == (update, kind) for key, *_ in apart) - 1
-    values = (a.shown if a else None, b.shown if b else None)
-    return Difference(update, kind, name, values, others, attributes=_attributes_apart(expected, found, update, name))
+    update, kind, name = apart[0]
+    others = sum(key[:2] == (update, kind) for key in apart) - 1
+    a, b = (value.shown if value else None for value in pairs[apart[0]])
+    return Difference(update, kind, name, (a, b), others, attributes=_attributes_apart(expected, found, update, name))
 
 
 def _attributes_apart(expected: Record, found: Record, update: int, name: str) -> dict[str, tuple[Any, Any]]:
@@ -145,38 +142,18 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, _PLAIN)}
 
 
-def _to_the_last_bit(kind: str, a: Value | None, b: Value | None) -> bool:
+def _differ(a: Value | None, b: Value | None, rounding: float, scale: float) -> bool:
     if a is None or b is None:
         return any(value is not None and value.shown for value in (a, b))  # no gradient is one of 0
-    return bool(a.digest != b.digest)
+    if not (rounding and isinstance(a.shown, float) and isinstance(b.shown, float)):
+        return bool(a.digest != b.digest)
+    is_close = math.isclose(a.shown, b.shown, rel_tol=rounding, abs_tol=rounding * scale)
+    return not is_close and not (math.isnan(a.shown) and math.isnan(b.shown))
 
 
-def _in_norms(kind: str, a: Value | None, b: Value | None) -> bool:
-    if a is None or b is None or not (isinstance(a.shown, float) and isinstance(b.shown, float)):
-        return _to_the_last_bit(kind, a, b)
-    rounding = 1e-2 if kind in (WEIGHTS, END) else 1e-3  # Adam takes whole steps of rounding where a gradient is small
-    return not math.isclose(a.shown, b.shown, rel_tol=rounding, abs_tol=1e-6) and not math.isnan(a.shown + b.shown)
-
-
-def _beyond_rounding(expected: Record, eps: float) -> Callable[[str, Value | None, Value | None], bool]:
-    """A small gradient beside large ones is compared on their scale."""
-    sizes = [float(v.tensor.abs().max()) for k, v in expected.seen.items() if k[1] == GRADIENT and v.tensor is not None]
-    floor = {GRADIENT: 0.01 * max(sizes, default=0.0), LOSS: 0.0}
-
-    def differ(kind: str, a: Value | None, b: Value | None) -> bool:
-        if a is None or b is None or a.tensor is None or b.tensor is None:
-            return False
-        scale = max(float(a.tensor.abs().max()), float(b.tensor.abs().max()), floor[kind])
-        return not torch.allclose(a.tensor, b.tensor, rtol=0.0, atol=scale * eps ** _DIGITS[kind], equal_nan=True)
-
-    return differ
-
-
-def _value_of(tensor: Tensor, keep: bool) -> Value:
+def _value_of(tensor: Tensor) -> Value:
     tensor = tensor.detach()
     tensor = (tensor.to_dense() if tensor.is_sparse else tensor).cpu().contiguous()
     norm = float(torch.linalg.vector_norm(tensor.double()))
     as_bytes = (tensor + 0 if tensor.is_floating_point() else tensor).reshape(-1).view(torch.uint8)  # -0.0 becomes 0.0
-    return Value(
-        hashlib.blake2b(as_bytes.numpy().data).digest(), norm, tensor.clone() if keep and tensor.numel() else None
-    )
+    return Value(hashlib.blake2b(as_bytes.numpy().data).digest(), norm)

@@ -1,99 +1,93 @@
 """The rule of the reference under a real Trainer: a whole module, microbatch by microbatch, with Lightning's own step.
 
-:mod:`lightning_asyncpp.reference` computes the gradient. The Trainer does the rest: it clips, calls hooks, steps the
-whole optimizer at once, and steps schedulers.
+:mod:`lightning_asyncpp.reference` computes the gradient. The Trainer does the rest: it accumulates, clips, calls hooks,
+steps the whole optimizer at once, and steps schedulers.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_asyncpp import reference
 from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.batches.micro_batch import BatchOutput, loss_of, or_nan
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.module_as_network import called_by_steps
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
-from lightning_asyncpp.core.cut.units import Unit, pipeline_units
-from lightning_asyncpp.core.cut.whole_model import WholeModel
-from lightning_asyncpp.core.schedule import Schedule
+from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import name_parameters
 from lightning_asyncpp.core.updates.clipping import clip_by_norm
+from lightning_asyncpp.reference import MeanGradient, Trajectory, gradient_of, load, update_buffers
+from lightning_asyncpp.trainer.private import begins_accumulation
 
 
 class ReferenceStrategy(SingleDeviceStrategy):
-    """Trains a module as the reference does, with the settings of a pipeline, and ``counts`` layers on its stages.
+    """Trains a module as the reference does, with the settings of a pipeline.
 
-    ``at_first`` takes every gradient at the first weights, without the losses that layers add: a balance of experts is
-    one of each microbatch. One microbatch is then the whole batch, and runs the model's own forward. ``zeros`` are
-    (update, name) of parameters with a gradient of 0 in the pipeline: it sends zeros back for what the loss does not
-    need of another stage, where a single process has no gradient, and thus no weight decay.
+    Args:
+        settings: of the pipeline.
+        held: parameter of the network -> how many microbatches of an update its stage holds back.
+        seed: of the run.
+        device: to train on.
+        at_first: take every gradient at the first weights, with the same draws for every sample, and without the losses
+            that layers add or BatchNorm's statistics: these are of each microbatch. One is then the whole batch.
+        zeros: (update, name) of parameters with a gradient of 0 in the pipeline: it sends zeros back for what the loss
+            does not need of another stage, where a single process has no gradient, and thus no weight decay.
+        **hooks: attributes of :class:`UserHooks`, in place of the module's.
     """
 
     applies_statistics = materializes_stages = True
 
     def __init__(
-        self, settings: ResolvedSettings, counts: Sequence[int], seed: int, device: torch.device,
-        at_first: bool = False, zeros: Collection[tuple[int, str]] = (),
+        self, settings: ResolvedSettings, held: Mapping[str, int], seed: int, device: torch.device,
+        at_first: bool = False, zeros: Collection[tuple[int, str]] = (), **hooks: Any,
     ) -> None:  # fmt: skip
         super().__init__(device)
-        self.settings, self.counts, self.seed, self.at_first, self.zeros = settings, counts, seed, at_first, zeros
-        self.update = 0
-        self._gradient = reference.MeanGradient()
-        self._before: reference.Weights = {}
-        self._newest: reference.Weights = {}
-        self._norm_before = 0.0
+        self.settings, self.held, self.seed, self.at_first, self.zeros = settings, held, seed, at_first, zeros
+        self.hooks: Any = hooks
+        self.done = self.place = 0  # microbatches of the run, and of the update
+        self.draws = SameDraws()
+        self._gradient = MeanGradient()
         self._added = Collected()
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        module: Any = self.lightning_module
+        module, settings = cast(L.LightningModule, self.lightning_module), self.settings
         self.network = cast(Any, network_in(module))
-        problems_of_layers(
-            self.network, module.example_input_array, name_in_steps(module), self.settings.num_stages
-        )  # finds them
-        units = pipeline_units(self.network)
+        problems_of_layers(self.network, module.example_input_array, name_in_steps(module), settings.num_stages)
+        units = pipeline_units(self.network)  # which that found
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
         super().setup(trainer)
         name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})
-        self.hooks = UserHooks.of(module, forward_context=self.precision_plugin.forward_context)
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.schedules = self._schedules(units)
-        self._collect_losses()
+        self.hooks = replace(UserHooks.of(module), **self.hooks)
+        held = [([self.network.get_parameter(name)], number) for name, number in self.held.items()]
+        exact_norm = settings.schedule(0).agrees_first
+        self.run = Trajectory(self.network, settings.delay, held, exact_norm, settings.synchronous_start)
+        for layer in module.modules() if self.at_first else ():
+            if isinstance(layer, _BatchNorm):
+                layer.eval()
+        # Losses that layers add are kept from the step, which may add them itself in a plain training.
+        collection, called = collecting(), called_by_steps(self.network)
+        called.register_forward_pre_hook(lambda *_: setattr(self, "_added", collection.__enter__()))
+        called.register_forward_hook(lambda *_: collection.__exit__())
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-
-    def _collect_losses(self) -> None:
-        """Keep the losses that layers add from the step, which may add them itself in a plain training."""
-        collection = collecting()
-
-        def begin(*_: Any) -> None:
-            self._added = collection.__enter__()
-
-        self.network.register_forward_pre_hook(begin)
-        self.network.register_forward_hook(lambda *_: collection.__exit__())
-
-    def _schedules(self, units: Sequence[Unit]) -> dict[Tensor, Schedule]:
-        """What has versions -> the schedule of its stage."""
-        whole, following = WholeModel.of(units, self.counts, self.network)[0], iter(units)
-        found: dict[Tensor, Schedule] = {}
-        for stage, count in enumerate(self.counts):
-            schedule = whole.schedule(self.settings, stage)
-            for unit in itertools.islice(following, count):
-                trained = [p for p in unit.module.parameters() if p.requires_grad]
-                found = dict.fromkeys([*trained, *reference.versioned_buffers(unit.module)], schedule) | found
-        return found
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,54 +101,49 @@ class ReferenceStrategy(SingleDeviceStrategy):
             loss = loss / weights[-1] if self.hooks.loss_reduction == "sum" else loss
             return loss + self._added.total_loss() if not self.at_first else loss
 
-        self._gradient = self._gradient_of(batch, step)
+        self._add_gradient_of(batch, step)
         output = BatchOutput(results, weights)
         loss = or_nan(output.mean_loss(self.hooks.loss_reduction), self.root_device)
         return {**output.beside_loss(), "loss": loss}
 
-    def _gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> reference.MeanGradient:
-        """Return the gradient of a batch, of which every microbatch runs on the weights that the rule gives it."""
-        parts = self.settings.micro_batches
-        is_whole = self.at_first and parts == 1
-        slots = [batch] if is_whole else self.hooks.split_batch(batch, parts)
-        if not (self.at_first and self._newest):
-            self._newest = reference.values_of(self.schedules if self.at_first or self.settings.delay else ())
-        for parameter in self.parameters:
+    def _add_gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> None:
+        """Add the gradient of a batch, of which every microbatch runs on the weights that the rule gives it."""
+        module, parts = cast(L.LightningModule, self.lightning_module), self.settings.micro_batches
+        if begins_accumulation(module.trainer):
+            self._gradient, self.place = MeanGradient(), 0
+        if not self.at_first:
+            self.run.take()  # also what hooks have changed
+        for parameter in self.run.parameters:
             parameter.grad = None  # of the update before
-        gradient = reference.gradient_of(
-            self.network, {p: p for p in self.parameters}, step, slots, self._go_to, self.hooks.micro_batch_weight,
-            self.seed, self.update * parts,
-        )  # fmt: skip
-        reference.load(self._newest)
-        for name, parameter in cast(Any, self.lightning_module).named_parameters():
-            if (self.update, name) in self.zeros:
-                gradient.sums.setdefault(parameter, torch.zeros_like(parameter))
-        return gradient
-
-    def _go_to(self, place: int) -> None:
-        for x, newest in self._newest.items():
-            is_old = self.schedules[x].stage_rule.version(self.update, place) < self.update
-            reference.load({x: self._before[x] if is_old else newest})
+        slots = [batch] if self.at_first and parts == 1 else self.hooks.split_batch(batch, parts)
+        with self.draws if self.at_first else nullcontext():
+            gradient_of(
+                self.network, {p: p for p in self.run.parameters}, step, slots,
+                partial(self.run.go_to, range(self.place, self.place + parts)), self.hooks.micro_batch_weight,
+                self.seed, self.done, self._gradient,
+            )  # fmt: skip
+        load(self.run.newest)
+        self.done, self.place = self.done + parts, self.place + parts
+        for name, parameter in module.named_parameters():
+            if (self.run.t, name) in self.zeros:
+                self._gradient.sums.setdefault(parameter, torch.zeros_like(parameter))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module: Any = self.lightning_module
+        module = cast(L.LightningModule, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        for parameter in self.parameters:
+        for parameter in self.run.parameters:
             parameter.grad = self._gradient.mean(parameter, 0.0, None)
+        if callable(set_delay := getattr(self.optimizers[0], "set_delay", None)):
+            set_delay({p: self.run.staleness(p, self.place) for p in self.run.parameters})
         return self.precision_plugin.post_backward(closure_loss, module)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if callable(set_delay := getattr(optimizer, "set_delay", None)):
-            rules = {p: self.schedules[p].stage_rule for p in self.parameters}
-            parts = self.settings.micro_batches
-            set_delay({p: 0.0 if r.in_start(self.update) else r.staleness(parts) for p, r in rules.items()})
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self._norm_before = self._gradient.norm(self.parameters)
-        reference.update_buffers(self.network, self._gradient.counts)
-        self._before = self._newest
-        self.update += 1
+        self.run.norm_before = self._gradient.norm(self.run.parameters)
+        update_buffers(self.network, self._gradient.counts)
+        self.run.stay()
         return result
 
     def drain(self) -> None:
@@ -162,10 +151,31 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of the gradient as hooks left it; where a stage steps before that is known, by the last."""
-        norm = self._gradient.norm(self.parameters)  # which rounds as a pipeline does
-        raw = [g for p in self.parameters if (g := self._gradient.mean(p, 0.0, None)) is not None]
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        parameters = self.run.parameters
+        norm = self._gradient.norm(parameters)  # which rounds as a pipeline does
+        grads = [p.grad for p in parameters if p.grad is not None]
+        raw = [g for p in parameters if (g := self._gradient.mean(p, 0.0, None)) is not None]
         if len(raw) != len(grads) or not all(map(torch.equal, raw, grads)):
             norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads))
-        for p in self.parameters:
-            clip_by_norm([p], self._norm_before if self.schedules[p].steps_ahead(self.update) else norm, clip_val)
+        for p in parameters:
+            clip_by_norm([p], self.run.norm_for(p, norm), clip_val)
+
+
+class SameDraws(TorchDispatchMode):
+    """Meanwhile torch draws one number for all elements of a tensor, always the same one, and dropout drops nothing."""
+
+    eps = 0.0  # of the coarsest dtype that anything was computed in
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name == "native_dropout":
+            return args[0] / (1.0 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and name != "randperm"
+        device = next((x.device for x in args if isinstance(x, Tensor)), torch.device(kwargs.get("device") or "cpu"))
+        with seeded(0, device) if draws else nullcontext():
+            result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and draws and result.numel():
+            result.fill_(1 if name.startswith("bernoulli") else result.flatten()[0])
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.eps = max(self.eps, torch.finfo(result.dtype).eps)
+        return result

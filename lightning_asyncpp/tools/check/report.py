@@ -24,7 +24,7 @@ EQUAL_BUT_FOR_ORDER = "equal but for the order of sums: forward uses one value o
 _MEANINGS = {
     "pieces": "cutting the model, a pipeline without delay against the whole, in the same microbatches",
     "delayed": "the delay, a pipeline against the rule on the whole model",
-    "whole": "cutting batches, whole against in microbatches",
+    "whole": "cutting batches, whole against in microbatches, with frozen statistics of BatchNorm",
 }
 
 
@@ -59,28 +59,19 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One way to train, compared with another: ``"pieces"``, ``"delayed"`` or ``"whole"``."""
-
-    name: str
-    difference: Difference | None = None
-    remark: str = ""  # how equal they are, or why they were not compared
-
-
-@dataclass(frozen=True)
 class CheckReport:
     """Whether a pipeline trains a module as one process does; layers on each stage, losses of the first updates."""
 
     stages: Sequence[Sequence[str]]
     micro_batches: int
     losses: Sequence[float]
-    comparisons: Sequence[Comparison]
-    accumulated: int = 1  # batches per update that were asked for
+    comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole": what differs, or how equal they are
+    accumulated: int = 1  # batches per update
 
     @property
     def differences(self) -> list[Difference]:
         """Of all comparisons."""
-        return [found.difference for found in self.comparisons if found.difference is not None]
+        return [found for found in self.comparisons.values() if isinstance(found, Difference)]
 
     @property
     def ok(self) -> bool:
@@ -90,17 +81,15 @@ class CheckReport:
     @property
     def bitwise(self) -> bool:
         """Whether the pipeline trains to the last bit what the whole model does with its microbatches."""
-        stages = [found for found in self.comparisons if found.name != "whole"]
-        return all(found.difference is None and found.remark == EQUAL for found in stages)
+        return all(found == EQUAL for name, found in self.comparisons.items() if name != "whole")
 
     def __str__(self) -> str:
         lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
-        of = f" (accumulate_grad_batches={self.accumulated} is left out)" if self.accumulated != 1 else ""
-        cut = f"{len(self.losses)} updates of one batch each{of}, in {self.micro_batches} microbatches"
+        of = f" ({self.accumulated} per update)" if self.accumulated != 1 else ""
+        cut = f"{len(self.losses)} batches{of} in {self.micro_batches} microbatches each"
         lines.append(f"{cut}, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}")
-        for found in self.comparisons:
-            verdict = f"DIFFERS in {found.difference}" if found.difference else found.remark
-            lines.append(f"{found.name} ({_MEANINGS[found.name]}):\n    {verdict}")
+        for name, found in self.comparisons.items():
+            lines.append(f"{name} ({_MEANINGS[name]}):\n    {'DIFFERS in ' * isinstance(found, Difference)}{found}")
         return "\n".join(lines)
 
 
