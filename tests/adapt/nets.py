@@ -310,6 +310,14 @@ class Initialised(Net):
         return super().forward(x - self.shift)
 
 
+class Masking(Net):
+    """Changes an argument in place, and uses it once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return super().forward(x) * x.mean()
+
+
 # -- a value is used on several stages: gradients are equal to rounding -----------------------------------------------
 
 
@@ -330,16 +338,6 @@ class Told(Net):
             x, more = block(x)
             total = total if more is None else total + more
         return self.out(x) + total
-
-
-class Evaluating(Net):
-    """Does more in evaluation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
-        for block in self.blocks:
-            x = block(x) if self.training else 0.5 * block(x)
-        return self.out(x if self.training else x + first)
 
 
 class Leaving(Net):
@@ -398,6 +396,17 @@ class Ladder(Net):
             x = block(x)
             kept.append(x) if i < len(self.blocks) // 2 else None
         return self.out(x)
+
+
+class Shifted(Net):
+    """Changes in place what blocks returned, and needs what the first one took."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+            x += 0.5
+        return self.out(x + first)
 
 
 class InPlaceSkips(Net):
@@ -498,11 +507,11 @@ class WithLoss(Net):
 
 EXACT = (
     Net, Between, InPlace, Scaled, Tied, Asking, Unused, Noted, WithObject, Added, Frozen, Cast, Inferring, Flagged,
-    Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised,
+    Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised, Masking, Leaving,
+    Rest, Kept, Choosing,
 )  # fmt: skip
 """Their pipelines train to the last bit as one process does."""
 ROUNDED = (
-    Told, Evaluating, Leaving, Skipping, Mixed, Positioned, Ladder, InPlaceSkips, Rest, Dense, Kept,
-    Choosing, Auxiliary, WithLoss,
+    Told, Skipping, Mixed, Positioned, Ladder, Shifted, InPlaceSkips, Dense, Auxiliary, WithLoss,
 )  # fmt: skip
 """The same but for the order in which gradients may be added."""
