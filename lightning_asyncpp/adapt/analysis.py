@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.examples import Call
-from lightning_asyncpp.adapt.runs import DiffersError, ModelRuns, compare, equal
+from lightning_asyncpp.adapt.runs import ModelRuns, compare, equal
 from lightning_asyncpp.core.batches.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.core.cut.module_as_network import class_name
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut
@@ -56,12 +56,12 @@ class _Analysis:
     def find(self) -> OwnForwardCut:
         """The leanest cut with which stages compute what the whole model does."""
         cuts: list[OwnForwardCut] = []
-        why = ""
+        errors: list[Exception] = []
         for by_inputs in (False, True):  # of a chain outputs cross, of other forwards rather inputs
             try:
                 explored = self._explored(by_inputs)
             except Exception as error:
-                why = _in_words(error)
+                errors.append(error)
                 continue
             cuts = [self._with_rest(explored, everywhere=False), self._with_rest(explored, everywhere=True), *cuts]
             if max(map(len, explored.crossing)) <= 1:
@@ -70,7 +70,8 @@ class _Analysis:
             try:
                 return self._without_values(self._tried(cut))
             except Exception as error:  # of code that cannot compute with what stands for values
-                why = _in_words(error)
+                errors.append(error)
+        why = f"{type(errors[-1]).__name__}: {errors[-1]}".removeprefix("ConfigurationError: ")
         raise ConfigurationError(
             f"{class_name(self.model)} cannot be cut between its blocks {self.blocks[0]} to {self.blocks[-1]} so that"
             f" each stage runs its own forward ({why}): code around blocks may use what they return, not what they"
@@ -159,8 +160,3 @@ class _Analysis:
                 with suppress(Exception):
                     cut = self._tried(replace(cut, blank=cut.blank | {key}))
         return cut
-
-
-def _in_words(error: Exception) -> str:
-    is_ours = isinstance(error, (DiffersError, ConfigurationError))
-    return str(error) if is_ours else f"{type(error).__name__}: {error}"

@@ -112,10 +112,11 @@ def _working_example(model: nn.Module, example: Example | None) -> Call:
             return args, kwargs
         except Exception as error:
             problem = textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST, placeholder=" ...")
+    shown = map_tensors(lambda t: f"{t.dtype} {list(t.shape)}", example)
     raise ConfigurationError(
-        f"{class_name(model)} cannot be called with {_described(example)} ({problem}). Give an example of what the"
-        " training calls it with, (x, mask) or {'input_ids': ids, 'labels': ids}: in the LightningModule's"
-        " example_input_array, in Fabric the strategy's, or in pipelined(model, example)"
+        f"{class_name(model)} cannot be called with {'what is guessed' if example is None else shown}"
+        f" ({problem}). Give an example of what the training calls it with, (x, mask) or {{'input_ids': ids}}: in the"
+        " LightningModule's example_input_array, in Fabric the strategy's, or in pipelined(model, example)"
     )
 
 
@@ -124,11 +125,3 @@ def _varied(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.any():
         return tensor
     return torch.linspace(-0.9, 0.8, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view(tensor.shape)
-
-
-def _described(example: Example | None) -> str:
-    """An example with dtype and shape for each tensor."""
-    if example is None:
-        return "what is guessed"
-    shown = map_tensors(lambda t: f"{t.dtype} {list(t.shape)}", example)
-    return f"the example {shown}"

@@ -23,18 +23,8 @@ from lightning_asyncpp.errors import ConfigurationError
 _ROUNDING = 1e-3  # sums over several uses of a value may come in another order
 
 
-class DiffersError(Exception):
-    """Names what comes out otherwise."""
-
-
 class Result(NamedTuple):
-    """What one way to run the model gives.
-
-    Attributes:
-        output: its output.
-        gradients: of every unit, or of the whole model alone, name -> gradient.
-        crossing: of every unit, what arrived there and got a gradient.
-    """
+    """What one way to run the model gives: gradients by name, and what arrived and got one, of every unit."""
 
     output: Any
     gradients: list[dict[str, Tensor]]
@@ -167,11 +157,11 @@ def compare(expected: Result, found: Result) -> bool:
     """Whether gradients are equal to the last bit, too.
 
     Raises:
-        DiffersError: outputs differ at all, or gradients by more than rounding.
+        ConfigurationError: outputs differ at all, or gradients by more than rounding.
     """
     ours, theirs = list(tensors_of(found.output)), list(tensors_of(expected.output))
     if len(ours) != len(theirs) or not all(map(equal, ours, theirs)):
-        raise DiffersError("another output")
+        raise ConfigurationError("another output")
     gradients, others = _summed(expected), _summed(found)
     scale = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     is_exact = True
@@ -182,7 +172,7 @@ def compare(expected: Result, found: Result) -> bool:
             largest = max(float(a.abs().max()), float(b.abs().max()))
             is_exact = is_exact and apart == 0.0
             if apart > _ROUNDING * max(largest, 1e-3 * scale):
-                raise DiffersError(f"another gradient of {name}")
+                raise ConfigurationError(f"another gradient of {name}")
     return is_exact
 
 

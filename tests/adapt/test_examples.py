@@ -51,10 +51,10 @@ def test_what_an_example_may_be(example: Any) -> None:
 @pytest.mark.parametrize(
     ("example", "words"),
     [
-        (torch.randn(2, DIM + 1), "with the example torch.float32 [2, 5] (RuntimeError: mat1 and mat2 shapes cannot"),
-        ((torch.randn(2, DIM), 1, True), "with the example ('torch.float32 [2, 4]', 1, True) (TypeError: "),
-        ({"y": torch.ones(2, dtype=torch.int64)}, "with the example {'y': 'torch.int64 [2]'} (TypeError: "),
-        (7, "with the example 7 ("),
+        (torch.randn(2, DIM + 1), "called with torch.float32 [2, 5] (RuntimeError: mat1 and mat2 shapes cannot"),
+        ((torch.randn(2, DIM), 1, True), "called with ('torch.float32 [2, 4]', 1, True) (TypeError: "),
+        ({"y": torch.ones(2, dtype=torch.int64)}, "called with {'y': 'torch.int64 [2]'} (TypeError: "),
+        (7, "called with 7 ("),
     ],
     ids=["another shape", "too many", "another name", "no example"],
 )

@@ -85,6 +85,23 @@ def test_stages_give_what_forward_gives(kind: type[Net]) -> None:
         assert_same(model.train(training), torch.randn(shape))
 
 
+class Masking(Net):
+    """Changes an argument in place, and uses it once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return super().forward(x) * x.mean()
+
+
+def test_an_argument_that_is_changed_in_place() -> None:
+    """Each stage changes a copy of its own; the batch stays as it is."""
+    x = torch.randn(SHAPE)
+    model, kept = pipelined(Masking(), (x,)), x.clone()
+    found = in_stages(model, x)
+    assert torch.equal(x, kept)
+    assert torch.equal(found, model(x))
+
+
 def test_where_it_may_be_cut() -> None:
     units = [unit.name for unit in pipeline_units(pipelined(nets.Between(), (torch.randn(2, DIM),)))]
     assert units[:3] == ["entry + between.0 + blocks.0", "between.1 + blocks.1", "between.2 + blocks.2"]

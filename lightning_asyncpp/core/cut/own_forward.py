@@ -140,7 +140,7 @@ class OwnForwardStage:
         stand_in = without_memory(tensor, self._device, dtype if tensor.is_floating_point() else None)
         return stand_in if isinstance(tensor, nn.Parameter) else stand_in.clone(memory_format=torch.contiguous_format)
 
-    def run(self, args: tuple, kwargs: Mapping[str, Any], entered: Entered = lambda unit: None) -> Any:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], entered: Entered = lambda unit: None) -> Any:
         """Run the units.
 
         Args:
@@ -153,16 +153,16 @@ class OwnForwardStage:
         arrived: Mapping[str, Any] = {}
         if self.first:
             args, kwargs, arrived = args[0]
-            args, kwargs = _mapped(self._filled, args, kwargs)
+        sent = (args, kwargs) if self.first else _mapped(self._sent, args, kwargs)
+        given, named = _mapped(self._given, args, kwargs)
         is_last = self.end == self.cut.num_units
-        sent = () if is_last else _mapped(self._sent, args, kwargs)  # before the forward, which may change them
         self._entered, self._arrived = entered, {int(at): value for at, value in arrived.items()}
         self._made = {} if self.cut.by_inputs else dict(self._arrived)
         output = None
         try:
             with suppress(_Reached), self._steering():
                 self._enter(0)
-                output = self._forward(*args, **kwargs)
+                output = self._forward(*given, **named)
             return output if is_last else [*sent, self._leaving()]
         finally:
             self._arrived, self._made = {}, {}
@@ -178,17 +178,14 @@ class OwnForwardStage:
 
     def _sent(self, key: int | str, value: Any) -> Any:
         """What goes on of an argument: of numbers that nobody needs an empty tensor, which tells their shape."""
-
-        def sent(tensor: Tensor) -> Tensor:
-            is_blank = key in self.cut.blank and tensor.is_floating_point()
-            return tensor.new_empty((0, *tensor.shape)) if is_blank else tensor.clone()
-
-        return map_tensors(sent, value)
-
-    def _filled(self, key: int | str, value: Any) -> Any:
-        """What stands for an argument on a later stage."""
         if key not in self.cut.blank:
             return value
+        return map_tensors(lambda t: t.new_empty((0, *t.shape)) if t.is_floating_point() else t, value)
+
+    def _given(self, key: int | str, value: Any) -> Any:
+        """What the forward gets of an argument: a copy, which it may change in place, or a tensor without memory."""
+        if key not in self.cut.blank or not self.first:
+            return map_tensors(Tensor.clone, value)
         return map_tensors(lambda t: t.new_zeros(()).expand(t.shape[1:]) if t.is_floating_point() else t, value)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
