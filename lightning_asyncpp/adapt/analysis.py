@@ -29,7 +29,7 @@ def find_cut(model: nn.Module, call: Call, blocks: Sequence[str]) -> tuple[OwnFo
     """Find how a model may be cut, and floating-point operations of its units.
 
     Args:
-        model: with real weights; whether they are trained is changed.
+        model: with real weights; whether they are trained, and their gradients, change.
         call: arguments of an example.
         blocks: names, in the order of their calls.
 
@@ -52,6 +52,7 @@ class _Analysis:
         for name, parameter in model.named_parameters():  # frozen ones have a place, too; through biases gradients pass
             wanted = is_small or parameter.ndim < 2 or name in self.around
             parameter.requires_grad_(parameter.is_floating_point() and wanted)
+            parameter.grad = None
 
     def find(self) -> OwnForwardCut:
         """The leanest cut with which stages compute what the whole model does."""
@@ -83,7 +84,7 @@ class _Analysis:
         """A cut whose units have what gradients show that they use."""
         self.runs.train(True)
         num_units = len(self.blocks) + (not by_inputs)
-        cut = OwnForwardCut(self.blocks, ((),) * num_units, (), (), by_inputs, draws_between=True)
+        cut = OwnForwardCut(self.blocks, ((),) * num_units, (), (), by_inputs)
         taken, outputs, changed = self._observed(cut)
         before: list[frozenset[int]] = [frozenset()] * num_units
         everything = [taken.get(name, frozenset()) for name in self.blocks]
@@ -135,12 +136,12 @@ class _Analysis:
         return taken, outputs, changed
 
     def _with_rest(self, cut: OwnForwardCut, everywhere: bool) -> OwnForwardCut:
-        """The cut with parameters that no gradient shows, in the last unit; or they, and random numbers, in all."""
+        """The cut with parameters that no gradient shows in its last unit, or in all."""
         used = set().union(*cut.around)
         rest = tuple(name for name in self.around if name not in used)
         last = len(cut.around) - 1
         around = [(*names, *(rest if everywhere or unit == last else ())) for unit, names in enumerate(cut.around)]
-        return replace(cut, around=tuple(around), draws_between=everywhere)
+        return replace(cut, around=tuple(around))
 
     def _tried(self, cut: OwnForwardCut) -> OwnForwardCut:
         """The cut, and whether its gradients are exact; an error if it computes something else than the model."""

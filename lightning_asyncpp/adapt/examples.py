@@ -55,10 +55,12 @@ def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
     known = getattr(model, "pretrained_cfg", None) or {}  # of timm
     if "input_size" in known:
         yield torch.randn(_BATCH, *known["input_size"])
-    for kind in (nn.Embedding, nn.Linear, *_DIMENSIONS):
-        first: Any = next((module for module in model.modules() if isinstance(module, kind)), None)
-        if first is None:
-            continue
+    firsts: dict[type, Any] = {}
+    for module in model.modules():
+        for kind in (nn.Embedding, nn.Linear, *_DIMENSIONS):
+            if isinstance(module, kind):
+                firsts.setdefault(kind, module)
+    for kind, first in sorted(firsts.items(), key=lambda found: found[0] is not nn.Embedding):
         if kind is nn.Embedding:
             yield from (torch.randint(first.num_embeddings, (_BATCH, time)) for time in (_TIME, 2))
         elif kind is nn.Linear:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.adapt.analysis import find_cut
 from lightning_asyncpp.adapt.blocks import find_blocks
 from lightning_asyncpp.adapt.examples import Call, call_of, copied, examples_of
-from lightning_asyncpp.adapt.runs import as_before, untouched
+from lightning_asyncpp.adapt.runs import untouched
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.units import has_layers
@@ -62,7 +62,7 @@ def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequ
     if getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False  # type: ignore[union-attr]  # which may change what a model computes
         rank_zero_info(f"{class_name(model)}: config.use_cache=False, as a training needs no cache of keys and values")
-    with as_before(model):
+    with untouched(model), torch.inference_mode(False), torch.enable_grad():
         call = _working_example(model, example)
         cut, costs = find_cut(model, call, find_blocks(model, call, blocks))
     model.pipeline_layers = cut  # type: ignore[assignment]

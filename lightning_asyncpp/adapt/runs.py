@@ -116,38 +116,27 @@ class ModelRuns:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Leave attributes and buffers as they were: a forward finds copies of these, which its backward may need later."""
-    before = [(vars(module), dict(vars(module))) for module in {*model.modules(), called_by_steps(model)}]
-    copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
-    tables = {id(table): {key: b if b is None else copies[id(b)] for key, b in table.items()}
-              for _, content in before for table in (content["_buffers"],)}  # fmt: skip
-    for attributes, content in before:
-        attributes["_buffers"] = tables[id(content["_buffers"])]
-    try:
-        yield
-    finally:
-        for attributes, content in before:
-            attributes.clear()
-            attributes.update(content)
-
-
-@contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
-    """Leave a model and random numbers as they were.
+    """Leave a model and random numbers as they were; forwards find copies of buffers, which backwards may need later.
 
     Attention takes no fast path meanwhile, as on stages: it rounds otherwise.
     """
+    attributes = [(vars(module), dict(vars(module))) for module in {*model.modules(), called_by_steps(model)}]
+    copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
+    copied_tables: dict[int, dict[str, Tensor | None]] = {}
+    for now, before in attributes:
+        table = {key: None if buffer is None else copies[id(buffer)] for key, buffer in before["_buffers"].items()}
+        now["_buffers"] = copied_tables.setdefault(id(before["_buffers"]), table)
     parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     states, fast = random_states(), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        for parameter, _, _ in parameters:
-            parameter.grad = None
-        with untouched(model), torch.inference_mode(False), torch.enable_grad():
-            yield
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         set_random_states(states)
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
         for parameter, trains, gradient in parameters:
             parameter.requires_grad_(trains)
             parameter.grad = gradient

@@ -14,6 +14,7 @@ arrives beside the arguments of the call is one of two things:
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -68,7 +69,6 @@ class OwnForwardCut:
             ``by_inputs`` positions among all that its block takes.
         by_inputs: whether what blocks take crosses.
         blank: positions and names of arguments whose real numbers no stage but the first one needs.
-        draws_between: whether later stages need the random numbers that code around earlier blocks draws.
         is_exact: whether gradients are added in the order of the whole model: no value is used on several stages.
     """
 
@@ -78,7 +78,6 @@ class OwnForwardCut:
     crossing: tuple[frozenset[int], ...]
     by_inputs: bool = False
     blank: frozenset[int | str] = frozenset()
-    draws_between: bool = False
     is_exact: bool = False
 
     def __call__(self) -> list[Any]:
@@ -118,27 +117,26 @@ class OwnForwardStage:
         blocks = [model.get_submodule(name) for name in cut.blocks]
         self._numbers = {block: number for number, block in enumerate(blocks)}
         self._kinds = [(block, type(block), _steered(cast(Any, type(block)))) for block in blocks]
-        self._stand_ins = [(place, self._standing_for(place.tensor, dtype)) for place in self._others(model)]
+        self._stand_ins = list(self._standing_for_others(model, dtype))
         self._sends = cut.crossing[end] if end < cut.num_units else frozenset()
         # Of a forward: who is told of units; what arrived and what is to leave, by the numbers in the cut's crossing.
         self._entered: Entered = lambda unit: None
         self._arrived: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
 
-    def _others(self, model: nn.Module) -> Iterator[Place]:
-        """Places around blocks of what other units hold alone."""
+    def _standing_for_others(self, model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Place, Tensor]]:
+        """Places around blocks of what other units hold alone, and tensors for them."""
         held = [Members(model, self.cut.names_of(unit)) for unit in range(self.first, self.end)]
         own = {id(tensor) for part in held for tensor in (*part.parameters(), *part.buffers())}
         others = {id(attrgetter(name)(model)) for names in self.cut.around for name in names} - own
         inside = {module for block in self._numbers for module in block.modules()}
-        for module in model.modules():
-            if module not in inside:
-                yield from (place for place in places_of(module) if id(place.tensor) in others)
-
-    def _standing_for(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """A tensor without memory for a parameter; buffers, such as running means, may be written to."""
-        stand_in = without_memory(tensor, self._device, dtype if tensor.is_floating_point() else None)
-        return stand_in if isinstance(tensor, nn.Parameter) else stand_in.clone(memory_format=torch.contiguous_format)
+        outside = [module for module in model.modules() if module not in inside]
+        for place in itertools.chain.from_iterable(map(places_of, outside)):
+            if id(place.tensor) in others:
+                is_real = place.tensor.is_floating_point()
+                stand_in = without_memory(place.tensor, self._device, dtype if is_real else None)
+                is_parameter = isinstance(place.tensor, nn.Parameter)  # buffers, as running means, may be written to
+                yield place, stand_in if is_parameter else stand_in.contiguous()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], entered: Entered = lambda unit: None) -> Any:
         """Run the units.
@@ -212,8 +210,8 @@ class OwnForwardStage:
                 place.table[place.key] = original
 
     def _enter(self, unit: int) -> None:
-        """Tell that the code of a unit begins, if its random numbers are needed here."""
-        if unit < self.end and (unit >= self.first or self.cut.draws_between):
+        """Tell that the code of a unit begins; code around the blocks of earlier ones runs, and draws, here, too."""
+        if unit < self.end:
             self._entered(unit)
 
     def call(self, kind: type, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
