@@ -108,7 +108,7 @@ class _Analysis:
         """What a run of the whole model shows.
 
         Returns:
-            Name of a block -> positions of activations in what it takes; name -> what it returns, on the meta device;
+            Name of a block -> positions of activations in what it takes; name -> what it returns, as in a cut;
             name of a buffer around the blocks -> number of the unit whose code changes it.
         """
         taken: dict[str, frozenset[int]] = {}
@@ -120,7 +120,13 @@ class _Analysis:
         def called(name: str, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             leaves = enumerate(leaves_of((args, kwargs)))
             taken[name] = frozenset(at for at, leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
-            outputs[name] = map_tensors(lambda t: torch.empty_like(t, device="meta"), output)
+            first = next((tensor.shape for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), ())
+
+            def without_values(tensor: Tensor) -> Tensor:
+                shape = [0 if first[at : at + 1] == (size,) else size for at, size in enumerate(tensor.shape)]
+                return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+            outputs[name] = map_tensors(without_values, output)
 
         def entered(unit: int) -> None:
             for name, buffer in buffers.items():

@@ -64,7 +64,8 @@ class OwnForwardCut:
     Attributes:
         blocks: names, in the order of their calls.
         around: of every unit, names of parameters and buffers that its code uses beside its block.
-        outputs: what the blocks returned with the example, with tensors on the meta device.
+        outputs: what the blocks returned with the example, with tensors on the meta device; sizes that the first tensor
+            of real numbers which they took has in the same place are 0.
         crossing: of every unit, what crosses a cut in front of it: numbers of earlier blocks, whose outputs do; with
             ``by_inputs`` positions among all that its block takes.
         by_inputs: whether what blocks take crosses.
@@ -251,13 +252,15 @@ class OwnForwardStage:
         return map_tensors(Tensor.clone, output) if number in self._sends else output
 
     def _zeros(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a block of an earlier stage returns where nobody looks: zeros, shaped as the first tensor it took."""
-        taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), None)
+        """What a block of an earlier stage returns where nobody looks."""
+        taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), torch.empty(0))
 
         def zeros(of: Tensor) -> Tensor:
-            if taken is None:
-                return torch.zeros(of.shape, dtype=of.dtype, device=self._device)
-            return torch.zeros_like(taken)
+            dtype = taken.dtype if of.is_floating_point() else of.dtype
+            shape = [size or taken.shape[at] for at, size in enumerate(of.shape)]
+            if shape == list(taken.shape):
+                return torch.zeros_like(taken, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device=self._device)
 
         return map_tensors(zeros, self.cut.outputs[number])
 
