@@ -91,7 +91,7 @@ class _Analysis:
         if not by_inputs:  # the last block's output crosses, too, if it has no gradient
             before = [frozenset(range(max(unit - 1, 0), unit)) for unit in range(num_units)]
             everything = [frozenset(range(unit)) for unit in range(num_units)]
-        cut = replace(cut, outputs=tuple(map(outputs.get, self.blocks)))
+        cut = replace(cut, outputs=tuple(outputs.get(name, ((), None)) for name in self.blocks))
         found = self.runs.in_stages(replace(cut, crossing=tuple(everything)))
         around = [
             (*self._used(gradients, own), *(name for name, owner in changed.items() if owner == unit))
@@ -104,7 +104,9 @@ class _Analysis:
         """Names of the parameters that a unit uses beside those of its block."""
         return [name for name, p in self.model.named_parameters() if name in gradients and id(p) not in own]
 
-    def _observed(self, cut: OwnForwardCut) -> tuple[dict[str, frozenset[int]], dict[str, Any], dict[str, int]]:
+    def _observed(
+        self, cut: OwnForwardCut
+    ) -> tuple[dict[str, frozenset[int]], dict[str, tuple[Sequence[int], Any]], dict[str, int]]:
         """What a run of the whole model shows.
 
         Returns:
@@ -121,12 +123,7 @@ class _Analysis:
             leaves = enumerate(leaves_of((args, kwargs)))
             taken[name] = frozenset(at for at, leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
             first = next((tensor.shape for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), ())
-
-            def without_values(tensor: Tensor) -> Tensor:
-                shape = [0 if first[at : at + 1] == (size,) else size for at, size in enumerate(tensor.shape)]
-                return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-            outputs[name] = map_tensors(without_values, output)
+            outputs[name] = tuple(first), map_tensors(lambda t: torch.empty_like(t, device="meta"), output)
 
         def entered(unit: int) -> None:
             for name, buffer in buffers.items():

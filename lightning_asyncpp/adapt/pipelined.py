@@ -19,6 +19,7 @@ from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.cut.whole_model import whole_of
+from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -62,8 +63,9 @@ def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequ
     if getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False  # type: ignore[union-attr]  # which may change what a model computes
         rank_zero_info(f"{class_name(model)}: config.use_cache=False, as a training needs no cache of keys and values")
-    with untouched(model), torch.inference_mode(False), torch.enable_grad():
-        call = _working_example(model, example)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with drawing_from(0, device), untouched(model), torch.inference_mode(False), torch.enable_grad():
+        call = _working_example(model, example, device)
         cut, costs = find_cut(model, call, find_blocks(model, call, blocks))
     model.pipeline_layers = cut  # type: ignore[assignment]
     model.pipeline_costs = functools.partial(list, costs)  # type: ignore[assignment]
@@ -98,10 +100,9 @@ def problems_of_layers(
     return []
 
 
-def _working_example(model: nn.Module, example: Example | None) -> Call:
+def _working_example(model: nn.Module, example: Example | None, device: torch.device) -> Call:
     """Arguments that the model takes, on its device."""
     called = called_by_steps(model)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     problem = ""
     for call in examples_of(model) if example is None else [call_of(example)]:
         args, kwargs = (map_tensors(lambda t: _varied(t.to(device)), value) for value in call)

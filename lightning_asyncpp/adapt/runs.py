@@ -17,7 +17,7 @@ from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units
-from lightning_asyncpp.core.randomness import derive, random_states, seed_generators, set_random_states
+from lightning_asyncpp.core.randomness import derive, seed_generators
 from lightning_asyncpp.errors import ConfigurationError
 
 _ROUNDING = 1e-3  # sums over several uses of a value may come in another order
@@ -116,7 +116,7 @@ class ModelRuns:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Leave a model and random numbers as they were; forwards find copies of buffers, which backwards may need later.
+    """Leave a model as it was; forwards find copies of buffers, which backwards may need later.
 
     Attention takes no fast path meanwhile, as on stages: it rounds otherwise.
     """
@@ -127,13 +127,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
         table = {key: None if buffer is None else copies[id(buffer)] for key, buffer in before["_buffers"].items()}
         now["_buffers"] = copied_tables.setdefault(id(before["_buffers"]), table)
     parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    states, fast = random_states(), torch.backends.mha.get_fastpath_enabled()
+    fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        set_random_states(states)
         for now, before in attributes:
             now.clear()
             now.update(before)

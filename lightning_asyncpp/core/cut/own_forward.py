@@ -64,8 +64,8 @@ class OwnForwardCut:
     Attributes:
         blocks: names, in the order of their calls.
         around: of every unit, names of parameters and buffers that its code uses beside its block.
-        outputs: what the blocks returned with the example, with tensors on the meta device; sizes that the first tensor
-            of real numbers which they took has in the same place are 0.
+        outputs: of every block, the shape of the first tensor of real numbers that it took with the example; and what
+            it returned, with tensors on the meta device.
         crossing: of every unit, what crosses a cut in front of it: numbers of earlier blocks, whose outputs do; with
             ``by_inputs`` positions among all that its block takes.
         by_inputs: whether what blocks take crosses.
@@ -75,7 +75,7 @@ class OwnForwardCut:
 
     blocks: tuple[str, ...]
     around: tuple[tuple[str, ...], ...]
-    outputs: tuple[Any, ...]
+    outputs: tuple[tuple[Sequence[int], Any], ...]
     crossing: tuple[frozenset[int], ...]
     by_inputs: bool = False
     blank: frozenset[int | str] = frozenset()
@@ -152,16 +152,16 @@ class OwnForwardStage:
         arrived: Mapping[str, Any] = {}
         if self.first:
             args, kwargs, arrived = args[0]
-        sent = (args, kwargs) if self.first else _mapped(self._sent, args, kwargs)
-        given, named = _mapped(self._given, args, kwargs)
         is_last = self.end == self.cut.num_units
+        sent = () if is_last else _mapped(self._sent, args, kwargs)
+        given = _mapped(self._given, args, kwargs) if self.first else (args, kwargs)
         self._entered, self._arrived = entered, {int(at): value for at, value in arrived.items()}
         self._made = {} if self.cut.by_inputs else dict(self._arrived)
         output = None
         try:
             with suppress(_Reached), self._steering():
                 self._enter(0)
-                output = self._forward(*given, **named)
+                output = self._forward(*given[0], **given[1])
             return output if is_last else [*sent, self._leaving()]
         finally:
             self._arrived, self._made = {}, {}
@@ -176,15 +176,19 @@ class OwnForwardStage:
         return {str(at): self._made[at] for at in sorted(self._sends)}
 
     def _sent(self, key: int | str, value: Any) -> Any:
-        """What goes on of an argument: of numbers that nobody needs an empty tensor, which tells their shape."""
-        if key not in self.cut.blank:
-            return value
-        return map_tensors(lambda t: t.new_empty((0, *t.shape)) if t.is_floating_point() else t, value)
+        """What goes on of an argument: a copy, as the forward may change it in place.
+
+        Of numbers that nobody needs it is an empty tensor, which tells their shape.
+        """
+        is_blank = key in self.cut.blank and not self.first
+        return map_tensors(
+            lambda t: t.new_empty((0, *t.shape)) if is_blank and t.is_floating_point() else t.clone(), value
+        )
 
     def _given(self, key: int | str, value: Any) -> Any:
-        """What the forward gets of an argument: a copy, which it may change in place, or a tensor without memory."""
-        if key not in self.cut.blank or not self.first:
-            return map_tensors(Tensor.clone, value)
+        """What the forward of a later stage gets of an argument."""
+        if key not in self.cut.blank:
+            return value
         return map_tensors(lambda t: t.new_zeros(()).expand(t.shape[1:]) if t.is_floating_point() else t, value)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
@@ -252,17 +256,18 @@ class OwnForwardStage:
         return map_tensors(Tensor.clone, output) if number in self._sends else output
 
     def _zeros(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a block of an earlier stage returns where nobody looks."""
+        """What a block of an earlier stage returns where nobody looks, shaped as with the example, to scale."""
         taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), torch.empty(0))
+        example, output = self.cut.outputs[number]
 
         def zeros(of: Tensor) -> Tensor:
             dtype = taken.dtype if of.is_floating_point() else of.dtype
-            shape = [size or taken.shape[at] for at, size in enumerate(of.shape)]
-            if shape == list(taken.shape):
+            if of.shape == example:
                 return torch.zeros_like(taken, dtype=dtype)
-            return torch.zeros(shape, dtype=dtype, device=self._device)
+            shape = [size * now // max(then, 1) for size, now, then in zip(of.shape, taken.shape, example)]
+            return torch.zeros([*shape, *of.shape[len(shape) :]], dtype=dtype, device=self._device)
 
-        return map_tensors(zeros, self.cut.outputs[number])
+        return map_tensors(zeros, output)
 
 
 class _Reached(BaseException):
