@@ -230,7 +230,7 @@ def gradient_of(
     Before number i of them, ``go_to(i)`` puts the weights in place.
     """
     found, sums = MeanGradient(), Weights()
-    with _uses_apart(model) as further_uses:
+    with uses_apart(model) as further_uses:
         uses = [*((p, p) for p in masters), *further_uses]
         for k, micro_batch in enumerate(slots, first):
             w = 0.0 if micro_batch is None else float(weight(micro_batch))
@@ -266,7 +266,7 @@ def _add(sums: Weights, key: Tensor, value: Tensor) -> None:
 
 
 @contextmanager
-def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Give a unit that shares a trainable parameter with one before it a copy of its own; yields (parameter, copy).
 
     A module that is part of several units has in each what is that unit's own, and one outside of them what is the

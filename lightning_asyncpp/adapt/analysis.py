@@ -152,8 +152,8 @@ class _Analysis:
         with torch.no_grad():
             compare(self.runs.whole(cut), self.runs.in_stages(cut))
         self.runs.train(True)
-        has_equal_bits = compare(self.runs.whole(cut), self.runs.in_stages(cut))
-        return replace(cut, is_exact=has_equal_bits and max(map(len, cut.crossing)) <= 1)
+        has_same_uses = compare(self.runs.whole(cut), self.runs.in_stages(cut))
+        return replace(cut, is_exact=has_same_uses and max(map(len, cut.crossing)) <= 1)
 
     def _without_values(self, cut: OwnForwardCut) -> OwnForwardCut:
         """The cut whose later stages do without the real numbers of all arguments that they can do without."""

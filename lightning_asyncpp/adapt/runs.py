@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,12 +20,13 @@ from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, OwnForwardStag
 from lightning_asyncpp.core.cut.units import entering_units
 from lightning_asyncpp.core.randomness import derive, seed_generators
 from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.reference import uses_apart
 
 _ROUNDING = 1e-3  # sums over several uses of a value may come in another order
 
 
 class Result(NamedTuple):
-    """What one way to run the model gives: gradients by name, and what arrived and got one, of every unit."""
+    """What one way to run the model gives: gradients by name, unit by unit, and what arrived in each and got one."""
 
     output: Any
     gradients: list[dict[str, Tensor]]
@@ -61,11 +63,15 @@ class ModelRuns:
             return output
 
     def whole(self, cut: OwnForwardCut) -> Result:
-        """Run the whole model, forward and backward."""
-        output = self.forward(cut, self.seed)
-        if torch.is_grad_enabled():
-            _loss_of(output).backward()
-        return Result(output, [self._take_gradients()], [])
+        """Run the whole model, forward and backward; uses of a parameter by several units are kept apart."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self.model.pipeline_layers = cut  # type: ignore[assignment]
+        with uses_apart(self.model) as copies:
+            output = self.forward(cut, self.seed)
+            if torch.is_grad_enabled():
+                _loss_of(output).backward()
+        of_copies = [{names[parameter]: copy.grad} for parameter, copy in copies if copy.grad is not None]  # type: ignore[index]
+        return Result(output, [self._take_gradients(), *of_copies], [])
 
     def in_stages(self, cut: OwnForwardCut) -> Result:
         """Run every unit as a stage, with its own weights alone, forward and backward."""
@@ -142,7 +148,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def compare(expected: Result, found: Result) -> bool:
-    """Whether gradients are equal to the last bit, too.
+    """Whether each parameter gets gradients in as many units, so that all are added in the same order.
 
     Raises:
         ConfigurationError: outputs differ at all, or gradients by more than rounding.
@@ -152,21 +158,23 @@ def compare(expected: Result, found: Result) -> bool:
         raise ConfigurationError("another output")
     gradients, others = _summed(expected), _summed(found)
     scale = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-    is_exact = True
     for name in {**gradients, **others}:
         a, b = (of_run.get(name, torch.zeros(())) for of_run in (gradients, others))
         if a.numel() and b.numel():
             apart = float((a.double().nan_to_num() - b.double().nan_to_num()).abs().max())
             largest = max(float(a.abs().max()), float(b.abs().max()))
-            is_exact = is_exact and apart == 0.0
             if apart > _ROUNDING * max(largest, 1e-3 * scale):
                 raise ConfigurationError(f"another gradient of {name}")
-    return is_exact
+    return _num_uses(expected) == _num_uses(found)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same, NaN included."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _num_uses(result: Result) -> Counter[str]:
+    return Counter(name for of_unit in result.gradients for name in of_unit)
 
 
 def _summed(result: Result) -> dict[str, Tensor]:

@@ -499,10 +499,10 @@ class WithLoss(Net):
 
 EXACT = (
     Net, Between, InPlace, Scaled, Tied, Asking, Unused, Noted, WithObject, Added, Frozen, Cast, Inferring, Flagged,
-    Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised, Leaving, Rest, Kept,
+    Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised, Leaving, Kept,
 )  # fmt: skip
 """Their pipelines train to the last bit as one process does."""
 ROUNDED = (
-    Told, Skipping, Mixed, Positioned, Ladder, Shifted, InPlaceSkips, Dense, Choosing, Auxiliary, WithLoss,
+    Told, Skipping, Mixed, Positioned, Ladder, Shifted, InPlaceSkips, Rest, Dense, Choosing, Auxiliary, WithLoss,
 )  # fmt: skip
 """The same but for the order in which gradients may be added."""
