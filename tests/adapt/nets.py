@@ -413,16 +413,6 @@ class InPlaceSkips(Net):
         return self.out(self.blocks[2](third) + first + second + third)
 
 
-class Rest(Net):
-    """Takes what is beyond the example's length."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x + first[:, 4:].sum(1, keepdim=True))
-
-
 class Dense(Net):
     """Every block takes what all before it returned."""
 
@@ -503,6 +493,6 @@ EXACT = (
 )  # fmt: skip
 """Their pipelines train to the last bit as one process does."""
 ROUNDED = (
-    Told, Skipping, Mixed, Positioned, Ladder, Shifted, InPlaceSkips, Rest, Dense, Choosing, Auxiliary, WithLoss,
+    Told, Skipping, Mixed, Positioned, Ladder, Shifted, InPlaceSkips, Dense, Choosing, Auxiliary, WithLoss,
 )  # fmt: skip
 """The same but for the order in which gradients may be added."""
