@@ -257,15 +257,17 @@ class OwnForwardStage:
 
     def _zeros(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a block of an earlier stage returns where nobody looks, shaped as with the example, to scale."""
-        taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), torch.empty(0))
+        taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), None)
         example, output = self.cut.outputs[number]
 
         def zeros(of: Tensor) -> Tensor:
+            if taken is None:
+                return torch.zeros(of.shape, dtype=of.dtype, device=self._device)
             dtype = taken.dtype if of.is_floating_point() else of.dtype
-            if of.shape == example:
+            if of.shape == example or of.ndim != taken.ndim:
                 return torch.zeros_like(taken, dtype=dtype)
-            shape = [size * now // max(then, 1) for size, now, then in zip(of.shape, taken.shape, example)]
-            return torch.zeros([*shape, *of.shape[len(shape) :]], dtype=dtype, device=self._device)
+            shape = [max(size * now // max(then, 1), 1) for size, now, then in zip(of.shape, taken.shape, example)]
+            return torch.zeros(shape, dtype=dtype, device=self._device)
 
         return map_tensors(zeros, output)
 
