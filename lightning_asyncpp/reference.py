@@ -258,7 +258,7 @@ def gradient_of(
     mini-batch.
     """
     found = found or MeanGradient()
-    with _uses_apart(model) as further_uses:
+    with uses_apart(model) as further_uses:
         uses = [*((p, p) for p in masters), *further_uses]
         for k, micro_batch in enumerate(slots, first):
             w = 0.0 if micro_batch is None else float(weight(micro_batch))
@@ -295,7 +295,7 @@ def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
 
 
 @contextmanager
-def _uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Give a unit that shares a trainable parameter with one before it a copy of its own; yields (parameter, copy).
 
     A module that is part of several units has in each what is that unit's own, and one outside of them what is the

@@ -5,72 +5,109 @@ Where there is no such list, each of the outermost submodules with weights is a 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_asyncpp.adapt.examples import Call, copied
+from lightning_asyncpp.adapt.runs import untouched
 from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.cut.module_as_network import class_name
 from lightning_asyncpp.errors import ConfigurationError
 
-_SHOWN = 4  # lists in a message
-
 
 class _Calls:
-    """The calls of a forward: when each module was entered, and what it took and gave."""
+    """The calls of a forward: names of modules in order, and the tensors that each took and gave."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
-        self.inputs: dict[str, list[int]] = {}
-        self.outputs: dict[str, list[int]] = {}
-        self.of_numbers: set[str] = set()  # modules that take tensors of real numbers, not only tokens
-        self.kept: list[Any] = []  # so that identities stay
+        self.inputs: dict[str, list[Tensor]] = {}
+        self.outputs: dict[str, list[Tensor]] = {}
 
 
-def find_blocks(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], asked: Sequence[str] = ()
-) -> list[str]:
+def find_blocks(model: nn.Module, call: Call, asked: Sequence[str] = ()) -> list[str]:
     """Names of the blocks, in the order of their calls.
 
     Args:
         model: run once.
-        args: of an example.
-        kwargs: of an example.
+        call: arguments of an example.
         asked: names of the lists to take; by default they are looked for.
 
     Raises:
         ConfigurationError: there is none.
     """
-    calls = _recorded(model, args, kwargs)
+    calls = _recorded(model, call)
     lists = {name: m for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
     if unknown := [name for name in asked if name not in lists]:
         raise ConfigurationError(
             f"blocks={unknown}: not a ModuleList or Sequential of the model; there are {list(lists)}"
         )
-    irregular = {name: why for name in (asked or lists) if (why := _irregularity(name, lists[name], calls))}
-    chosen = [name for name in (asked or lists) if name not in irregular]
+    members = {name: [f"{name}.{key}" for key, _ in layers.named_children()] for name, layers in lists.items()}
+    chosen = [name for name in asked or lists if _in_turn(members[name], calls)]
     if not asked:
-        chosen = [name for name in chosen if _of_a_kind(lists[name])]
-        outer = {name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)}
-        inner = {name for name in chosen if _of_a_kind(lists[name], nested=True)}
-        inner = {name for name in inner if _follow_each_other(name, lists[name], calls)}
-        chosen = [name for name in chosen if name in outer | inner]
-    if not chosen and not asked and (names := _submodules(model, calls)):
-        return sorted(names, key=calls.order.index)
-    if not chosen:
+        alike = [name for name in chosen if _of_a_kind(lists[name])]
+        inner = {name for name in alike if any(name.startswith(f"{other}.") for other in alike)}
+        cuttable = {name for name in inner if _of_a_kind(lists[name], nested=True)}
+        chosen = [n for n in alike if n not in inner or (n in cuttable and _follow_each_other(members[n], calls))]
+    names = [member for name in chosen for member in members[name] if member in calls.inputs]
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]  # the inner ones
+    names = names or ([] if asked else _submodules(model, calls))
+    if not names:
         raise ConfigurationError(
             f"no layers were found in {class_name(model)}: a ModuleList or Sequential with two layers or more of a"
             " kind, each called once and in order, or else submodules that the forward calls once each, with most of"
-            f" the weights; its lists are {list(lists)}. {_way_on(irregular, lists)}"
+            f" the weights. Name lists with pipelined(..., blocks=[...]), it has {list(lists)}, or give it"
+            " pipeline_layers()"
         )
-    names = [f"{name}.{key}" for name in chosen for key, _ in lists[name].named_children()]
-    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]  # the inner ones
-    return sorted((name for name in names if name in calls.order), key=calls.order.index)
+    return sorted(names, key=calls.order.index)
+
+
+def _recorded(model: nn.Module, call: Call) -> _Calls:
+    calls = _Calls()
+
+    def enter(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        calls.order.append(name)
+        calls.inputs[name] = list(tensors_of((args, kwargs)))
+
+    def leave(name: str, output: Any) -> None:
+        calls.outputs[name] = list(tensors_of(output))
+
+    args, kwargs = copied(*call)
+    with ExitStack() as hooks, untouched(model), torch.no_grad():
+        for name, module in model.named_modules():
+            before = module.register_forward_pre_hook(lambda _, *a, name=name: enter(name, *a), with_kwargs=True)
+            behind = module.register_forward_hook(lambda _, __, output, name=name: leave(name, output))
+            hooks.callback(before.remove)
+            hooks.callback(behind.remove)
+        model(*args, **kwargs)
+    return calls
+
+
+def _in_turn(names: Sequence[str], calls: _Calls) -> bool:
+    """Whether at least two of a list's layers were called, once each, and in order."""
+    called = [name for name in names if name in calls.inputs]
+    members = set(names)
+    return len(called) > 1 and called == [name for name in calls.order if name in members]
+
+
+def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:
+    """Whether at least two of its layers are made of others, and of the same class; in a block no plain sequences."""
+    kinds = Counter(
+        type(child)
+        for child in layers.children()
+        if next(child.children(), None) is not None and not (nested and isinstance(child, nn.Sequential))
+    )
+    return max(kinds.values(), default=0) > 1
+
+
+def _follow_each_other(names: Sequence[str], calls: _Calls) -> bool:
+    """Whether each layer takes a tensor that the one before it returned: experts beside each other do not."""
+    given, taken = ([{id(t) for t in tensors.get(n, ())} for n in names] for tensors in (calls.outputs, calls.inputs))
+    return all(a & b for a, b in zip(given, taken[1:]))
 
 
 def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
@@ -81,7 +118,7 @@ def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
     names = list(_outermost("", model, Counter(calls.order), sizes))
     enough = 2 * sum(sizes[name] for name in names) >= sizes[""]
-    found = [name for name in names if name in calls.of_numbers]
+    found = [name for name in names if any(tensor.is_floating_point() for tensor in calls.inputs[name])]
     return found if enough and len(found) > 1 else []
 
 
@@ -97,79 +134,3 @@ def _outermost(around: str, module: nn.Module, times: Mapping[str, int], sizes: 
             yield from inner
         else:
             yield name
-
-
-def _recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Calls:
-    calls = _Calls()
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-
-            def enter(_: nn.Module, a: tuple, k: dict[str, Any], name: str = name) -> None:
-                calls.order.append(name)
-                calls.kept.append((a, k))
-                calls.inputs[name] = [id(tensor) for tensor in tensors_of([a, k])]
-                if any(tensor.is_floating_point() for tensor in tensors_of([a, k])):
-                    calls.of_numbers.add(name)
-
-            def leave(_: nn.Module, a: tuple, k: dict[str, Any], output: Any, name: str = name) -> None:
-                calls.kept.append(output)
-                calls.outputs[name] = [id(tensor) for tensor in tensors_of(output)]
-
-            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
-        with torch.no_grad():
-            model(*args, **kwargs)
-    return calls
-
-
-def _irregularity(name: str, layers: nn.Module, calls: _Calls) -> str:
-    """Why a list cannot be cut between its layers as they were called; empty: each was called once, and in order.
-
-    Layers that were not called at all are no reason, as long as two were.
-    """
-    times = Counter(calls.order)
-    children = [f"{name}.{key}" for key, _ in layers.named_children()]
-    called = [child for child in children if times[child]]
-    if often := [child for child in called if times[child] > 1]:
-        return f"the forward called {often[0]} {times[often[0]]} times"
-    if len(called) < 2:
-        return f"the forward called {len(called)} of its {len(children)} layers"
-    if called != [child for child in calls.order if child in set(children)]:
-        return "the forward called its layers in another order"
-    return ""
-
-
-def _way_on(irregular: Mapping[str, str], lists: Mapping[str, nn.Module]) -> str:
-    """What to do where no list is left.
-
-    Args:
-        irregular: name of a list -> why it was left out for how it was called.
-        lists: all of them.
-    """
-    several = [name for name in irregular if len(list(lists[name].children())) > 1]
-    outermost = [name for name in several if not any(name.startswith(f"{other}.") for other in several)]
-    if not outermost:
-        return "Name those to cut between with pipelined(..., blocks=[...]), or give the model pipeline_layers()"
-    reasons = "; ".join(f"{name}: {irregular[name]}" for name in outermost[:_SHOWN])
-    more = f"; and {len(outermost) - _SHOWN} more" if len(outermost) > _SHOWN else ""
-    return (
-        f"Left out for how they were called with this example: {reasons}{more}. Have the forward call each layer once,"
-        " whatever the data are, name other lists with pipelined(..., blocks=[...]), or give it pipeline_layers()"
-    )
-
-
-def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:
-    """Whether at least two of its layers are made of others, and of the same class; in a block no plain sequences."""
-    kinds = Counter(
-        type(child)
-        for child in layers.children()
-        if next(child.children(), None) is not None and not (nested and isinstance(child, nn.Sequential))
-    )
-    return max(kinds.values(), default=0) > 1
-
-
-def _follow_each_other(name: str, layers: nn.Module, calls: _Calls) -> bool:
-    """Whether each layer takes a tensor that the one before it returned: experts beside each other do not."""
-    children = [f"{name}.{key}" for key, _ in layers.named_children()]
-    pairs = itertools.pairwise(children)
-    return all(set(calls.outputs.get(a, ())) & set(calls.inputs.get(b, ())) for a, b in pairs)

@@ -15,7 +15,6 @@ from lightning_asyncpp.core.cut.module_as_network import called_by_steps
 Call = tuple[tuple, dict[str, Any]]
 _BATCH, _TIME = 2, 8
 _DIMENSIONS: dict[type, int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
-_FIRST = (nn.Embedding, nn.Linear, *_DIMENSIONS)
 _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
 
 
@@ -25,16 +24,6 @@ def call_of(example: Any) -> Call:
         return (), dict(example)
     # A tensor is a sequence as well: of its rows.
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
-
-
-def _positional(model: nn.Module, required: bool = False) -> list[inspect.Parameter]:
-    try:
-        parameters = list(inspect.signature(type(called_by_steps(model)).forward).parameters.values())[1:]
-    except ValueError:  # of a function that does not say
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = [parameter for parameter in parameters if parameter.kind in kinds]
-    return [parameter for parameter in found if parameter.default is parameter.empty] if required else found
 
 
 def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
@@ -47,24 +36,28 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         yield from _of_transformers(model)
         return
-    missing = len(_positional(model, required=True)) - 1
+    needed = _num_needed(model)
     for first in _first_arguments(model):
-        if missing < 1:
-            yield (first,), {}
-            continue
-        # Another sequence or image; a class or a moment for each sample.
-        for other in (first, torch.randint(2, (_BATCH,)), torch.rand(_BATCH)):
-            yield (first, *[other] * missing), {}
+        # Behind it another sequence or image; a class or a moment for each sample.
+        for other in (first, torch.randint(2, (_BATCH,)), torch.rand(_BATCH)) if needed > 1 else (first,):
+            yield (first, *[other] * (needed - 1)), {}
+
+
+def _num_needed(model: nn.Module) -> int:
+    """How many positional arguments a model cannot do without."""
+    parameters = list(inspect.signature(type(called_by_steps(model)).forward).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters)
 
 
 def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
     """What the first layer may take: the first of each kind, as submodules come in any order; tokens first."""
-    for known in (getattr(model, "pretrained_cfg", None) or {}, getattr(model, "default_cfg", None) or {}):
-        if "input_size" in known:
-            yield torch.randn(_BATCH, *known["input_size"])
+    known = getattr(model, "pretrained_cfg", None) or {}  # of timm
+    if "input_size" in known:
+        yield torch.randn(_BATCH, *known["input_size"])
     firsts: dict[type, Any] = {}
     for module in model.modules():
-        for kind in _FIRST:
+        for kind in (nn.Embedding, nn.Linear, *_DIMENSIONS):
             if isinstance(module, kind):
                 firsts.setdefault(kind, module)
     for kind, first in sorted(firsts.items(), key=lambda found: found[0] is not nn.Embedding):
@@ -73,36 +66,28 @@ def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
         elif kind is nn.Linear:
             yield from (torch.randn(*shape, first.in_features) for shape in ((_BATCH, _TIME), (_BATCH,)))
         else:
-            for size in (getattr(model, "image_size", None), 224, 32):
-                if isinstance(size, int):
-                    yield torch.randn(_BATCH, first.in_channels, *[size] * _DIMENSIONS[kind])
+            sizes = (getattr(model, "image_size", 224), 224, 32)
+            yield from (torch.randn(_BATCH, first.in_channels, *[size] * _DIMENSIONS[kind]) for size in sizes)
 
 
 def _of_transformers(model: Any) -> Iterator[Call]:
-    name = model.main_input_name
     taken = inspect.signature(type(model).forward).parameters
-    takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-    if name == "pixel_values":
-        config = model.config
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        pixels = torch.randn(_BATCH, getattr(config, "num_channels", 3), height, width)
-        labels = {"labels": torch.zeros(_BATCH, dtype=torch.long)} if "labels" in taken else {}
-        yield from (((), {name: pixels, **more}) for more in ([labels, {}] if labels else [{}]))
+    classes = {"labels": torch.zeros(_BATCH, dtype=torch.long)}
+    if model.main_input_name == "pixel_values":
+        size = getattr(model.config, "image_size", 224)
+        sizes = size if isinstance(size, (tuple, list)) else (size, size)
+        pixels = {"pixel_values": torch.randn(_BATCH, getattr(model.config, "num_channels", 3), *sizes)}
+        yield (), {**pixels, **(classes if "labels" in taken else {})}
+        yield (), pixels
         return
-    yield from _of_text(model, "labels" in taken or takes_more)
-
-
-def _of_text(model: Any, takes_labels: bool) -> Iterator[Call]:
-    config, kind = model.config, type(model).__name__
-    tokens = torch.randint(1, int(getattr(config, "vocab_size", 0) or 2), (_BATCH, _TIME))  # (batch, time)
+    tokens = torch.randint(1, int(getattr(model.config, "vocab_size", 0) or 2), (_BATCH, _TIME))  # (batch, time)
     mask = torch.ones_like(tokens)
     mask[-1, -2:] = 0
     both = {"input_ids": tokens, "attention_mask": mask}
-    decoder = {"decoder_input_ids": tokens} if getattr(config, "is_encoder_decoder", False) else {}
-    if takes_labels and any(sign in kind for sign in _TOKEN_LABELS):
-        yield (), {**both, "labels": tokens.masked_fill(mask == 0, -100)}
-    if takes_labels:
-        yield (), {**both, "labels": torch.zeros(_BATCH, dtype=torch.long)}  # of whole sequences
+    decoder = {"decoder_input_ids": tokens} if getattr(model.config, "is_encoder_decoder", False) else {}
+    if "labels" in taken or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+        if any(sign in type(model).__name__ for sign in _TOKEN_LABELS):
+            yield (), {**both, "labels": tokens.masked_fill(mask == 0, -100)}
+        yield (), {**both, **classes}
     yield (), {**both, **decoder}
     yield (), {name: value[:1] for name, value in {"input_ids": tokens, **decoder}.items()}

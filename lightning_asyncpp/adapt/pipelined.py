@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,19 +14,16 @@ from torch import Tensor, nn
 from lightning_asyncpp.adapt.analysis import find_cut
 from lightning_asyncpp.adapt.blocks import find_blocks
 from lightning_asyncpp.adapt.examples import Call, call_of, copied, examples_of
-from lightning_asyncpp.adapt.runs import as_before
+from lightning_asyncpp.adapt.runs import untouched
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.cut.whole_model import whole_of
+from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
-_AN_EXAMPLE = (
-    "an example is what the training calls the model with: positional arguments in a tuple, (x, mask), one tensor for a"
-    " model that takes nothing else, or keyword arguments in a dictionary, {'input_ids': ids, 'labels': ids}"
-)
 _MANY = 8  # results of blocks that cross a cut; a U-Net has as many as levels
 _LONGEST = 400  # characters of an error that are repeated
 
@@ -64,17 +62,14 @@ def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequ
         )
     if getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False  # type: ignore[union-attr]  # which may change what a model computes
-        rank_zero_info(
-            f"{class_name(model)}: config.use_cache=False, as a training needs no cache of keys and values"
-            " (generate() has a switch of its own)"
-        )
-    call = _working_example(model, example)
-    with as_before(model):
-        names = find_blocks(model, *copied(*call), blocks)
-    cut, costs = find_cut(model, call, names)
+        rank_zero_info(f"{class_name(model)}: config.use_cache=False, as a training needs no cache of keys and values")
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with drawing_from(0, device), untouched(model), torch.inference_mode(False), torch.enable_grad():
+        call = _working_example(model, example, device)
+        cut, costs = find_cut(model, call, find_blocks(model, call, blocks))
     model.pipeline_layers = cut  # type: ignore[assignment]
-    model.pipeline_costs = Costs(costs)  # type: ignore[assignment]
-    if (most := max(len(cut.crossing(unit)) for unit in range(cut.num_units))) > _MANY:
+    model.pipeline_costs = functools.partial(list, costs)  # type: ignore[assignment]
+    if (most := max(map(len, cut.crossing))) > _MANY:
         rank_zero_warn(
             f"{class_name(model)} puts together what its layers return in its own forward, so that up to {most} of"
             " their results cross a cut, and not one: have a layer return what later ones need of those before it, or"
@@ -101,50 +96,28 @@ def problems_of_layers(
     try:
         _cut_as_it_is(model, given)
     except ConfigurationError as error:
-        return [
-            f"{name} is a {class_name(model)}, which the pipeline cannot cut by itself: {error}."
-            " pipeline_layers() is a method that returns its layers in the order in which they are applied"
-        ]
+        return [f"{name} is a {class_name(model)}, which the pipeline cannot cut by itself: {error}"]
     return []
 
 
-class Costs:
-    """Stands as ``pipeline_costs`` in a model: floating-point operations of its layers with the example."""
-
-    def __init__(self, costs: list[float]) -> None:
-        self.costs = costs
-
-    def __call__(self) -> list[float]:
-        """They, in order."""
-        return list(self.costs)
-
-
-def _working_example(model: nn.Module, example: Example | None) -> Call:
+def _working_example(model: nn.Module, example: Example | None, device: torch.device) -> Call:
     """Arguments that the model takes, on its device."""
-    if example is not None and not isinstance(example, (Tensor, tuple, list, Mapping)):
-        raise ConfigurationError(
-            f"pipelined({class_name(model)}): the example is of type {type(example).__name__}; {_AN_EXAMPLE}"
-        )
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    problems = []
-    for args, kwargs in examples_of(model) if example is None else [call_of(example)]:
-        args, kwargs = (map_tensors(lambda t: _varied(t.to(device)), value) for value in (args, dict(kwargs)))
+    called = called_by_steps(model)
+    problem = ""
+    for call in examples_of(model) if example is None else [call_of(example)]:
+        args, kwargs = (map_tensors(lambda t: _varied(t.to(device)), value) for value in call)
         try:
-            _call_once(model, args, kwargs)
+            given, named = copied(args, kwargs)
+            with untouched(model), torch.no_grad():
+                type(called).__call__(called, *given, **named)
             return args, kwargs
         except Exception as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            problems.append(textwrap.shorten(text, _LONGEST, placeholder=" ..."))
-    if example is not None:
-        raise ConfigurationError(
-            f"pipelined({class_name(model)}): the model cannot be called with the example {_described(example)}:"
-            f" {problems[-1]}; {_AN_EXAMPLE}"
-        )
-    tried = f" (tried: {problems[-1]})" if problems else ""
+            problem = textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST, placeholder=" ...")
+    shown = map_tensors(lambda t: f"{t.dtype} {list(t.shape)}", example)
     raise ConfigurationError(
-        f"it is not known how {class_name(model)} is called{tried}; give an example of its arguments, as (x, mask) or"
-        " {'input_ids': ids, 'labels': ids}: in the LightningModule's example_input_array, in Fabric the strategy's, or"
-        " in pipelined(model, example). Or give the model pipeline_layers()"
+        f"{class_name(model)} cannot be called with {'what is guessed' if example is None else shown}"
+        f" ({problem}). Give an example of what the training calls it with, (x, mask) or {{'input_ids': ids}}: in the"
+        " LightningModule's example_input_array, in Fabric the strategy's, or in pipelined(model, example)"
     )
 
 
@@ -153,21 +126,3 @@ def _varied(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.any():
         return tensor
     return torch.linspace(-0.9, 0.8, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view(tensor.shape)
-
-
-def _call_once(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    called = called_by_steps(model)
-    args, kwargs = copied(args, kwargs)
-    with as_before(model), torch.no_grad():
-        type(called).__call__(called, *args, **kwargs)
-
-
-def _described(value: Any) -> str:
-    """An example with dtype and shape for each tensor, and types for the rest."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_described(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(_described, value)) + ("," if len(value) == 1 else "") + ")"
-    return repr(value) if value is None or isinstance(value, (bool, int, float)) else type(value).__name__

@@ -332,16 +332,6 @@ class Told(Net):
         return self.out(x) + total
 
 
-class Evaluating(Net):
-    """Does more in evaluation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
-        for block in self.blocks:
-            x = block(x) if self.training else 0.5 * block(x)
-        return self.out(x if self.training else x + first)
-
-
 class Leaving(Net):
     """Leaves a block out in training."""
 
@@ -400,6 +390,17 @@ class Ladder(Net):
         return self.out(x)
 
 
+class Shifted(Net):
+    """Changes in place what blocks returned, and needs what the first one took."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+            x += 0.5
+        return self.out(x + first)
+
+
 class InPlaceSkips(Net):
     """Changes in place what blocks returned, and needs it once more, as U-Nets with ``ReLU(inplace=True)`` do."""
 
@@ -410,16 +411,6 @@ class InPlaceSkips(Net):
         second += 1
         third = self.blocks[1](second).relu_()
         return self.out(self.blocks[2](third) + first + second + third)
-
-
-class Rest(Net):
-    """Takes what is beyond the example's length."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x + first[:, 4:].sum(1, keepdim=True))
 
 
 class Dense(Net):
@@ -454,7 +445,7 @@ class Choosing(Net):
         return self.out(self.chosen(x, first))
 
     def chosen(self, x: Tensor, otherwise: Tensor) -> Tensor:
-        return torch.where(torch.rand(len(x), 1, 1) < 0.8, x, otherwise) if self.training else x
+        return torch.where(torch.rand(len(x), 1, 1) < 0.5, x, otherwise) if self.training else x
 
 
 class Auxiliary(Net):
@@ -498,11 +489,10 @@ class WithLoss(Net):
 
 EXACT = (
     Net, Between, InPlace, Scaled, Tied, Asking, Unused, Noted, WithObject, Added, Frozen, Cast, Inferring, Flagged,
-    Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised,
+    Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised, Leaving, Kept,
 )  # fmt: skip
 """Their pipelines train to the last bit as one process does."""
 ROUNDED = (
-    Told, Evaluating, Leaving, Skipping, Mixed, Positioned, Ladder, InPlaceSkips, Rest, Dense, Kept,
-    Choosing, Auxiliary, WithLoss,
+    Told, Skipping, Mixed, Positioned, Ladder, Shifted, InPlaceSkips, Dense, Choosing, Auxiliary, WithLoss,
 )  # fmt: skip
 """The same but for the order in which gradients may be added."""

@@ -1,4 +1,4 @@
-"""Examples that users give to ``pipelined``: what they may be, and what is said of one that does not fit."""
+"""Examples that users give to ``pipelined``: what they may be, and what an error says of one that does not fit."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def test_what_an_example_may_be(example: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "said"),
+    ("example", "words"),
     [
-        (torch.randn(2, DIM + 1), "with the example float32 [2, 5]: RuntimeError: mat1 and mat2 shapes cannot be mul"),
-        ((torch.randn(2, DIM), 1, True), "with the example (float32 [2, 4], 1, True): TypeError: "),
-        ({"y": torch.ones(2, dtype=torch.int64)}, "with the example {'y': int64 [2]}: TypeError: "),
-        (7, "the example is of type int; "),
+        (torch.randn(2, DIM + 1), "called with torch.float32 [2, 5] (RuntimeError: mat1 and mat2 shapes cannot"),
+        ((torch.randn(2, DIM), 1, True), "called with ('torch.float32 [2, 4]', 1, True) (TypeError: "),
+        ({"y": torch.ones(2, dtype=torch.int64)}, "called with {'y': 'torch.int64 [2]'} (TypeError: "),
+        (7, "called with 7 ("),
     ],
     ids=["another shape", "too many", "another name", "no example"],
 )
-def test_an_example_that_does_not_fit(example: Any, said: str) -> None:
+def test_an_example_that_does_not_fit(example: Any, words: str) -> None:
     model = Net()
     with pytest.raises(ConfigurationError) as caught:
         pipelined(model, example)
     message = str(caught.value)
-    assert message.startswith("pipelined(Net): ")
-    assert said in message
-    assert message.endswith("or keyword arguments in a dictionary, {'input_ids': ids, 'labels': ids}")
+    assert message.startswith("Net cannot be called ")
+    assert words in message
+    assert message.endswith("in Fabric the strategy's, or in pipelined(model, example)")
     assert len(message.splitlines()) == 1
     assert not hasattr(model, "pipeline_layers")

@@ -9,7 +9,7 @@ from lightning_asyncpp import check_model
 from tests.adapt.home_made import HOME_MADE
 from tests.adapt.models import Trained, assert_trains
 
-ROUNDED = ("translation", "denoiser", "beside")
+ROUNDED = ("translation", "denoiser")
 """A value is used on both stages."""
 
 

@@ -1,8 +1,14 @@
 """A stage that runs the model's own ``forward``, where a model was cut as it is.
 
-A block of an earlier stage returns what arrived for it; a block of this stage runs; behind the last one of them the
-forward ends. Code around and between blocks runs on every stage that reaches it, on what it computes itself, or on
-values that nobody looks at.
+Blocks of earlier stages do not run, and the forward ends where the next stage begins. Code around and between blocks
+runs on every stage that reaches it, on what it computes itself, on what arrived, or on zeros that nobody looks at. What
+arrives beside the arguments of the call is one of two things:
+
+* Outputs of earlier blocks, which return them. Unit i is the block of that number with the code before it, and one unit
+  more is the code behind the last. All chains of blocks are cut so, and forwards with skips (U-Nets).
+* What the stage's first block takes: its inputs are filled in place, so that code which uses them once more finds the
+  same. Unit i is the block with the code behind it. Of ``x = x + block(x)`` one tensor crosses a cut so, not what all
+  blocks returned; of an encoder and a decoder what the decoder's blocks take.
 """
 
 from __future__ import annotations
@@ -10,33 +16,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.tree import map_leaves, map_tensors, tensors_of
+from lightning_asyncpp.core.batches.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.core.cut.module_as_network import called_by_steps
-from lightning_asyncpp.core.cut.pruned import Place, places_of
+from lightning_asyncpp.core.cut.pruned import Place, places_of, without_memory
 from lightning_asyncpp.errors import ConfigurationError
 
-_BLANK = "tensor without values"  # key of what stands for one in a message
 Entered = Callable[[int], None]
 """Called with the number of a unit when its code begins."""
-
-
-class TensorFacts(NamedTuple):
-    """What is known of a tensor that is not there."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def stand_in(self, device: torch.device) -> Tensor:
-        """A tensor that takes one element."""
-        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
 
 class Members(nn.Module):
@@ -63,35 +57,29 @@ class Members(nn.Module):
                 node.register_buffer(key, part)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OwnForwardCut:
     """Where a model may be cut whose own ``forward`` runs on every stage: its ``pipeline_layers``.
 
-    Unit number i is the block of that number with the code before it, and one unit more is the code behind the last;
-    with ``by_inputs`` that belongs to the last block's.
-
     Attributes:
         blocks: names, in the order of their calls.
-        around: of every unit, names of submodules, parameters and buffers that its code uses beside its block.
-        outputs: what the blocks returned with the example, with :class:`TensorFacts` in the places of tensors.
-        needs: of every unit, numbers of earlier blocks whose outputs its code uses.
+        around: of every unit, names of parameters and buffers that its code uses beside its block.
+        outputs: of every block, the shape of the first tensor of real numbers that it took with the example; and what
+            it returned, with tensors on the meta device.
+        crossing: of every unit, what crosses a cut in front of it: numbers of earlier blocks, whose outputs do; with
+            ``by_inputs`` positions among all that its block takes.
+        by_inputs: whether what blocks take crosses.
         blank: positions and names of arguments whose real numbers no stage but the first one needs.
-        draws_between: whether code around blocks draws random numbers.
-        by_inputs: whether what crosses is what the next block takes, in place of what the one before returned: of a
-            forward that adds what its blocks return to what they took. Blocks of earlier stages then return zeros.
         is_exact: whether gradients are added in the order of the whole model: no value is used on several stages.
-        copies: whether code behind a block gets a copy of what goes to another stage, too, as it changes it in place.
     """
 
     blocks: tuple[str, ...]
     around: tuple[tuple[str, ...], ...]
-    outputs: tuple[Any, ...]
-    needs: tuple[frozenset[int], ...]
-    blank: frozenset[int | str] = frozenset()
-    draws_between: bool = True
+    outputs: tuple[tuple[Sequence[int], Any], ...]
+    crossing: tuple[frozenset[int], ...]
     by_inputs: bool = False
-    is_exact: bool = True
-    copies: bool = False
+    blank: frozenset[int | str] = frozenset()
+    is_exact: bool = False
 
     def __call__(self) -> list[Any]:
         """Nothing that could be applied one after the other."""
@@ -105,10 +93,6 @@ class OwnForwardCut:
     def names_of(self, unit: int) -> list[str]:
         """Names of what a unit holds."""
         return [*self.around[unit], *self.blocks[unit : unit + 1]]
-
-    def crossing(self, unit: int) -> list[int]:
-        """Numbers of the blocks whose outputs cross a cut before a unit."""
-        return sorted(i for i in set().union(*self.needs[unit:]) if i < unit)
 
 
 class OwnForwardStage:
@@ -133,33 +117,29 @@ class OwnForwardStage:
         self._forward = vars(called).get("forward") or functools.partial(type(called).forward, called)
         blocks = [model.get_submodule(name) for name in cut.blocks]
         self._numbers = {block: number for number, block in enumerate(blocks)}
-        self._kinds = {block: (type(block), _steered(cast(Any, type(block)))) for block in blocks}
-        self._stand_ins = [(place, self._standing_for(place.tensor, dtype)) for place in self._others(model)]
-        self.sends = set(cut.crossing(end)) if end < cut.num_units else set()
+        self._kinds = [(block, type(block), _steered(cast(Any, type(block)))) for block in blocks]
+        self._stand_ins = list(self._standing_for_others(model, dtype))
+        self._sends = cut.crossing[end] if end < cut.num_units else frozenset()
+        # Of a forward: who is told of units; what arrived and what is to leave, by the numbers in the cut's crossing.
+        self._entered: Entered = lambda unit: None
+        self._arrived: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
 
-    def _others(self, model: nn.Module) -> Iterator[Place]:
-        """Places around blocks of what other units hold alone."""
-        units = range(self.cut.num_units)
-        own = {id(tensor) for unit in units[self.first : self.end] for tensor in self._held(model, unit)}
-        others = {id(tensor) for unit in units for tensor in self._held(model, unit, blocks=False)}
-        if not self.cut.by_inputs:  # where zeros have to come from the code before
-            others -= own
+    def _standing_for_others(self, model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Place, Tensor]]:
+        """Places around blocks of what other units hold alone, and tensors for them."""
+        held = [Members(model, self.cut.names_of(unit)) for unit in range(self.first, self.end)]
+        own = {id(tensor) for part in held for tensor in (*part.parameters(), *part.buffers())}
+        others = {id(attrgetter(name)(model)) for names in self.cut.around for name in names} - own
         inside = {module for block in self._numbers for module in block.modules()}
-        for module in dict.fromkeys(model.modules()):
-            if module not in inside:
-                yield from (place for place in places_of(module) if id(place.tensor) in others)
+        outside = [module for module in model.modules() if module not in inside]
+        for place in itertools.chain.from_iterable(map(places_of, outside)):
+            if id(place.tensor) in others:
+                is_real = place.tensor.is_floating_point()
+                stand_in = without_memory(place.tensor, self._device, dtype if is_real else None)
+                is_parameter = isinstance(place.tensor, nn.Parameter)  # buffers, as running means, may be written to
+                yield place, stand_in if is_parameter else stand_in.contiguous()
 
-    def _held(self, model: nn.Module, unit: int, blocks: bool = True) -> Iterator[Tensor]:
-        held = Members(model, self.cut.names_of(unit) if blocks else self.cut.around[unit])
-        return itertools.chain(held.parameters(), held.buffers())
-
-    def _standing_for(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """A tensor without memory for a parameter; buffers, such as running means, may be written to."""
-        facts = TensorFacts(tuple(tensor.shape), (tensor.is_floating_point() and dtype) or tensor.dtype)
-        stand_in = facts.stand_in(self._device)
-        return stand_in if isinstance(tensor, nn.Parameter) else stand_in.clone(memory_format=torch.contiguous_format)
-
-    def run(self, args: tuple, kwargs: Mapping[str, Any], entered: Entered = lambda unit: None) -> Any:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], entered: Entered = lambda unit: None) -> Any:
         """Run the units.
 
         Args:
@@ -169,151 +149,142 @@ class OwnForwardStage:
         Returns:
             What the model returns; before the last stage what the next one takes.
         """
-        arrived: Mapping[int, Any] = {}
+        arrived: Mapping[str, Any] = {}
         if self.first:
-            args, kwargs, arrived = self._unpack(args[0])
-        run = _Run(self, arrived, entered)
-        call = (args, dict(kwargs)) if self.end < self.cut.num_units else None
-        if not self.first or self.cut.draws_between:
-            entered(0)
+            args, kwargs, arrived = args[0]
+        is_last = self.end == self.cut.num_units
+        sent = () if is_last else _mapped(self._sent, args, kwargs)
+        given = _mapped(self._given, args, kwargs) if self.first else (args, kwargs)
+        self._entered, self._arrived = entered, {int(at): value for at, value in arrived.items()}
+        self._made = {} if self.cut.by_inputs else dict(self._arrived)
+        output = None
         try:
-            with self._steering(run):
-                output = self._forward(*map_leaves(lambda leaf: leaf, tuple(args)), **kwargs)
-        except _Reached:
-            output = None
-        if call is None:
-            return output
-        return self._pack(call, {**arrived, **run.made})
+            with suppress(_Reached), self._steering():
+                self._enter(0)
+                output = self._forward(*given[0], **given[1])
+            return output if is_last else [*sent, self._leaving()]
+        finally:
+            self._arrived, self._made = {}, {}
 
-    # -- what crosses a cut ---------------------------------------------------------------------------------------
-
-    def _pack(self, call: tuple[tuple, dict[str, Any]], outputs: Mapping[int, Any]) -> Any:
-        if missing := sorted(self.sends - outputs.keys()):
+    def _leaving(self) -> dict[str, Any]:
+        """What goes on to the next stage beside the arguments."""
+        if missing := sorted(self._sends - self._made.keys()):
             raise ConfigurationError(
-                f"{self.cut.blocks[missing[0]]} was not called in this forward, as it was with the example: what it"
-                " returns is needed on the next stage; call every block in every forward, or give the model"
-                " pipeline_layers()"
+                f"{self.cut.blocks[self.end if self.cut.by_inputs else missing[0]]} was not called in this forward, as"
+                " it was with the example: call every block in every forward, or give the model pipeline_layers()"
             )
-        args, kwargs = call
-        blank = self.cut.blank
-        packed = [_without_values(value) if at in blank else value for at, value in enumerate(args)]
-        named = {name: _without_values(value) if name in blank else value for name, value in kwargs.items()}
-        return [packed, named, {str(number): outputs[number] for number in sorted(self.sends)}]
+        return {str(at): self._made[at] for at in sorted(self._sends)}
 
-    def _unpack(self, arrived: Any) -> tuple[tuple, dict[str, Any], dict[int, Any]]:
-        args, kwargs, outputs = arrived
-        args, kwargs = (map_leaves(self._stood_for, value, _is_blank) for value in (args, kwargs))
-        return tuple(args), kwargs, {int(number): output for number, output in outputs.items()}
+    def _sent(self, key: int | str, value: Any) -> Any:
+        """What goes on of an argument: a copy, as the forward may change it in place.
 
-    def _stood_for(self, leaf: Any) -> Any:
-        if not _is_blank(leaf):
-            return leaf
-        shape, dtype = leaf[_BLANK]
-        return TensorFacts(tuple(shape), getattr(torch, dtype)).stand_in(self._device)
+        Of numbers that nobody needs it is an empty tensor, which tells their shape.
+        """
+        is_blank = key in self.cut.blank and not self.first
+        return map_tensors(
+            lambda t: t.new_empty((0, *t.shape)) if is_blank and t.is_floating_point() else t.clone(), value
+        )
 
-    def stand_in(self, number: int, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """What a block of an earlier stage returns where nobody looks: the first tensor that it took, or zeros."""
-        taken = _first_of(args, kwargs)
-        if taken is not None and self.cut.by_inputs:
-            taken = torch.zeros_like(taken)
-        elif taken is not None and number == 0:
-            taken = taken.clone()  # it may be the batch's own, and code behind may change it in place
-
-        def filled(leaf: Any) -> Any:
-            if not isinstance(leaf, TensorFacts):
-                return leaf
-            return leaf.stand_in(self._device) if taken is None else taken
-
-        return map_leaves(filled, self.cut.outputs[number], lambda node: isinstance(node, TensorFacts))
-
-    def copy_of(self, output: Any) -> Any:
-        """What code behind a block gets of an output that goes to another stage, too."""
-        return map_tensors(Tensor.clone, output) if self.cut.copies else output
+    def _given(self, key: int | str, value: Any) -> Any:
+        """What the forward of a later stage gets of an argument."""
+        if key not in self.cut.blank:
+            return value
+        return map_tensors(lambda t: t.new_zeros(()).expand(t.shape[1:]) if t.is_floating_point() else t, value)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _steering(self, run: _Run) -> Iterator[None]:
-        """Have the blocks ask a run what to do; they stay the objects that they are."""
+    def _steering(self) -> Iterator[None]:
+        """Have the blocks ask this stage what to do; they stay the objects that they are."""
         fast = torch.backends.mha.get_fastpath_enabled()
-        run.originals = [(place, place.table[place.key]) for place, _ in self._stand_ins]
-        _RUNS.append(run)
+        originals = [place.table[place.key] for place, _ in self._stand_ins]
+        _UNDER_WAY.append(self)
         try:
-            torch.backends.mha.set_fastpath_enabled(False)  # it takes the weights of blocks that may be elsewhere
-            for block, (_, steered) in self._kinds.items():
+            torch.backends.mha.set_fastpath_enabled(False)  # it takes the weights of blocks that other stages may have
+            for block, _, steered in self._kinds:
                 object.__setattr__(block, "__class__", steered)
-            for place, stand_in in self._stand_ins if self.first or not self.cut.by_inputs else ():
+            for place, stand_in in self._stand_ins:
                 place.table[place.key] = stand_in
             yield
         finally:
-            _RUNS.pop()
+            _UNDER_WAY.pop()
             torch.backends.mha.set_fastpath_enabled(fast)
-            for block, (kind, _) in self._kinds.items():
+            for block, kind, _ in self._kinds:
                 object.__setattr__(block, "__class__", kind)
-            run.put_back()
+            for (place, _), original in zip(self._stand_ins, originals):
+                place.table[place.key] = original
 
-    def number_of(self, block: nn.Module) -> int:
-        """The number of a block."""
-        return self._numbers[block]
-
-
-class _Run:
-    """One forward of a stage.
-
-    Attributes:
-        made: number of a block of this stage -> what it returned, if another stage needs it.
-    """
-
-    def __init__(self, stage: OwnForwardStage, arrived: Mapping[int, Any], entered: Entered) -> None:
-        self.stage, self.arrived, self.entered = stage, arrived, entered
-        self.made: dict[int, Any] = {}
-        self.originals: list[tuple[Place, Any]] = []
-
-    def put_back(self) -> None:
-        """Have what the stage holds where stand-ins are."""
-        for place, original in self.originals:
-            place.table[place.key] = original
+    def _enter(self, unit: int) -> None:
+        """Tell that the code of a unit begins; code around the blocks of earlier ones runs, and draws, here, too."""
+        if unit < self.end:
+            self._entered(unit)
 
     def call(self, kind: type, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a call of a block gives."""
-        stage, number = self.stage, self.stage.number_of(block)
-        if number >= stage.end:
-            if stage.cut.by_inputs:
-                self.made[stage.end - 1] = _first_of(args, kwargs)
-            raise _Reached
-        if number >= stage.first:
+        number, by_inputs = self._numbers[block], self.cut.by_inputs
+        if by_inputs:
+            self._before(number, args, kwargs)
+        if number >= self.first:
             output = kind.__call__(block, *args, **kwargs)
-            if number in stage.sends:
-                self.made[number] = output
-                output = output if number + 1 == stage.end else stage.copy_of(output)
-        elif number in self.arrived:
-            output = self.arrived[number]
-            output = stage.copy_of(output) if number in stage.sends else output
+        elif number in self._arrived and not by_inputs:
+            output = self._arrived[number]
         else:
-            output = stage.stand_in(number, args, kwargs)
-        following = number + 1
-        if following == stage.first and stage.cut.by_inputs:
-            self.put_back()
-        if following == stage.end and not stage.cut.by_inputs:
+            output = self._zeros(number, args, kwargs)
+        return output if by_inputs else self._behind(number, output)
+
+    def _before(self, number: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Where inputs of blocks cross: end in front of the next stage's first one, and fill those of this stage's."""
+        taken = list(leaves_of((args, kwargs))) if number in (self.first, self.end) else []
+        if number >= self.end:
+            self._made = {at: taken[at] for at in self._sends if taken}
             raise _Reached
-        if following < stage.end and (following >= stage.first or stage.cut.draws_between):
-            self.entered(following)
-        return output
+        if number:
+            self._enter(number)
+        for at, value in self._arrived.items() if number == self.first else ():
+            taken[at].detach_().copy_(value)
+
+    def _behind(self, number: int, output: Any) -> Any:
+        """Where outputs of blocks cross: keep them, and end behind the last one of this stage.
+
+        Code behind a block gets a copy of what goes on, since it may change that in place.
+        """
+        if number in self._sends:
+            self._made[number] = output
+        if number + 1 == self.end:
+            raise _Reached
+        self._enter(number + 1)
+        return map_tensors(Tensor.clone, output) if number in self._sends else output
+
+    def _zeros(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a block of an earlier stage returns where nobody looks, shaped as with the example, to scale."""
+        taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), None)
+        example, output = self.cut.outputs[number]
+
+        def zeros(of: Tensor) -> Tensor:
+            if taken is None:
+                return torch.zeros(of.shape, dtype=of.dtype, device=self._device)
+            dtype = taken.dtype if of.is_floating_point() else of.dtype
+            if of.shape == example or of.ndim != taken.ndim:
+                return torch.zeros_like(taken, dtype=dtype)
+            shape = [max(size * now // max(then, 1), 1) for size, now, then in zip(of.shape, taken.shape, example)]
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+        return map_tensors(zeros, output)
 
 
 class _Reached(BaseException):
-    """Ends a forward behind the last block of a stage."""
+    """Ends a forward where the next stage begins."""
 
 
-_RUNS: list[_Run] = []  # the one that is under way
+_UNDER_WAY: list[OwnForwardStage] = []  # the one that runs
 
 
 @functools.cache
 def _steered(kind: Any) -> Any:
-    """A class of blocks whose calls go through the run that is under way."""
+    """A class of blocks whose calls go through the stage that runs."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return _RUNS[-1].call(kind, self, args, kwargs)
+        return _UNDER_WAY[-1].call(kind, self, args, kwargs)
 
     steered = type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
     if "forward" in vars(steered):
@@ -321,22 +292,12 @@ def _steered(kind: Any) -> Any:
     return steered
 
 
-def _first_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The first tensor of real numbers among arguments."""
-    return next((t for t in tensors_of((args, dict(kwargs))) if t.is_floating_point()), None)
-
-
-def _without_values(value: Any) -> Any:
-    def blank(tensor: Tensor) -> Any:
-        if not tensor.is_floating_point():
-            return tensor
-        return {_BLANK: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]}
-
-    return map_tensors(blank, value)
-
-
-def _is_blank(node: Any) -> bool:
-    return isinstance(node, dict) and _BLANK in node
+def _mapped(
+    function: Callable[[int | str, Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments with a function of each one's position or name, and of itself, in their places."""
+    named = {name: function(name, value) for name, value in kwargs.items()}
+    return [function(at, value) for at, value in enumerate(args)], named
 
 
 def cut_of(model: nn.Module) -> OwnForwardCut | None:

@@ -165,7 +165,13 @@ def release_memory(parameter: nn.Parameter) -> None:
         parameter.data = without_memory(parameter)
 
 
-def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype that takes one element; on the CPU, if the other is on the meta device."""
-    device = "cpu" if tensor.is_meta else tensor.device
-    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+def without_memory(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the same shape that takes one element.
+
+    Args:
+        tensor: the other one.
+        device: by default the same, or the CPU, if that is the meta device.
+        dtype: by default the same.
+    """
+    device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
+    return torch.zeros((), dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)

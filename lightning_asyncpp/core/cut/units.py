@@ -64,8 +64,10 @@ def entering_units(model: nn.Module, entered: Callable[[int], None]) -> Iterator
     hooks: list[Any] = []
     if (own := cut_of(model)) is not None:
         hooks.append(called_by_steps(model).register_forward_pre_hook(lambda *_: entered(0)))
-        for number, name in enumerate(own.blocks[: own.num_units - 1], 1):
-            hooks.append(model.get_submodule(name).register_forward_hook(lambda *_, n=number: entered(n)))
+        for number in range(1, own.num_units):  # with the call of its block, or behind that of the block before
+            block = model.get_submodule(own.blocks[number if own.by_inputs else number - 1])
+            register = block.register_forward_pre_hook if own.by_inputs else block.register_forward_hook
+            hooks.append(register(lambda *_, n=number: entered(n)))
     else:
         numbers: dict[nn.Module, list[int]] = {}  # one module may be several units
         for number, unit in enumerate(pipeline_units(model)):
@@ -96,7 +98,8 @@ def pipeline_units(model: nn.Module) -> list[Unit]:
     """
     if (own := cut_of(model)) is not None:
         held = [own.names_of(number) for number in range(own.num_units)]
-        return [Unit(_name_of(parts), Members(model, parts)) for parts in held]
+        blocks = [*own.blocks, ""]
+        return [Unit(_name_of(own.around[i], blocks[i]), Members(model, parts)) for i, parts in enumerate(held)]
     layers = getattr(model, "pipeline_layers", None)
     if callable(layers):
         return _named_layers(model, layers)
@@ -129,10 +132,11 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
     return [Unit(name_of[id(module)], module, function) for module, function in pairs]
 
 
-def _name_of(parts: Sequence[str]) -> str:
-    """What several parts of a model are called in messages; the last of them is a block, if there is one."""
-    more = [f"{len(parts) - 3} more"] if len(parts) > 3 else []
-    return " + ".join([*parts[:-1][:2], *more, *parts[-1:]]) or _ONLY_CODE
+def _name_of(around: Sequence[str], block: str) -> str:
+    """What a block and tensors around it are called in messages: by the modules that hold those."""
+    holders = list(dict.fromkeys(name.rpartition(".")[0] or name for name in around))
+    more = [f"{len(holders) - 2} more"] if len(holders) > 2 else []
+    return " + ".join([*holders[:2], *more, *filter(None, [block])]) or _ONLY_CODE
 
 
 def telling(names: Sequence[str]) -> list[str]:
