@@ -92,7 +92,7 @@ class _Analysis:
             before = [frozenset(range(max(unit - 1, 0), unit)) for unit in range(num_units)]
             everything = [frozenset(range(unit)) for unit in range(num_units)]
         cut = replace(cut, outputs=tuple(outputs.get(name, ((), None)) for name in self.blocks))
-        found = self.runs.in_stages(replace(cut, crossing=tuple(everything)))
+        found = self.runs.in_stages(replace(cut, crossing=tuple(everything)), has_all=True)
         around = [
             (*self._used(gradients, own), *(name for name, owner in changed.items() if owner == unit))
             for unit, (gradients, own) in enumerate(zip(found.gradients, [*self.inside, set[int]()]))

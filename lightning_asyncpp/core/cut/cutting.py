@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.materialize import materialize
-from lightning_asyncpp.core.cut.own_forward import cut_of
+from lightning_asyncpp.core.cut.own_forward import buffers_everywhere, cut_of
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import (
     Unit,
@@ -99,11 +99,13 @@ def _prune(
     materialize(units, [*own, *_sharing_with(units, own)], seed, device, root)
     units = pipeline_units(model)
     kept = {tensor for position in own for tensor in _tensors_of(units[position])}
+    if (as_it_is := cut_of(model)) is not None:
+        kept |= set(buffers_everywhere(model, as_it_is))
     others = [units[position] for position in range(len(units)) if position not in own]
     # Layers of other stages that share weights with this one's hold nothing either; but the code of a model that is cut
     # as it is may use any module on any stage.
     own_modules = {module for position in own for module in units[position].module.modules()}
-    modules = {module for unit in others for module in unit.module.modules()} if cut_of(model) is None else set()
+    modules = {module for unit in others for module in unit.module.modules()} if as_it_is is None else set()
     gone = [t for unit in others for t in _tensors_of(unit) if t not in kept]
     whole.pruned.prune(root, index, gone, modules - own_modules)
     if len(counts) > 1:

@@ -14,7 +14,7 @@ arrives beside the arguments of the call is one of two things:
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -101,15 +101,16 @@ class OwnForwardStage:
     Args:
         model: the whole model, or one whose pruned parts are shown.
         cut: how it may be cut.
-        first, end: its units are ``range(first, end)``. Tensors without memory stand where other units' weights are
-            while code around blocks runs.
+        first, end: its units are ``range(first, end)``. Meanwhile tensors without memory stand where other units'
+            weights are.
         device: where they stand.
         dtype: of those of real numbers; None: their own.
+        has_all: whether other units' weights are here, too.
     """
 
     def __init__(
         self, model: nn.Module, cut: OwnForwardCut, first: int, end: int,
-        device: torch.device | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | None = None, dtype: torch.dtype | None = None, has_all: bool = False,
     ) -> None:  # fmt: skip
         self.cut, self.first, self.end = cut, first, end
         self._device = device or torch.device("cpu")
@@ -118,7 +119,7 @@ class OwnForwardStage:
         blocks = [model.get_submodule(name) for name in cut.blocks]
         self._numbers = {block: number for number, block in enumerate(blocks)}
         self._kinds = [(block, type(block), _steered(cast(Any, type(block)))) for block in blocks]
-        self._stand_ins = list(self._standing_for_others(model, dtype))
+        self._stand_ins = [] if has_all else list(self._standing_for_others(model, dtype))
         self._sends = cut.crossing[end] if end < cut.num_units else frozenset()
         # Of a forward: who is told of units; what arrived and what is to leave, by the numbers in the cut's crossing.
         self._entered: Entered = lambda unit: None
@@ -126,18 +127,22 @@ class OwnForwardStage:
         self._made: dict[int, Any] = {}
 
     def _standing_for_others(self, model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Place, Tensor]]:
-        """Places around blocks of what other units hold alone, and tensors for them."""
-        held = [Members(model, self.cut.names_of(unit)) for unit in range(self.first, self.end)]
-        own = {id(tensor) for part in held for tensor in (*part.parameters(), *part.buffers())}
-        others = {id(attrgetter(name)(model)) for names in self.cut.around for name in names} - own
+        """Places of what other units hold alone, and tensors for them.
+
+        Buffers around blocks may be written to, such as running means; who reads one there gets no number.
+        """
+        held = [Members(model, self.cut.names_of(unit)) for unit in range(self.cut.num_units)]
+        tensors = [{id(tensor) for tensor in (*part.parameters(), *part.buffers())} for part in held]
+        own = set().union(*tensors[self.first : self.end], map(id, buffers_everywhere(model, self.cut)))
+        others = set().union(*tensors) - own
         inside = {module for block in self._numbers for module in block.modules()}
-        outside = [module for module in model.modules() if module not in inside]
-        for place in itertools.chain.from_iterable(map(places_of, outside)):
-            if id(place.tensor) in others:
+        for module in model.modules():
+            for place in (place for place in places_of(module) if id(place.tensor) in others):
                 is_real = place.tensor.is_floating_point()
                 stand_in = without_memory(place.tensor, self._device, dtype if is_real else None)
-                is_parameter = isinstance(place.tensor, nn.Parameter)  # buffers, as running means, may be written to
-                yield place, stand_in if is_parameter else stand_in.contiguous()
+                if module not in inside and not isinstance(place.tensor, nn.Parameter):
+                    stand_in = stand_in.contiguous().fill_(math.nan if is_real else 77)
+                yield place, stand_in
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], entered: Entered = lambda unit: None) -> Any:
         """Run the units.
@@ -160,8 +165,10 @@ class OwnForwardStage:
         output = None
         try:
             with suppress(_Reached), self._steering():
-                self._enter(0)
+                self._entered(0)  # code around blocks of earlier units runs, and draws, here, too
                 output = self._forward(*given[0], **given[1])
+            if self.cut.by_inputs and self._arrived:
+                raise self._not_called(self.first)
             return output if is_last else [*sent, self._leaving()]
         finally:
             self._arrived, self._made = {}, {}
@@ -169,11 +176,14 @@ class OwnForwardStage:
     def _leaving(self) -> dict[str, Any]:
         """What goes on to the next stage beside the arguments."""
         if missing := sorted(self._sends - self._made.keys()):
-            raise ConfigurationError(
-                f"{self.cut.blocks[self.end if self.cut.by_inputs else missing[0]]} was not called in this forward, as"
-                " it was with the example: call every block in every forward, or give the model pipeline_layers()"
-            )
+            raise self._not_called(self.end if self.cut.by_inputs else missing[0])
         return {str(at): self._made[at] for at in sorted(self._sends)}
+
+    def _not_called(self, number: int) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.cut.blocks[number]} was not called in this forward, as it was with the example: call every block in"
+            " every forward, or give the model pipeline_layers()"
+        )
 
     def _sent(self, key: int | str, value: Any) -> Any:
         """What goes on of an argument: a copy, as the forward may change it in place.
@@ -214,16 +224,18 @@ class OwnForwardStage:
             for (place, _), original in zip(self._stand_ins, originals):
                 place.table[place.key] = original
 
-    def _enter(self, unit: int) -> None:
-        """Tell that the code of a unit begins; code around the blocks of earlier ones runs, and draws, here, too."""
-        if unit < self.end:
-            self._entered(unit)
-
     def call(self, kind: type, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a call of a block gives."""
         number, by_inputs = self._numbers[block], self.cut.by_inputs
-        if by_inputs:
-            self._before(number, args, kwargs)
+        if number >= self.end:
+            if by_inputs and number == self.end:
+                taken = list(leaves_of((args, kwargs)))
+                self._made = {at: taken[at] for at in self._sends}
+            raise _Reached
+        if by_inputs and number:
+            self._entered(number)
+        if by_inputs and number == self.first:
+            self._fill(list(leaves_of((args, kwargs))))
         if number >= self.first:
             output = kind.__call__(block, *args, **kwargs)
         elif number in self._arrived and not by_inputs:
@@ -232,16 +244,16 @@ class OwnForwardStage:
             output = self._zeros(number, args, kwargs)
         return output if by_inputs else self._behind(number, output)
 
-    def _before(self, number: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Where inputs of blocks cross: end in front of the next stage's first one, and fill those of this stage's."""
-        taken = list(leaves_of((args, kwargs))) if number in (self.first, self.end) else []
-        if number >= self.end:
-            self._made = {at: taken[at] for at in self._sends if taken}
-            raise _Reached
-        if number:
-            self._enter(number)
-        for at, value in self._arrived.items() if number == self.first else ():
+    def _fill(self, taken: Sequence[Any]) -> None:
+        """Fill what this stage's first block takes with what arrived."""
+        for at, value in self._arrived.items():
+            if not isinstance(taken[at], Tensor) or (taken[at].shape, taken[at].dtype) != (value.shape, value.dtype):
+                raise ConfigurationError(
+                    f"{self.cut.blocks[self.first]} takes tensors of other shapes or dtypes where blocks before it have"
+                    " not run than where they have: give the model pipeline_layers()"
+                )
             taken[at].detach_().copy_(value)
+        self._arrived = {}
 
     def _behind(self, number: int, output: Any) -> Any:
         """Where outputs of blocks cross: keep them, and end behind the last one of this stage.
@@ -252,7 +264,7 @@ class OwnForwardStage:
             self._made[number] = output
         if number + 1 == self.end:
             raise _Reached
-        self._enter(number + 1)
+        self._entered(number + 1)
         return map_tensors(Tensor.clone, output) if number in self._sends else output
 
     def _zeros(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -298,6 +310,14 @@ def _mapped(
     """Arguments with a function of each one's position or name, and of itself, in their places."""
     named = {name: function(name, value) for name, value in kwargs.items()}
     return [function(at, value) for at, value in enumerate(args)], named
+
+
+def buffers_everywhere(model: nn.Module, cut: OwnForwardCut) -> list[Tensor]:
+    """Buffers around the blocks that no unit changes: every stage has them, also where blocks hold them, too."""
+    owned = {name for names in cut.around for name in names}
+    in_blocks = tuple(f"{name}." for name in cut.blocks)
+    named = model.named_buffers(remove_duplicate=False)
+    return [buffer for name, buffer in named if name not in owned and not name.startswith(in_blocks)]
 
 
 def cut_of(model: nn.Module) -> OwnForwardCut | None:

@@ -62,19 +62,23 @@ def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def entering_units(model: nn.Module, entered: Callable[[int], None]) -> Iterator[None]:
     """Meanwhile a forward of a whole model calls ``entered`` with the number of each unit before that runs."""
     hooks: list[Any] = []
+
+    def enter(number: int) -> None:  # what a hook returns would take the place of an output
+        entered(number)
+
     if (own := cut_of(model)) is not None:
-        hooks.append(called_by_steps(model).register_forward_pre_hook(lambda *_: entered(0)))
+        hooks.append(called_by_steps(model).register_forward_pre_hook(lambda *_: enter(0)))
         for number in range(1, own.num_units):  # with the call of its block, or behind that of the block before
             block = model.get_submodule(own.blocks[number if own.by_inputs else number - 1])
             register = block.register_forward_pre_hook if own.by_inputs else block.register_forward_hook
-            hooks.append(register(lambda *_, n=number: entered(n)))
+            hooks.append(register(lambda *_, n=number: enter(n)))
     else:
         numbers: dict[nn.Module, list[int]] = {}  # one module may be several units
         for number, unit in enumerate(pipeline_units(model)):
             numbers.setdefault(unit.module, []).append(number)
         for module, in_turn in numbers.items():
             following = itertools.cycle(in_turn).__next__
-            hooks.append(module.register_forward_pre_hook(lambda *_, n=following: entered(n())))
+            hooks.append(module.register_forward_pre_hook(lambda *_, n=following: enter(n())))
     try:
         yield
     finally:

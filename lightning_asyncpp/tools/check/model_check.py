@@ -20,6 +20,7 @@ import torch
 from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.core.cut.network import network_in, prefix_of
@@ -133,7 +134,9 @@ class _Check:
         print("check_model: comparing whole ...", file=sys.stderr, flush=True)
         apart = self._apart_from_whole()
         if apart is None:
-            return "losses and gradients are equal up to rounding"
+            norms = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
+            of = "; not compared: BatchNorm, which normalises over the samples of a microbatch" if norms else ""
+            return f"losses and gradients are equal up to rounding{of}"
         if first_difference(self._plain(1)[0], *self._plain(1, seed=1)):
             return "not compared: the step draws a permutation, or not with torch"
         right = (text for text, hook in _possible_hooks(self.batches[0]) if self._apart_from_whole(**hook) is None)

@@ -15,7 +15,7 @@ _SENTENCES = {
 }  # fmt: skip
 # Of these, what may explain a difference that a comparison finds; of a kind, or of any other.
 _WHY: dict[str, dict[str, tuple[int, ...]]] = {
-    "pieces": {"loss": (3, 6, 7), "gradient": (5, 3, 11), "gradient used": (11, 6, 7), "": (11, 13, 6)},
+    "pieces": {"loss": (3, 6, 7), "gradient": (5, 3, 11, 13, 14), "gradient used": (6, 11, 7), "": (11, 13, 6)},
     "delayed": {"gradient used": (12, 14), "weights": (13, 12), "value at the end": (15, 14), "": (14, 4, 12)},
     "whole": {"": (8, 9)},
 }
@@ -24,7 +24,7 @@ EQUAL_BUT_FOR_ORDER = "equal but for the order of sums: forward uses one value o
 _MEANINGS = {
     "pieces": "cutting the model, a pipeline without delay against the whole, in the same microbatches",
     "delayed": "the delay, a pipeline against the rule on the whole model",
-    "whole": "cutting batches, whole against in microbatches, with frozen statistics of BatchNorm",
+    "whole": "cutting batches, whole against in microbatches",
 }
 
 
