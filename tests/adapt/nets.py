@@ -101,6 +101,31 @@ class Asking(Net):
         return self.out(x) / self.entry.weight.shape[0]
 
 
+class MaskedBlock(Block):
+    mask: Tensor
+
+    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Tensor:
+        return super().forward(x * self.mask)
+
+
+class Masked(Net):
+    """Shares a buffer with its blocks."""
+
+    block = MaskedBlock
+
+    def __init__(self, dropout: float = 0.0, count: int = 3) -> None:
+        super().__init__(dropout, count)
+        self.register_buffer("mask", torch.rand(DIM))
+        for block in self.blocks:
+            block.register_buffer("mask", self.mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x * self.mask)
+
+
 class Unused(Net):
     """Has parameters that its forward does not use."""
 
@@ -488,8 +513,9 @@ class WithLoss(Net):
 
 
 EXACT = (
-    Net, Between, InPlace, Scaled, Tied, Asking, Unused, Noted, WithObject, Added, Frozen, Cast, Inferring, Flagged,
-    Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised, Leaving, Kept,
+    Net, Between, InPlace, Scaled, Tied, Asking, Masked, Unused, Noted, WithObject, Added, Frozen, Cast, Inferring,
+    Flagged, Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised,
+    Leaving, Kept,
 )  # fmt: skip
 """Their pipelines train to the last bit as one process does."""
 ROUNDED = (

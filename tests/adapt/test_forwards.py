@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from lightning_asyncpp import apply_layers, check_model, pipelined
 from lightning_asyncpp.core.batches.tree import tensors_of
+from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.own_forward import OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
+from lightning_asyncpp.core.randomness import derive
 from tests.adapt import nets
 from tests.adapt.home_made import HOME_MADE
 from tests.adapt.models import Trained, assert_trains, of_transformers
@@ -31,9 +33,9 @@ def seed(unit: int) -> None:
 
 def stages_of(model: Any, ends: tuple[int, ...] = ()) -> list[OwnForwardStage]:
     """Stages that end with some units; by default every unit is one."""
-    cut = model.pipeline_layers
-    edges = [0, *(ends or range(1, cut.num_units)), cut.num_units]
-    return [OwnForwardStage(model, cut, first, end) for first, end in itertools.pairwise(edges)]
+    own = model.pipeline_layers
+    edges = [0, *(ends or range(1, own.num_units)), own.num_units]
+    return [OwnForwardStage(model, own, first, end) for first, end in itertools.pairwise(edges)]
 
 
 def in_stages(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,11 +58,11 @@ def gradients(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
 
 def assert_same(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Outputs and gradients of stages are those of the model's own forward; the model stays as it is."""
-    whole, cut = copy.deepcopy(model), copy.deepcopy(model)
-    expected, found = as_a_whole(whole, *args, **kwargs), in_stages(cut, *args, **kwargs)
+    whole, other = copy.deepcopy(model), copy.deepcopy(model)
+    expected, found = as_a_whole(whole, *args, **kwargs), in_stages(other, *args, **kwargs)
     assert torch.equal(expected, found)
     theirs = gradients(whole, expected)
-    for name, gradient in gradients(cut, found).items():
+    for name, gradient in gradients(other, found).items():
         assert torch.allclose(gradient, theirs[name], rtol=1e-4, atol=1e-6), name
 
 
@@ -130,6 +132,22 @@ def test_many_results_that_cross_are_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipelined(make(), batch())
+
+
+@pytest.mark.parametrize("kind", [*EXACT, *ROUNDED])
+def test_ranks_compute_what_the_model_does(kind: type[Net]) -> None:
+    """Each has a copy that was cut, which holds nothing of the other stages."""
+    torch.manual_seed(0)
+    x, model = torch.randn(SHAPE), kind(0.2)
+    model = pipelined(model, (x,))
+    number = model.pipeline_layers.num_units
+    with entering_units(model, lambda unit: torch.manual_seed(derive(0, "layer", unit, 0, 0)) and None):
+        expected = copy.deepcopy(model)(x)
+    args: Any = (x,)
+    for index in range(number):
+        stage = cut(copy.deepcopy(model), index, number, 0, torch.device("cpu"), counts=[1] * number)
+        args = (stage.forward(args, {}, 0, 0, 0),)
+    assert torch.equal(*(next(tensors_of(output)) for output in (args[0], expected)))
 
 
 @pytest.mark.parametrize("kind", [nets.Asking, nets.Normalised])

@@ -87,6 +87,32 @@ class Evaluating(Net):
         return self.out(x if self.training else x + first)
 
 
+class Penalising(Net):
+    """Behind its blocks it computes with their weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / sum(p.detach().square().sum() for p in self.blocks.parameters())
+
+
+class Averaging(Net):
+    """Changes a buffer in front of its blocks, and reads it behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        for block in (self.entry, *self.blocks):
+            x = block(x - self.mean)
+        return self.out(x)
+
+
+class Infinite(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.nan
+
+
 class Constant(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).detach()
@@ -153,6 +179,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "own generator": (OwnGenerator, {}, _DIFFERS.format("OwnGenerator", "another output")),
     "reentrant checkpoints": (Reentrant, {}, _DIFFERS.format("Reentrant", "another output")),
     "overwritten": (Overwriting, {}, _DIFFERS.format("Overwriting", "RuntimeError: .*modified by an inplace .*")),
+    "weights of blocks": (Penalising, {}, _DIFFERS.format("Penalising", "another output")),
+    "a changed buffer": (Averaging, {}, _DIFFERS.format("Averaging", "another output")),
+    "not a number": (Infinite, {}, _DIFFERS.format("Infinite", "its output is NaN with the example: .*")),
     "constant": (Constant, {}, "its output does not depend on its parameters"),
     "repeated": (Repeated, {}, r"no layers were found in Repeated: .* it has \['blocks', .* give it pipeline_layers"),
     "asked for": (Repeated, {"blocks": "blocks"}, "no layers were found in Repeated: "),
