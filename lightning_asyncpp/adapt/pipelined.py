@@ -117,7 +117,8 @@ def _working_example(model: nn.Module, example: Example | None, device: torch.de
     raise ConfigurationError(
         f"{class_name(model)} cannot be called with {'what is guessed' if example is None else shown}"
         f" ({problem}). Give an example of what the training calls it with, (x, mask) or {{'input_ids': ids}}: in the"
-        " LightningModule's example_input_array, in Fabric the strategy's, or in pipelined(model, example)"
+        " LightningModule's example_input_array, in Fabric the strategy's, or in pipelined(model, example); or give the"
+        " model pipeline_layers()"
     )
 
 
