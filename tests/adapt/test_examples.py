@@ -65,6 +65,6 @@ def test_an_example_that_does_not_fit(example: Any, words: str) -> None:
     message = str(caught.value)
     assert message.startswith("Net cannot be called ")
     assert words in message
-    assert message.endswith("in Fabric the strategy's, or in pipelined(model, example); or give the model pipeline_layers()")
+    assert message.endswith("or in pipelined(model, example); or give the model pipeline_layers()")
     assert len(message.splitlines()) == 1
     assert not hasattr(model, "pipeline_layers")
