@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.examples import Call
-from lightning_asyncpp.adapt.runs import ModelRuns, compare, equal
+from lightning_asyncpp.adapt.runs import ModelRuns, Result, compare, equal
 from lightning_asyncpp.core.batches.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.core.cut.module_as_network import class_name
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut
@@ -69,7 +69,8 @@ class _Analysis:
                 break
         for cut in cuts:
             try:
-                return self._without_values(self._tried(cut))
+                expected = self._of_whole(cut)
+                return self._without_values(self._tried(cut, *expected), *expected)
             except Exception as error:  # of code that cannot compute with what stands for values
                 errors.append(error)
         why = f"{type(errors[-1]).__name__}: {errors[-1]}".removeprefix("ConfigurationError: ")
@@ -146,21 +147,29 @@ class _Analysis:
         around = [(*names, *(rest if everywhere or unit == last else ())) for unit, names in enumerate(cut.around)]
         return replace(cut, around=tuple(around))
 
-    def _tried(self, cut: OwnForwardCut) -> OwnForwardCut:
+    def _of_whole(self, cut: OwnForwardCut) -> tuple[Result, Result]:
+        """What the whole model gives in evaluation and in training."""
+        self.runs.train(False)
+        with torch.no_grad():
+            evaluated = self.runs.whole(cut)
+        self.runs.train(True)
+        return evaluated, self.runs.whole(cut)
+
+    def _tried(self, cut: OwnForwardCut, evaluated: Result, trained: Result) -> OwnForwardCut:
         """The cut, and whether its gradients are exact; an error if it computes something else than the model."""
         self.runs.train(False)
         with torch.no_grad():
-            compare(self.runs.whole(cut), self.runs.in_stages(cut))
+            compare(evaluated, self.runs.in_stages(cut))
         self.runs.train(True)
-        has_same_uses = compare(self.runs.whole(cut), self.runs.in_stages(cut))
+        has_same_uses = compare(trained, self.runs.in_stages(cut))
         return replace(cut, is_exact=has_same_uses and max(map(len, cut.crossing)) <= 1)
 
-    def _without_values(self, cut: OwnForwardCut) -> OwnForwardCut:
+    def _without_values(self, cut: OwnForwardCut, *expected: Result) -> OwnForwardCut:
         """The cut whose later stages do without the real numbers of all arguments that they can do without."""
         args, kwargs = self.runs.call
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for key, value in arguments:
             if any(tensor.is_floating_point() for tensor in tensors_of(value)):
                 with suppress(Exception):
-                    cut = self._tried(replace(cut, blank=cut.blank | {key}))
+                    cut = self._tried(replace(cut, blank=cut.blank | {key}), *expected)
         return cut
