@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_asyncpp.core.batches.tree import is_named_tuple
 from lightning_asyncpp.errors import ConfigurationError, ProtocolError
 
-MAX_STRUCTURE_BYTES = 2**16
 # How JSON tells what an entry is; a tensor is null, since its value comes beside.
 _VALUE, _TUPLE, _LIST, _DICT = "value", "tuple", "list", "dict"
 _PLAIN = (type(None), bool, int, float, str)
@@ -40,7 +39,7 @@ def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
         The tensors; and what :func:`unflatten` needs, nothing for a tensor and for a flat tuple of tensors.
 
     Raises:
-        ConfigurationError: there is something else in it, or too much around the tensors.
+        ConfigurationError: there is something else in it.
     """
     if type(output) in _TENSORS:
         return (output,), b""
@@ -57,12 +56,6 @@ def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
             " tuples, lists and dictionaries (with strings as keys) of tensors, None, numbers, strings and booleans;"
             " return its tensors so, or keep this layer and the next together in one"
         ) from None
-    if len(structure) > MAX_STRUCTURE_BYTES:
-        raise ConfigurationError(
-            f"layer {layer!r} at a cut returned {len(structure)} bytes of names and numbers around its tensors, more"
-            f" than the {MAX_STRUCTURE_BYTES} that cross a cut: put numbers into a tensor, shorten names, or cut the"
-            " model elsewhere (partition=[...])"
-        )
     return tuple(tensors), structure
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -18,6 +20,7 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 T = TypeVar("T")
 _MOST_BYTES = 2**28
 _FINISHED = "finished"
+_REMEDY = "start all ranks with the same script, recipe and arguments"
 
 
 class OtherStageFailedError(ConsequenceError):
@@ -162,3 +165,28 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     if others:
         quoted = "; ".join(f"rank {rank} (stage {mesh.stage_of(rank)}): {text}" for rank, text in others)
         raise OtherStageFailedError(quoted)
+
+
+def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
+    """Compare this rank's entries with those of rank 0; a blocking collective.
+
+    Ranks exchange one hash each, and the entries themselves only if the hashes differ.
+
+    Args:
+        mesh: this rank's place.
+        entries: name -> value, in words.
+        group: of all ranks, over gloo, while the mesh has none.
+
+    Raises:
+        ConfigurationError: on every rank, if one differs; names the entries with both values.
+    """
+    text = json.dumps(entries, sort_keys=True)
+    if len(set(exchange(mesh, hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
+        return
+    first, *others = [json.loads(other) for other in exchange(mesh, text, group)]
+    differing: dict[str, str] = {}  # named once, with the first rank that differs
+    for rank, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if (expected := first.get(name, "missing")) != (found := other.get(name, "missing")):
+                differing.setdefault(name, f"{name} is {expected} on rank 0 and {found} on rank {rank}")
+    raise raised_alike(ConfigurationError.from_problems(list(differing.values()), _REMEDY), mesh.rank)
