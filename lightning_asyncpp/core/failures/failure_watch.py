@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import secrets
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from lightning_asyncpp.core.failures import connections
 from lightning_asyncpp.core.failures.at_exit import AtExit, uncaught
 from lightning_asyncpp.core.failures.first_cause import POLL_SECONDS, Cause, FirstCause
 from lightning_asyncpp.core.ranks.agreement import broadcast
+from lightning_asyncpp.core.ranks.alike import is_alike
 from lightning_asyncpp.core.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_noise, peer_lost
@@ -69,6 +71,7 @@ class FailureWatch:
         self._mesh = mesh
         if mesh.groups is None or self._first is not None:
             return
+        self._outlast = None
         key = broadcast(mesh, f"lightning_asyncpp/{secrets.token_hex(8)}", 0)
         watch = weakref.ref(self)  # neither the thread nor the end of the process keeps a session alive
         self._first = FirstCause(key, _name(mesh, 0), lambda cause: _call(watch, FailureWatch._learn, cause))
@@ -172,7 +175,7 @@ class FailureWatch:
         if is_lost:
             error.args = (self._words(cause),)
         if not isinstance(error, KeyboardInterrupt):
-            self._adopt()
+            self._adopt(0.0 if is_alike(error) else TOLD_SECONDS)
 
     def _disconnect_soon(self, error: BaseException) -> None:
         """End this rank's connections in the background, after a grace period if need be.
@@ -190,7 +193,7 @@ class FailureWatch:
         with _DECIDING:
             if self.failure is not None:
                 return  # the script has an error, and is told what it came from
-            self._adopt()
+            self._adopt(TOLD_SECONDS)
             self.hurry()
         error = PeerLostError(self._words(cause))
         grace = GRACE_SECONDS if cause.trace else 0.0  # all ranks may be about to raise it alike
@@ -214,22 +217,31 @@ class FailureWatch:
     # -- the end of the process -----------------------------------------------------------------------------------
 
     def _end_process(self) -> None:
-        """Tell of an error that was raised outside of this session's calls and that nobody caught."""
+        """Tell of an error that was raised outside of this session's calls, and of one that the script never met."""
         if self.failure is None and (error := uncaught()) is not None:
             self.fail(error)
             if self._outlast is not None:  # what is registered while a process ends is not called
                 self._outlast()
+        is_heard = self.failure is not None and self._unheard is None
+        if self._first is not None and self._first.cause is not None and not is_heard:
+            sys.stdout.flush()
+            os.write(_STDERR, f"asyncpp: {self._first.cause.line}\n".encode())
+            os._exit(1)
 
-    def _adopt(self) -> None:
-        """Look after what the launcher started: Lightning would kill this rank, too, before it has said why it ends."""
-        if self._adopted or self._first is None or self._mesh is None:
+    def _adopt(self, stays: float) -> None:
+        """Look after what the launcher started: Lightning would kill this rank, too, before it has said why it ends.
+
+        Args:
+            stays: seconds for which others need torch's store, where rank 0 serves it.
+        """
+        if self._outlast is not None or self._first is None or self._mesh is None:
             return
         self._adopted = list(self.children)
         self.children.clear()
-        if self._adopted or self._mesh.rank == 0:
-            stays = TOLD_SECONDS * (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
-            self._outlast = partial(_outlast, self._adopted, self._first, time.monotonic() + stays)
-            AtExit(self._outlast)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self._mesh.rank:
+            stays = 0.0
+        self._outlast = partial(_outlast, self._adopted, self._first, time.monotonic() + stays)
+        AtExit(self._outlast)
 
     def _leave_now(self) -> None:
         """The main thread waits for something that does not come: show where it is, and end without it."""

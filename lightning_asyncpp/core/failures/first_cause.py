@@ -107,7 +107,7 @@ class FirstCause:
         try:
             while not self._is_stopped and (found := self._look()) is None:
                 self._wake.wait(POLL_SECONDS)
-        except (RuntimeError, dist.DistError):
+        except RuntimeError:  # of torch.distributed
             self._is_lost = True
             self._known.set()
             return

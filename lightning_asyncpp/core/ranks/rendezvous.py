@@ -14,7 +14,6 @@ import socket
 import struct
 import time
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,18 +41,14 @@ def use_loopback() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={LOOPBACK}")
 
 
-class Connections(NamedTuple):
-    """With the stage before and the stage after; ``None`` at the ends of the pipeline."""
-
-    before: socket.socket | None
-    after: socket.socket | None
-
-
-def connect_stages(mesh: Mesh) -> Connections:
+def connect_stages(mesh: Mesh) -> tuple[socket.socket | None, socket.socket | None]:
     """Connect this stage with its neighbours; a collective call of each replica.
 
     Args:
         mesh: this rank's place; its groups are connected.
+
+    Returns:
+        With the stage before and the stage after; ``None`` at the ends of the pipeline.
 
     Raises:
         ConfigurationError: the interface that was named has no address here.
@@ -74,7 +69,7 @@ def connect_stages(mesh: Mesh) -> Connections:
             before = listener.answer(mesh.name_of(mesh.stage - 1))
         if not mesh.is_last:  # only now: that stage answers once it has called the one after it
             after = call.answered()
-    return Connections(before, after)
+    return before, after
 
 
 class Listener:

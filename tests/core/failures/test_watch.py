@@ -148,6 +148,20 @@ def test_children_outlive_no_rank_that_fails(
     assert (child.poll() is not None) == fails
 
 
+def test_a_failure_that_the_script_does_not_know_is_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(failure_watch.os, "_exit", codes.append)
+    watch, _ = watching(CAUSE)
+    watch._end_process()
+    assert codes == [1]
+    assert capfd.readouterr().err == f"asyncpp: {CAUSE.line}\n"
+    watch.fail(PeerLostError("a neighbour is gone"))
+    watch._end_process()
+    assert codes == [1]
+
+
 def test_nobody_watches_where_there_is_nobody_else() -> None:
     watch = FailureWatch()
     watch.begin(Mesh(1, 1, 0))
