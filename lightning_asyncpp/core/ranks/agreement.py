@@ -32,12 +32,17 @@ def exchange(mesh: Mesh, value: T, group: dist.ProcessGroup | None = None) -> li
         mesh: this rank's place.
         value: of this rank: a text, nearly always.
         group: of all ranks, over gloo, if not the one that the training thread uses.
+
+    Raises:
+        ProtocolError: the values are of different types, as those of different calls.
     """
     if mesh.groups is None and group is None:
         return [value]
     values: list[Any] = [None] * mesh.world_size
     with lost_peers():
         dist.all_gather_object(values, value, group=group or mesh.groups.host)  # type: ignore[union-attr]
+    if len(types := {type(other).__name__ for other in values}) > 1:
+        raise different_calls(f"they exchange values of the types {', '.join(sorted(types))}")
     return values
 
 
