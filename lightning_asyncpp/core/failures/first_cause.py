@@ -21,6 +21,7 @@ from lightning_asyncpp.errors import PeerLostError
 from lightning_asyncpp.private_names import required
 
 POLL_SECONDS = 1.0
+"""A thousand ranks that ask so often take a fiftieth of a core where the store is served."""
 MAX_LINE = 1000
 """Characters of an error in one line that others are told."""
 MAX_TRACE = 2**14
