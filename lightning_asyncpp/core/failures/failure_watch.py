@@ -229,7 +229,7 @@ class FailureWatch:
             os._exit(1)
 
     def _adopt(self, stays: float) -> None:
-        """Look after what the launcher started: Lightning would kill this rank, too, before it has said why it ends.
+        """Look after what the launcher started: Lightning would kill this rank, too, before it can tell why it ends.
 
         Args:
             stays: seconds for which others need torch's store, where rank 0 serves it.

@@ -98,8 +98,8 @@ def finish_together(mesh: Mesh) -> None:
     Raises:
         ProtocolError: a rank is in another call, and would wait for this one.
     """
-    said = exchange(mesh, _FINISHED)
-    if others := [f"rank {rank}" for rank, text in enumerate(said) if text != _FINISHED]:
+    calls = exchange(mesh, _FINISHED)
+    if others := [f"rank {rank}" for rank, text in enumerate(calls) if text != _FINISHED]:
         raise different_calls(f"the run ends on this rank, and not on {', '.join(others)}")
 
 
@@ -113,7 +113,7 @@ def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
 
 
 def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank failed, raise on every rank: its own error where there is one, a quotation elsewhere.
+    """If any rank failed, raise on every rank: its own error where there is one, else a quotation.
 
     Raises:
         ConfigurationError: on every rank, if that is what the failing ranks found.
