@@ -50,7 +50,13 @@ class ConsequenceError(RuntimeError):
 
 
 class PeerLostError(ConsequenceError):
-    """Is the neighbour still there?"""
+    """Is the neighbour still there?
+
+    Attributes:
+        peer: who is gone, where that is known.
+    """
+
+    peer: str | None = None
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -64,7 +70,7 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
     an error of a kernel that ran before) is a first cause, which must not be blamed on another rank.
 
     Args:
-        who: who is gone.
+        who: who is gone; ``None``: some rank.
 
     Raises:
         PeerLostError: instead of torch.distributed's RuntimeError.
@@ -72,7 +78,7 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
 
     __slots__ = ("who",)
 
-    def __init__(self, who: str = "a rank") -> None:
+    def __init__(self, who: str | None = None) -> None:
         self.who = who
 
     def __enter__(self) -> None:
@@ -87,12 +93,14 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
             raise peer_lost(self.who, error) from None
 
 
-def peer_lost(who: str, error: Exception) -> PeerLostError:
-    """The error to raise where a connection with somebody broke."""
-    return PeerLostError(
-        f"{who} is gone: the first cause is the first error that another rank printed; if none did, a script ended"
-        f" before this one's, perhaps without a call that every rank has to make ({_essence(error)})"
+def peer_lost(who: str | None, error: BaseException) -> PeerLostError:
+    """The error to raise where a connection broke, with somebody or, if it is not known with whom, with some rank."""
+    lost = PeerLostError(
+        f"{who or 'a rank'} is gone: its process was killed, crashed, was stopped, or ended before this rank's, perhaps"
+        f" without a call that every rank has to make ({_essence(error)})"
     )
+    lost.peer = who
+    return lost
 
 
 def different_calls(what: str) -> ProtocolError:
@@ -139,6 +147,6 @@ def is_noise(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_NOISE.search(str(error)))
 
 
-def _essence(error: Exception) -> str:
+def _essence(error: BaseException) -> str:
     """What gloo says, without the place in its source before it and the advice behind it."""
     return _PLACE.sub("", str(error)).partition(". This is typically caused")[0]

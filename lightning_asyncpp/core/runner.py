@@ -24,14 +24,14 @@ from lightning_asyncpp.core.randomness import derive, generator_states, seed_gen
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Trace, Wait, clock_of
-from lightning_asyncpp.core.wire.header import Header, describe
+from lightning_asyncpp.core.wire.header import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival, InputGradient, Transport, begin
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 
 T = TypeVar("T")
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
-_MOST_TEXT_BYTES = 4096  # of a failure
+_MOST_TEXT = 4096  # characters of a failure
 
 
 class StageBeforeFailedError(ConsequenceError):
@@ -184,8 +184,9 @@ class StageRunner(ABC):
         text = str(error)
         if not isinstance(error, StageBeforeFailedError):  # which has it already
             text = f"stage {self.mesh.stage} failed at micro-batch {k}: {type(error).__name__}: {text}"
+        news = Header(k, Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace"))
         with suppress(PeerLostError):  # who is gone waits no more
-            self._neighbours.send_activation(Header(k, Header.FAILED, structure=text.encode()[:_MOST_TEXT_BYTES]), ())
+            self._neighbours.send_activation(news, ())
 
     def span(
         self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
@@ -233,11 +234,10 @@ class StageRunner(ABC):
 
     def _send(self, task: Task, output: Any, header: Header, flight: Flight) -> Flight:
         """Send the output of the layers on, behind a header with the weight and the fingerprint of ``header``."""
-        layer = self.stage.units[-1].name
         is_tensor = type(output) is Tensor
-        tensors, structure = ((output,), b"") if is_tensor else flatten(output, layer)
+        tensors, structure = ((output,), b"") if is_tensor else flatten(output, self.stage.units[-1].name)
         kind = Header.TENSOR if is_tensor or isinstance(output, Tensor) else Header.TUPLE
-        infos = describe(tensors, layer)
+        infos = tuple([TensorInfo.of(tensor) for tensor in tensors])
         outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure)
         flight.outputs = tuple([tensor for tensor in tensors if tensor.requires_grad])
         with self.span(Beside.SEND, task.k, num_bytes=0 if self.trace is None else outgoing.num_bytes):

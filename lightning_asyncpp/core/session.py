@@ -23,17 +23,18 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failures.failure_watch import FailureWatch
-from lightning_asyncpp.core.ranks.agreed import compare_ranks
-from lightning_asyncpp.core.ranks.agreement import agree_on_problems, copy_first_replica, finish_together
+from lightning_asyncpp.core.ranks.agreement import (
+    agree_on_problems,
+    compare_ranks,
+    copy_first_replica,
+    finish_together,
+)
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, OptimizerStep, StageOptimizer, name_parameters
 from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.updates.mini_batch import Payload, Update
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
-
-HEARTBEAT_SECONDS = 60.0
-"""After which a rank that gives no sign of life is taken for lost, and all ranks end."""
 
 
 class PipelineSession:
@@ -51,7 +52,7 @@ class PipelineSession:
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
         self.settings, self.timeout = settings, timeout
         self.started_with = {name: repr(value) for name, value in vars(settings).items()}
-        self.watch = FailureWatch(HEARTBEAT_SECONDS)
+        self.watch = FailureWatch()
         self.mesh: Mesh | None = None
         self.engine: Engine | None = None
         self.resolved: ResolvedSettings | None = None
@@ -279,7 +280,7 @@ class PipelineSession:
         try:
             self.finish()
         finally:
-            self.watch.guard.end()
+            self.watch.end()
 
     @property
     def _update(self) -> Update | None:

@@ -20,9 +20,9 @@ from lightning_asyncpp.core.cut.partition_choice import Example, choose_partitio
 from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.randomness import seed_of_run
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, broadcast
-from lightning_asyncpp.core.ranks.interfaces import use_loopback
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import unbind_default_group
+from lightning_asyncpp.core.ranks.rendezvous import use_loopback
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError, lost_peers
@@ -101,7 +101,7 @@ class PipelineStrategyMixin:
         join_again(strategy._get_process_group_backend(), strategy.root_device, self.session.timeout)
         super().setup_environment()  # type: ignore[misc]
         unbind_default_group()
-        self.session.watch.guard.children = launched_processes(strategy.launcher)
+        self.session.watch.children = launched_processes(strategy.launcher)
         mesh = self.session.connect(strategy.global_rank, strategy.world_size)
         if mesh.num_stages == 1:
             rank_zero_warn(

@@ -149,7 +149,6 @@ class PipelineStrategy(EvaluationSteps):
         )
         self._make_session(settings, timeout, state_dict_type, async_checkpoints)
         self.progress = Progress()
-        self.session.watch.guard.is_torn_down = True
         self.step_metrics = StepMetrics(self.session)
         self._batch_ends: BatchEnds | None = None
         self._until_teardown = ExitStack()
@@ -388,6 +387,7 @@ class PipelineStrategy(EvaluationSteps):
             return  # no rank failed here, and the next ones begin anew
         if self._conductor is None or not self._conductor.preemption.ended:  # else all ranks end together
             self.session.watch.fail(exception)
+            self.session.watch.hurry()
 
     @override
     def teardown(self) -> None:
@@ -410,7 +410,7 @@ class PipelineStrategy(EvaluationSteps):
             if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
         finally:
-            self.session.watch.guard.release()
+            self.session.watch.release()
 
 
 class _NoLoss:

@@ -12,7 +12,6 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_asyncpp.core import session
 from tests.core.cases import Case
 from tests.fabric.runs import Run as FabricRun
 from tests.faults.places import Places, watch_layers
@@ -31,14 +30,12 @@ class Here(NamedTuple):
         checkpoints: a folder for them.
         data: a folder with a litdata dataset.
         reached: a file for the number of steps that were done.
-        heartbeat: seconds.
     """
 
     places: Places
     checkpoints: Path
     data: Path
     reached: Path
-    heartbeat: float
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,6 @@ class ByTrainer:
     on_exception: bool = False
 
     def __call__(self, here: Here) -> dict[str, Any]:
-        session.HEARTBEAT_SECONDS = here.heartbeat
         saving = {"dirpath": here.checkpoints} | SAVING | self.saving | {"save_on_exception": self.on_exception}
         callbacks: tuple[Any, ...] = ((ModelCheckpoint, saving),)
         if self.on_exception:
@@ -210,7 +206,6 @@ class ByFabric:
 
     def __call__(self, here: Here) -> dict[str, Any]:
         PLACES[:] = [here.places]
-        session.HEARTBEAT_SECONDS = here.heartbeat
         options = self.options | {"timeout": timedelta(seconds=TIMEOUT_SECONDS)}
         run = FabricRun(self.case, options=options)
         run.optimizer.register_step_pre_hook(lambda *_: here.places.here("optimizer"))

@@ -17,8 +17,6 @@ from tests.faults.places import Fault
 from tests.trainer.pool import elastic_environment
 from tests.workers import free_port, worker_context
 
-HEARTBEAT = 60.0
-
 
 @dataclass(frozen=True)
 class Hosts:
@@ -80,7 +78,7 @@ class Ended:
 
 def launch(
     job: Job, folder: Path, checkpoints: Path, fault: Fault | None = None, *, limit: float,
-    heartbeat: float = HEARTBEAT, hosts: Hosts = Hosts(), is_counted: bool = False,
+    hosts: Hosts = Hosts(), is_counted: bool = False,
 ) -> Ended:  # fmt: skip
     """Run a job to its end.
 
@@ -90,7 +88,6 @@ def launch(
         checkpoints: the folder for checkpoints.
         fault: what goes wrong.
         limit: seconds after the fault, or after the start without one, within which all ranks have to end.
-        heartbeat: of the strategy, in seconds.
         hosts: where the ranks run.
         is_counted: whether the results say how often calls of the package were passed.
 
@@ -103,7 +100,7 @@ def launch(
     for rank in range(job.processes):
         environment = hosts.environment(rank, job.processes, port)
         namespace = hosts.namespaces[rank] if hosts.namespaces else ""
-        args = (rank, job, folder, checkpoints, fault, environment, heartbeat, namespace, is_counted)
+        args = (rank, job, folder, checkpoints, fault, environment, namespace, is_counted)
         processes.append(context.Process(target=script.run, args=args))
     with _ended_at_last(processes):
         for process in processes:
@@ -132,6 +129,8 @@ def _wait(processes: list[Any], folder: Path, fault: Fault | None, limit: float)
     while alive := [rank for rank, process in enumerate(processes) if process.exitcode is None]:
         if not seen and fault is not None and (folder / f"{fault.rank}.happened").exists():
             begin, seen = time.monotonic(), True
+        if fault is not None and fault.what == "stop" and alive == [fault.rank]:
+            processes[fault.rank].kill()  # as whoever stopped it would
         if time.monotonic() - begin > limit:
             raise AssertionError(_where(processes, alive, folder, limit))
         time.sleep(0.02)

@@ -26,7 +26,7 @@ _CLONE_NEWNET = 0x40000000
 
 def run(
     rank: int, job: Job, folder: Path, checkpoints: Path, fault: Fault | None, environment: dict[str, str],
-    heartbeat: float, namespace: str = "", is_counted: bool = False,
+    namespace: str = "", is_counted: bool = False,
 ) -> None:  # fmt: skip
     """Be a rank of a job, to the end of this process; what it came to is in files of its number."""
     os.setsid()
@@ -41,7 +41,7 @@ def run(
     warnings.simplefilter("ignore")
     multiprocessing.set_start_method("fork", force=True)  # for workers of loaders, as in a script
     places = Places(rank, fault, folder / f"{rank}.happened", is_counted)
-    here = Here(places, checkpoints, folder.parent / "data", folder / f"{rank}.reached", heartbeat)
+    here = Here(places, checkpoints, folder.parent / "data", folder / f"{rank}.reached")
     end_process(_code_of(here, job, folder / f"{rank}.result"))
 
 

@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 
 WORDS = {
     "kill": "killed (SIGKILL)",
-    "stop": "stopped (SIGSTOP), heartbeat 4 s",
+    "stop": "stopped (SIGSTOP), timeout 25 s",
     "leave": "process ends without an error",
     "raise": "an exception",
     "memory": "out of memory",
     "nan": "NaN in an activation or a gradient",
     "full": "a disk that fails (ENOSPC)",
     "small": "a small disk",
-    "cut": "link between two hosts cut, heartbeat 4 s",
+    "cut": "link between two hosts cut, timeout 25 s",
     "term": "SIGTERM",
     "usr1": "SIGUSR1",
 }

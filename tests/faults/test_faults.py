@@ -18,12 +18,11 @@ import pytest
 from lightning_asyncpp.storage.loading import load
 from tests.faults import disk, network
 from tests.faults.jobs import JOBS, TIMEOUT_SECONDS, Job
-from tests.faults.launch import HEARTBEAT, Ended, Hosts, launch
+from tests.faults.launch import Ended, Hosts, launch
 from tests.faults.places import Fault
 from tests.faults.scenario import ERRORS, GONE, KINDS, TOLD, Scenario, draw, mistake_of
 from tests.trainer.checkpoint.resumable import write_litdata
 
-SHORT_HEARTBEAT = 4.0  # busy machines let a process wait for seconds
 LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in after it was told
 START_SECONDS = 90.0
 TOLD_CODE = {"term": 143, "usr1": 138}
@@ -109,11 +108,10 @@ def test_all_end_and_a_resumed_run_is_the_undisturbed_one(
 def disturbed(scenario: Scenario, whole: Undisturbed, place: Path, checkpoints: Path) -> tuple[Ended, Fault | None]:
     """Run the job, and let it happen."""
     job, counts = scenario.job, [result["counts"] for result in whole.results]
-    heartbeat = SHORT_HEARTBEAT if scenario.what in ("stop", "cut") else HEARTBEAT
-    start = functools.partial(launch, job, place / "disturbed", checkpoints, heartbeat=heartbeat)
+    start = functools.partial(launch, job, place / "disturbed", checkpoints)
     if scenario.what == "small":
         return start(limit=START_SECONDS), None
-    limit = TIMEOUT_SECONDS + LEAVE_SECONDS + (SHORT_HEARTBEAT if heartbeat == SHORT_HEARTBEAT else 0)
+    limit = TIMEOUT_SECONDS + LEAVE_SECONDS
     if scenario.what == "cut":
         limit += TIMEOUT_SECONDS + 15.0  # before the ranks have met, torch's store is called twice
         with network.two_hosts() as (hosts, process):

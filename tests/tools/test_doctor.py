@@ -12,7 +12,7 @@ from lightning_asyncpp.core.schedule import StalenessRule
 from lightning_asyncpp.tools.doctor import doctor
 from lightning_asyncpp.tools.doctor.trial import Found, expected, largest_difference
 
-FOUND = Found("tensors travel over local sockets", 3.0, 0.0, "gloo")
+FOUND = Found("tensors travel over sockets", 3.0, 0.0, "gloo")
 
 
 def test_two_stages_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

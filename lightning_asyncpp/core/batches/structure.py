@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.batches.tree import is_named_tuple
-from lightning_asyncpp.errors import ConfigurationError, ProtocolError
+from lightning_asyncpp.errors import ConfigurationError
 
-MAX_STRUCTURE_BYTES = 2**16
 # How JSON tells what an entry is; a tensor is null, since its value comes beside.
 _VALUE, _TUPLE, _LIST, _DICT = "value", "tuple", "list", "dict"
 _PLAIN = (type(None), bool, int, float, str)
@@ -40,7 +39,7 @@ def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
         The tensors; and what :func:`unflatten` needs, nothing for a tensor and for a flat tuple of tensors.
 
     Raises:
-        ConfigurationError: there is something else in it, or too much around the tensors.
+        ConfigurationError: there is something else in it.
     """
     if type(output) in _TENSORS:
         return (output,), b""
@@ -57,57 +56,12 @@ def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
             " tuples, lists and dictionaries (with strings as keys) of tensors, None, numbers, strings and booleans;"
             " return its tensors so, or keep this layer and the next together in one"
         ) from None
-    if len(structure) > MAX_STRUCTURE_BYTES:
-        raise ConfigurationError(
-            f"layer {layer!r} at a cut returned {len(structure)} bytes of names and numbers around its tensors, more"
-            f" than the {MAX_STRUCTURE_BYTES} that cross a cut: put numbers into a tensor, shorten names, or cut the"
-            " model elsewhere (partition=[...])"
-        )
     return tuple(tensors), structure
 
 
 def unflatten(tensors: list[Tensor], structure: bytes) -> Any:
-    """Return what was taken apart: a tuple if there is no structure.
-
-    Raises:
-        ProtocolError: the structure is none, or not that of so many tensors.
-    """
-    if not structure:
-        return tuple(tensors)
-    try:
-        rest = iter(tensors)
-        whole = _read(_parsed(structure), rest)
-    except (ValueError, TypeError, AttributeError, StopIteration, RecursionError) as error:
-        raise ProtocolError(f"not the structure of {len(tensors)} tensors: {structure[:80]!r}") from error
-    if next(rest, None) is not None:
-        raise ProtocolError(f"more tensors came than their structure has room for: {structure[:80]!r}")
-    return whole
-
-
-def as_text(value: Any) -> bytes | None:
-    """Write tuples, lists and dictionaries (with strings as keys) of ``None``, numbers, strings and booleans as JSON.
-
-    Returns:
-        What :func:`from_text` reads; ``None`` if there is something else in it.
-    """
-    tensors: list[Tensor] = []
-    try:
-        text = json.dumps(_written(value, tensors), separators=(",", ":")).encode()
-    except (_CannotCrossError, RecursionError):
-        return None
-    return None if tensors else text
-
-
-def from_text(text: bytes) -> Any:
-    """Return what :func:`as_text` wrote.
-
-    Raises:
-        ProtocolError: it did not write this.
-    """
-    try:
-        return _read(json.loads(text), iter(()))
-    except (ValueError, TypeError, StopIteration, RecursionError) as error:
-        raise ProtocolError(f"not what another rank may send: {text[:80]!r}") from error
+    """Return what was taken apart: a tuple if there is no structure."""
+    return _read(_parsed(structure), iter(tensors)) if structure else tuple(tensors)
 
 
 class _CannotCrossError(Exception):
@@ -138,14 +92,10 @@ def _parsed(structure: bytes) -> Any:
 def _read(node: Any, tensors: Iterator[Tensor]) -> Any:
     if node is None:
         return next(tensors)
-    if type(node) is not list or len(node) != 2:
-        raise ValueError(f"neither a tensor nor something around it: {node!r}")
     kind, content = node
-    if kind == _VALUE and type(content) in _PLAIN:
+    if kind == _VALUE:
         return content
-    if kind == _DICT and type(content) is dict:
+    if kind == _DICT:
         return {key: _read(entry, tensors) for key, entry in content.items()}
-    if kind not in (_TUPLE, _LIST) or type(content) is not list:
-        raise ValueError(f"unknown kind {kind!r} of {type(content).__name__}")
     entries = [_read(entry, tensors) for entry in content]
     return tuple(entries) if kind == _TUPLE else entries

@@ -1,27 +1,41 @@
 """How a session fails: what its ranks were told, what later calls raise, and what ends their waits.
 
-The connections of a process that ends are closed, which the others notice at once. A process that catches the error of
-a run and turns to something else would let them wait until the timeout; so it closes the connections itself.
+The connections of a process that ends are closed, which its neighbours notice at once. A process that catches the error
+of a run and turns to something else would let them wait until the timeout; so it closes the connections itself.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import multiprocessing
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from functools import partial
 
-import torch
-import torch.distributed as dist
-
 from lightning_asyncpp.core import background
-from lightning_asyncpp.core.failures.guard import Guard
+from lightning_asyncpp.core.failures import connections
+from lightning_asyncpp.core.failures.at_exit import AtExit, uncaught
+from lightning_asyncpp.core.failures.first_cause import POLL_SECONDS, Cause, FirstCause
+from lightning_asyncpp.core.ranks.agreement import broadcast
+from lightning_asyncpp.core.ranks.alike import is_alike
 from lightning_asyncpp.core.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.core.wire.transport import Transport
-from lightning_asyncpp.errors import PeerLostError, is_noise, peer_lost
+from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_noise, peer_lost
 
-_TAG_NEVER_SENT = 6
-_MOMENT = timedelta(milliseconds=1)
+TOLD_SECONDS = 2 * POLL_SECONDS
+"""How long a rank that noticed that some rank is gone waits to be told why."""
+LEAVE_SECONDS = 30.0
+"""How long a rank may take to end after a failure, until it is ended."""
+_STDERR = 2
+_DECIDING = threading.Lock()
+"""Held while the script's thread or the watch's decides who is first; not a watch's own, which can be copied."""
 
 
 class FailureWatch:
@@ -30,30 +44,39 @@ class FailureWatch:
     :meth:`begin` when the ranks are connected, :meth:`started` when there is an engine. Whoever meets an error gives it
     to :meth:`fail`, and what waits for other ranks runs within :meth:`collective`, after a :meth:`check`.
 
-    Args:
-        heartbeat: seconds without a sign of life after which a rank is gone; ``None``: nobody watches.
-
     Attributes:
         failure: the first one; there is no collective after it.
-        guard: hears from the other ranks and tells them, as long as they are watched over.
+        children: the processes of other ranks that this one started: the launcher's own list.
     """
 
-    def __init__(self, heartbeat: float | None) -> None:
+    def __init__(self) -> None:
         self.failure: BaseException | None = None
-        self.guard = Guard(heartbeat, self)
+        self.children: list[subprocess.Popen] = []
+        self._adopted: list[subprocess.Popen] = []
         self._mesh: Mesh | None = None
         self._transport: Transport | None = None
         self._agreed_end: Callable[[], bool] | None = None
         self._unheard: PeerLostError | None = None  # a failure of another rank that this one's script does not know
+        self._first: FirstCause | None = None
+        self._at_exit: AtExit | None = None
+        self._deadline: threading.Timer | None = None
+        self._outlast: Callable[[], None] | None = None
 
     def begin(self, mesh: Mesh) -> None:
-        """Watch over this rank, unless this is done already; a collective call.
+        """Watch over this rank, unless this is done already or there is nobody else; a collective call.
 
         Raises:
             PeerLostError: a rank cannot be reached.
         """
         self._mesh = mesh
-        self.guard.begin(mesh)
+        if mesh.groups is None or self._first is not None:
+            return
+        self._outlast = None
+        key = broadcast(mesh, f"lightning_asyncpp/{secrets.token_hex(8)}", 0)
+        watch = weakref.ref(self)  # neither the thread nor the end of the process keeps a session alive
+        self._first = FirstCause(key, _name(mesh, 0), lambda cause: _call(watch, FailureWatch._learn, cause))
+        self._at_exit = AtExit(lambda: _call(watch, FailureWatch._end_process))
+        weakref.finalize(self, _let_go, self._first, self._at_exit).atexit = False
 
     def started(self, transport: Transport | None, ended_as_agreed: Callable[[], bool]) -> None:
         """There is an engine.
@@ -83,31 +106,37 @@ class FailureWatch:
     def fail(self, error: BaseException) -> None:
         """Remember the first failure: from now on every collective of this session raises, soon on the others too.
 
-        An error that comes from another rank's is told what that was.
+        An error that comes from another rank's is told what that was. The script has the error then, and may take its
+        time; where a teardown follows, :meth:`hurry`.
         """
-        self._unheard = None
-        if self.failure is None:
-            self.failure = error
-            if not self._ended_as_agreed:
-                self.guard.leave(error)
+        with _DECIDING:
+            is_first, self._unheard = self.failure is None, None
+            if is_first:
+                self.failure = error
+            self.release()
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # all ranks' scripts may do so
+        if not (ends_well or self._ended_as_agreed):
+            self._tell(error)
+        if is_first:
             self._disconnect_soon(error)
-        if not self._ended_as_agreed:
-            self.guard.fail(error)
 
-    def lose(self, error: PeerLostError, is_gone: bool) -> None:
-        """Another rank failed, as a thread of the watch learnt: end this rank's waits, so that its script does.
+    def hurry(self) -> None:
+        """What is left to do of this run has to end in time, until :meth:`release`."""
+        if self._first is not None:
+            self._deadline = threading.Timer(LEAVE_SECONDS, self._leave_now)
+            self._deadline.daemon = True
+            self._deadline.start()
 
-        Args:
-            error: what to raise.
-            is_gone: whether that rank is gone; else it raised something, which all ranks may be about to raise alike.
-        """
-        grace = 0.0 if is_gone else GRACE_SECONDS
-        background.run_later(grace, lambda: self._give_up(error))
-        background.run_later(2 * grace, self._give_up_default_group)
+    def release(self) -> None:
+        """The error is in the hands of the script."""
+        if self._deadline is not None:
+            self._deadline.cancel()
 
-    def disconnect(self) -> None:
-        """End this rank's connections at once: nobody needs them any more."""
-        _end_connections(self._mesh, self._transport)
+    def end(self) -> None:
+        """Watch no longer."""
+        if self._first is not None and self._at_exit is not None:
+            _let_go(self._first, self._at_exit)
+            self._first = self._at_exit = None
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -124,13 +153,29 @@ class FailureWatch:
         except RuntimeError as error:
             if self._unheard is None and not is_noise(error):
                 raise
-            lost = peer_lost("a rank", error)
+            lost = peer_lost(None, error)
             self.fail(lost)
             raise lost from None
+
+    # -- an error of this rank ------------------------------------------------------------------------------------
 
     @property
     def _ended_as_agreed(self) -> bool:
         return self._agreed_end is not None and self._agreed_end()
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the others of an error of this rank; into one that is of another's making put what that one was."""
+        if self._first is None or self._mesh is None:
+            return
+        is_lost = isinstance(error, PeerLostError) or is_noise(error)
+        if (is_lost or isinstance(error, ConsequenceError)) and getattr(error, "peer", None) is None:
+            self._first.wait(TOLD_SECONDS)
+        met = peer_lost(None, error) if is_lost and not isinstance(error, PeerLostError) else error
+        cause = self._first.report(Cause.of(met, _name(self._mesh, self._mesh.rank)), TOLD_SECONDS)
+        if is_lost:
+            error.args = (self._words(cause),)
+        if not isinstance(error, KeyboardInterrupt):
+            self._adopt(0.0 if is_alike(error) else TOLD_SECONDS)
 
     def _disconnect_soon(self, error: BaseException) -> None:
         """End this rank's connections in the background, after a grace period if need be.
@@ -139,67 +184,109 @@ class FailureWatch:
         """
         if self._mesh is not None and self._mesh.groups is not None:
             grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
-            background.run_later(grace, partial(_end_connections, self._mesh, self._transport))
+            background.run_later(grace, partial(connections.end, self._mesh, self._transport))
+
+    # -- an error of another one ----------------------------------------------------------------------------------
+
+    def _learn(self, cause: Cause) -> None:
+        """Another rank failed, or is gone: end this rank's waits, so that its script does; in the watch's thread."""
+        with _DECIDING:
+            if self.failure is not None:
+                return  # the script has an error, and is told what it came from
+            self._adopt(TOLD_SECONDS)
+            self.hurry()
+        error = PeerLostError(self._words(cause))
+        grace = GRACE_SECONDS if cause.trace else 0.0  # all ranks may be about to raise it alike
+        background.run_later(grace, lambda: self._give_up(error))
+        background.run_later(2 * grace, self._give_up_default_group)
+
+    def _words(self, cause: Cause) -> str:
+        """What this rank says of it: everything on rank 0, where users look."""
+        return cause.line if self._mesh is not None and self._mesh.rank else cause.text
 
     def _give_up(self, error: PeerLostError) -> None:
-        if self.failure is None:
-            self.failure = self._unheard = error
-        self.disconnect()
+        with _DECIDING:
+            if self.failure is None:
+                self.failure = self._unheard = error
+        connections.end(self._mesh, self._transport)
 
     def _give_up_default_group(self) -> None:
         if self._unheard is not None:
-            _leave_default_group()
+            connections.leave_default_group()
+
+    # -- the end of the process -----------------------------------------------------------------------------------
+
+    def _end_process(self) -> None:
+        """Tell of an error that was raised outside of this session's calls, and of one that the script never met."""
+        if self.failure is None and (error := uncaught()) is not None:
+            self.fail(error)
+            if self._outlast is not None:  # what is registered while a process ends is not called
+                self._outlast()
+        is_heard = self.failure is not None and self._unheard is None
+        if self._first is not None and self._first.cause is not None and not is_heard:
+            sys.stdout.flush()
+            os.write(_STDERR, f"asyncpp: {self._first.cause.line}\n".encode())
+            os._exit(1)
+
+    def _adopt(self, stays: float) -> None:
+        """Look after what the launcher started: Lightning would kill this rank, too, before it can tell why it ends.
+
+        Args:
+            stays: seconds for which others need torch's store, where rank 0 serves it.
+        """
+        if self._outlast is not None or self._first is None or self._mesh is None:
+            return
+        self._adopted = list(self.children)
+        self.children.clear()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self._mesh.rank:
+            stays = 0.0
+        self._outlast = partial(_outlast, self._adopted, self._first, time.monotonic() + stays)
+        AtExit(self._outlast)
+
+    def _leave_now(self) -> None:
+        """The main thread waits for something that does not come: show where it is, and end without it."""
+        for worker in multiprocessing.active_children():  # loaders' workers may hang, too
+            if worker.daemon:
+                worker.kill()
+        faulthandler.dump_traceback(_STDERR)
+        first = self._first.cause if self._first is not None else None
+        why = first.line if first is not None else repr(self.failure)
+        text = f"asyncpp: this rank did not end by itself within {LEAVE_SECONDS:g} s after this: {why}\n"
+        os.write(_STDERR, text.encode())  # past all buffers
+        for child in self._adopted:
+            child.kill()
+        os._exit(1)
 
 
-def _end_connections(mesh: Mesh | None, transport: Transport | None) -> None:
-    """End waits of this rank and of others.
+def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) -> None:
+    """Let the process of rank 0 end last: those that it launched end with it, and others read what it serves.
 
-    The groups are of no use afterwards; torch's default group, which later runs start from, is left alone.
+    Args:
+        children: are killed if they have not ended in time after a script that failed.
+        first: keeps torch's store alive.
+        until: when others have read it.
     """
-    if transport is not None:
-        transport.leave_neighbours()
-    if mesh is None or mesh.groups is None:
-        return
-    for group in mesh.groups.on_host():
-        _close(group)
-    for group in mesh.groups.on_devices():
-        _abort(group)
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            if uncaught() is not None:
+                child.kill()
+                child.wait()
+    time.sleep(max(0.0, until - time.monotonic()))
+    first.stop()
 
 
-def _leave_default_group() -> None:
-    """End this rank's waits in torch's default group, too; nothing can be started from it any more."""
-    if dist.is_initialized() and (group := dist.group.WORLD) is not None:
-        config = dist.get_backend_config(group)
-        if "gloo" in config:
-            _close(group)
-        if "nccl" in config:
-            _abort(group)
+def _let_go(first: FirstCause, at_exit: AtExit) -> None:
+    first.stop()
+    at_exit.cancel()
 
 
-def _close(group: dist.ProcessGroup) -> None:
-    with suppress(KeyError, ValueError):  # nothing used the group any more, and it is gone
-        for rank in dist.get_process_group_ranks(group):
-            if rank != dist.get_rank():
-                _wait_in_vain(group, rank)
+def _call(watch: weakref.ref[FailureWatch], method: Callable[..., None], *args: Cause) -> None:
+    if (alive := watch()) is not None:
+        method(alive, *args)
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    """End what is under way in a group on devices, in a thread of its own.
-
-    It may wait for its device, where a message of another group waits for a rank that is gone; and for that one's end.
-    """
-    background.run(lambda: _abort_now(group), "abort")
-
-
-def _abort_now(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # it is gone, or its backend has no such thing
-        group.abort()
-
-
-def _wait_in_vain(group: dist.ProcessGroup, rank: int) -> None:
-    # Gloo closes all connections of a group in which a wait timed out; no call does just that. With a rank that is gone
-    # the wait fails before it begins, and at the very end of a process the group may be gone.
-    with suppress(RuntimeError, ValueError):
-        work = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG_NEVER_SENT)
-        if work is not None:
-            work.wait(_MOMENT)
+def _name(mesh: Mesh, rank: int) -> str:
+    return f"rank {rank} (stage {mesh.stage_of(rank)})"

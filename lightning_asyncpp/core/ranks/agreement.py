@@ -2,85 +2,62 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.structure import as_text, from_text
 from lightning_asyncpp.core.host_copies import as_bytes
 from lightning_asyncpp.core.ranks.alike import raised_alike
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, different_calls, lost_peers
 
 T = TypeVar("T")
-_MOST_BYTES = 2**28
 _FINISHED = "finished"
+_REMEDY = "start all ranks with the same script, recipe and arguments"
 
 
 class OtherStageFailedError(ConsequenceError):
     """Another rank failed at a check; its error is quoted."""
 
 
-def exchange(mesh: Mesh, text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Give every rank the text of every rank, in the order of ranks; a blocking collective.
+def exchange(mesh: Mesh, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Give every rank the value of every rank, in the order of ranks; a blocking collective.
 
     Args:
         mesh: this rank's place.
-        text: of this rank.
+        value: of this rank: a text, nearly always.
         group: of all ranks, over gloo, if not the one that the training thread uses.
+
+    Raises:
+        ProtocolError: the values are of different types, as those of different calls.
     """
-    return [encoded.decode(errors="replace") for encoded in exchange_bytes(mesh, text.encode(), group)]
+    if mesh.groups is None and group is None:
+        return [value]
+    values: list[Any] = [None] * mesh.world_size
+    with lost_peers():
+        dist.all_gather_object(values, value, group=group or mesh.groups.host)  # type: ignore[union-attr]
+    if len(types := {type(other).__name__ for other in values}) > 1:
+        raise different_calls(f"they exchange values of the types {', '.join(sorted(types))}")
+    return values
 
 
 def exchange_bytes(mesh: Mesh, encoded: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Give every rank the bytes of every rank, as :func:`exchange` does.
-
-    Raises:
-        ProtocolError: a rank announces more than anybody has to say.
-    """
-    if mesh.groups is None and group is None:
-        return [encoded]
-    with lost_peers():
-        group = group or mesh.groups.host  # type: ignore[union-attr]  # one of the two is there
-        sizes = [int(size) for size in _gather(mesh, torch.tensor([len(encoded)]), group)]
-        if not 0 <= min(sizes) <= max(sizes) <= _MOST_BYTES:
-            raise different_calls(f"they exchange texts of {sizes} bytes, of which {_MOST_BYTES} is the most")
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        if encoded:
-            mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        rows = _gather(mesh, mine, group) if mine.numel() else [mine] * mesh.world_size
-    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes)]
+    """Give every rank the bytes of every rank, as :func:`exchange` does."""
+    return exchange(mesh, encoded, group)
 
 
 def broadcast(mesh: Mesh, value: T, source: int) -> T:
-    """Return the value of rank ``source`` on all ranks; a blocking collective.
-
-    It travels as JSON, of which nothing is executed, unless there is more in it than plain values: Lightning sends
-    plain ones while it trains. Others, of the set-up and of the user's own calls, are pickled.
-
-    Raises:
-        ProtocolError: what came cannot be what was sent.
-    """
+    """Return the value of rank ``source`` on all ranks; a blocking collective."""
     assert mesh.groups is not None
-    text = as_text(value) if mesh.rank == source else None
-    pickled = mesh.rank == source and text is None
-    head = torch.tensor([int(pickled), len(text or b"")])
+    values = [value]
     with lost_peers():
-        dist.broadcast(head, source, group=mesh.groups.host)
-        kind, size = head.tolist()
-        if kind not in (0, 1) or not 0 <= size <= _MOST_BYTES:
-            raise different_calls(f"rank {source} broadcasts {size} bytes of kind {kind}")
-        if kind == 1:
-            values = [value]
-            dist.broadcast_object_list(values, source, group=mesh.groups.host)
-            return values[0]
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(data, source, group=mesh.groups.host)
-    received: T = value if mesh.rank == source else from_text(data.numpy().tobytes())
-    return received
+        dist.broadcast_object_list(values, source, group=mesh.groups.host)
+    return values[0]
 
 
 @torch.no_grad()
@@ -121,15 +98,9 @@ def finish_together(mesh: Mesh) -> None:
     Raises:
         ProtocolError: a rank is in another call, and would wait for this one.
     """
-    said = exchange(mesh, _FINISHED)
-    if others := [f"rank {rank}" for rank, text in enumerate(said) if text != _FINISHED]:
+    calls = exchange(mesh, _FINISHED)
+    if others := [f"rank {rank}" for rank, text in enumerate(calls) if text != _FINISHED]:
         raise different_calls(f"the run ends on this rank, and not on {', '.join(others)}")
-
-
-def _gather(mesh: Mesh, tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(mesh.world_size)]
-    dist.all_gather(gathered, tensor, group=group)
-    return gathered
 
 
 def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
@@ -142,7 +113,7 @@ def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
 
 
 def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank failed, raise on every rank: its own error where there is one, a quotation elsewhere.
+    """If any rank failed, raise on every rank: its own error where there is one, else a quotation.
 
     Raises:
         ConfigurationError: on every rank, if that is what the failing ranks found.
@@ -162,3 +133,28 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     if others:
         quoted = "; ".join(f"rank {rank} (stage {mesh.stage_of(rank)}): {text}" for rank, text in others)
         raise OtherStageFailedError(quoted)
+
+
+def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
+    """Compare this rank's entries with those of rank 0; a blocking collective.
+
+    Ranks exchange one hash each, and the entries themselves only if the hashes differ.
+
+    Args:
+        mesh: this rank's place.
+        entries: name -> value, in words.
+        group: of all ranks, over gloo, while the mesh has none.
+
+    Raises:
+        ConfigurationError: on every rank, if one differs; names the entries with both values.
+    """
+    text = json.dumps(entries, sort_keys=True)
+    if len(set(exchange(mesh, hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
+        return
+    first, *others = [json.loads(other) for other in exchange(mesh, text, group)]
+    differing: dict[str, str] = {}  # named once, with the first rank that differs
+    for rank, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if (expected := first.get(name, "missing")) != (found := other.get(name, "missing")):
+                differing.setdefault(name, f"{name} is {expected} on rank 0 and {found} on rank {rank}")
+    raise raised_alike(ConfigurationError.from_problems(list(differing.values()), _REMEDY), mesh.rank)

@@ -6,9 +6,6 @@ one, and costs a fifth: between stages that run for milliseconds this is most of
 
 Writing never waits for the other side to read: what the socket does not take at once a thread sends on, whatever the
 training thread waits for meanwhile. So two neighbours that both send do not block each other.
-
-To be connected, every stage but the first listens, tells all ranks where, and is called by the stage before: see
-:mod:`lightning_asyncpp.core.ranks.rendezvous`.
 """
 
 from __future__ import annotations
@@ -18,17 +15,14 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import NamedTuple
 
-from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.ranks.rendezvous import Listener, call
+from lightning_asyncpp.core.ranks.rendezvous import connect_stages
 from lightning_asyncpp.errors import peer_lost
 
 _PREFIX = struct.Struct("<qqq")
 _BUFFER_BYTES = 8192
-_LOCAL_BUFFER_BYTES = 4 * 2**20
 _DEFAULT_TIMEOUT = 1800.0
 NO_TIMEOUT = 0.0
 """Seconds, as the kernel takes them: a wait does not end by itself."""
@@ -59,20 +53,13 @@ class Link:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0  # what is in the buffer and was not asked for yet
         self._backlog = _Backlog(connection)
-        if connection.family in (socket.AF_INET, socket.AF_INET6):
+        if connection.family == socket.AF_INET:  # tests use pairs of local sockets
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        else:  # as much as TCP takes by itself, or what the system allows
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
         # The kernel's own time-outs: those of Python cost another call in front of every read.
         connection.setblocking(True)
         seconds = struct.pack("@ll", int(self.timeout), int(self.timeout % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, seconds)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether both ends are on one machine and need no network."""
-        return self._socket.family == socket.AF_UNIX
 
     def write(self, kind: int, number: int, parts: Sequence[Bytes]) -> None:
         """Send a message; returns at once.
@@ -192,16 +179,11 @@ def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | N
     Raises:
         PeerLostError: a neighbour cannot be reached.
     """
-    with ExitStack() as closing:
-        listener = None if mesh.is_first else closing.enter_context(Listener())
-        offers = exchange(mesh, "" if listener is None else listener.offer)
-        there = None
-        if not mesh.is_last:
-            next_stage = mesh.stage + 1
-            there = call(offers[mesh.rank_of(next_stage)], mesh.name_of(next_stage), f"stage {mesh.stage}")
-        here = None if listener is None else listener.answer(mesh.name_of(mesh.stage - 1))
-    ends = ((here, mesh.stage - 1, before), (there, mesh.stage + 1, after))
-    return Neighbours(*(None if c is None else Link(c, mesh.name_of(stage), seconds) for c, stage, seconds in ends))
+    here, there = connect_stages(mesh)
+    return Neighbours(
+        None if here is None else Link(here, mesh.name_of(mesh.stage - 1), before),
+        None if there is None else Link(there, mesh.name_of(mesh.stage + 1), after),
+    )
 
 
 class _Backlog:

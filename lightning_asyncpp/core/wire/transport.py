@@ -17,25 +17,16 @@ from torch import Tensor
 from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.wire.device_tensors import DeviceTensors
-from lightning_asyncpp.core.wire.header import (
-    BEGINNING_BYTES,
-    MAX_HEADER_BYTES,
-    Header,
-    TensorInfo,
-    as_bytes,
-    order_of,
-    written_out,
-)
+from lightning_asyncpp.core.wire.header import HEADER_BYTES, Header, Layout, TensorInfo, as_bytes, order_of, written_out
 from lightning_asyncpp.core.wire.link import Bytes, Frame, Link, Neighbours, connect_neighbours
 from lightning_asyncpp.errors import ProtocolError, different_calls, different_ends
 
-_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP = 1, 2, 3, 4, 5, 6, 7, 8
-_MAX_SUM_BYTES = 2**24
-_LOADED_STEPS = range(3)  # an end, a batch or nothing, as `stage_loader.Next` counts them
-_MOST_SUMS = 16  # put aside at a time: neighbours are at most a few mini-batches apart
+_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP, _LAYOUT = range(1, 10)
+_MOST_DROPS = 16  # that a neighbour may be behind: it is at most a few mini-batches
 _NAMES = {
     _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
     _RUN_END: "the end of the run", _LOADED: "a batch of the data loader", _DROP: "a gradient thrown away",
+    _LAYOUT: "a layout",
 }  # fmt: skip
 
 
@@ -113,7 +104,6 @@ class Transport:
     Args:
         mesh: this rank's place; its groups are connected.
         device: where tensors live.
-        max_message_bytes: largest activation that is accepted, in bytes.
         timeout: seconds that a wait for a neighbour may take; default: half an hour.
         neighbours: links that are there already, for tests.
 
@@ -127,17 +117,18 @@ class Transport:
         self,
         mesh: Mesh,
         device: torch.device,
-        max_message_bytes: int = 2**34,
         timeout: float | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
-        self.mesh, self.device, self.max_message_bytes = mesh, device, max_message_bytes
+        self.mesh, self.device = mesh, device
         self._before, self._after = neighbours or connect_neighbours(mesh, timeout, timeout)
         self._direct = DeviceTensors.between(mesh, device, timeout)
-        self._header = memoryview(bytearray(MAX_HEADER_BYTES))
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._layout_sent: Layout | None = None
+        self._layout_received = Layout()
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
         self._closed = False
-        self._drops: deque[int] = deque(maxlen=_MOST_SUMS)
+        self._drops: deque[int] = deque(maxlen=_MOST_DROPS)
         self._sent = self._received = 0  # one past the micro-batch of the newest activation
 
     @property
@@ -145,15 +136,16 @@ class Transport:
         """How tensors travel, in words."""
         if self._direct is not None:
             return "between GPUs by NCCL"
-        link = self._before or self._after
-        over = "local sockets" if link is not None and link.is_local else "TCP"
-        return f"over {over}" if self.device.type == "cpu" else f"through the host, over {over}"
+        return "over sockets" if self.device.type == "cpu" else "through the host, over sockets"
 
     # -- activations ----------------------------------------------------------------------------------------------
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or the header alone, to the stage after."""
         assert self._after is not None, "nothing comes after the last stage"
+        if (layout := header.layout) != self._layout_sent:
+            self._after.write(_LAYOUT, header.k, [layout.pack()])
+            self._layout_sent = layout
         stored = [info.stored(tensor) for tensor, info in zip(tensors, header.tensors)]
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
@@ -173,20 +165,10 @@ class Transport:
         link = self._before
         assert link is not None, "nothing comes before the first stage"
         frame = self._next(link, _ACTIVATION)
-        size = BEGINNING_BYTES
-        if frame.num_bytes >= size:
-            link.read_into(self._header[:size])
-            size += Header.rest_of(self._header)
-        if frame.num_bytes < size:
-            raise ProtocolError(f"micro-batch {k}: {frame.num_bytes} bytes are less than a header")
-        link.read_into(self._header[BEGINNING_BYTES:size])
-        header = Header.read(self._header[:size], k, self.max_message_bytes)
-        behind = header.num_bytes if self._direct is None else 0
-        if frame.num_bytes != size + behind or frame.number != k:
-            raise ProtocolError(
-                f"micro-batch {k}: {frame.num_bytes} bytes of micro-batch {frame.number} are not what its header"
-                " announces"
-            )
+        if frame.number != k:
+            raise different_calls(f"expected micro-batch {k} from the stage before, got {frame.number}")
+        link.read_into(self._header)
+        header = Header.read(self._header, k, self._layout_received)
         self._received = k + 1
         if self._direct is not None:
             return Arrival(header, tuple(self._direct.take_activation(header.tensors)))
@@ -278,12 +260,10 @@ class Transport:
 
         Raises:
             PeerLostError: the stage before is gone.
-            ProtocolError: it has not loaded anything, or nothing that can be.
+            ProtocolError: it has not loaded anything.
         """
         assert self._before is not None, "the first stage loads by itself"
         frame = self._next(self._before, _LOADED)
-        if frame.num_bytes or frame.number not in _LOADED_STEPS:
-            raise ProtocolError(f"{self._before.peer} sent {_NAMES[_LOADED]} that cannot be one: {frame}")
         self.announce_loaded(frame.number)
         return frame.number
 
@@ -309,7 +289,7 @@ class Transport:
         if self._before is None or self._closed:
             return
         frame = self._next(self._before, _END)
-        if frame.num_bytes or frame.number != self._received:
+        if frame.number != self._received:
             raise ProtocolError(
                 f"{self._before.peer} says that it ended before micro-batch {frame.number}, and {self._received} is the"
                 f" next: {frame}"
@@ -362,17 +342,17 @@ class Transport:
         return vector
 
     def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
-        """Keep a control message: it may come in front of what is waited for, as may a drop that was one here, too."""
+        """Keep what may come in front of what is waited for: a layout, a control message, a drop that was one here."""
         kind, number, size = frame
         if kind == _DROP and number in self._drops:
             return
+        if kind == _LAYOUT:
+            message = bytearray(size)
+            link.read_into(memoryview(message))
+            self._layout_received = Layout.read(bytes(message))
+            return
         if kind != (_TOTAL if link is self._before else _PART):
             raise _unexpected(link.peer, frame, expected, self._received)
-        is_one = number >= 0 < size <= _MAX_SUM_BYTES and size % 8 == 0
-        if not is_one or (kind, number) in self._sums or len(self._sums) >= _MOST_SUMS:
-            raise ProtocolError(
-                f"{link.peer} sent {_NAMES[kind]} that cannot be one, with {len(self._sums)} still unread: {frame}"
-            )
         vector = torch.empty(size // 8, dtype=torch.float64, device="cpu")
         self._read_into(link, vector)
         self._sums[kind, number] = vector

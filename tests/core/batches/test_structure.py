@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.structure import MAX_STRUCTURE_BYTES, flatten, unflatten
-from lightning_asyncpp.errors import ConfigurationError, ProtocolError
+from lightning_asyncpp.core.batches.structure import flatten, unflatten
+from lightning_asyncpp.errors import ConfigurationError
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -91,34 +91,3 @@ def test_numbers_are_exact() -> None:
 def test_what_would_come_back_as_something_else_is_refused(output: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"a layer at a cut returned {text} \(layer 'blocks.3'\)"):
         flatten(output, "blocks.3")
-
-
-def test_a_book_beside_the_tensors_is_refused() -> None:
-    fits = "a" * (MAX_STRUCTURE_BYTES - len('["list",[null,["value",""]]]'))
-    flatten([torch.zeros(1), fits], "layer")
-    with pytest.raises(ConfigurationError, match=f"returned {MAX_STRUCTURE_BYTES + 1} bytes of names and numbers"):
-        flatten([torch.zeros(1), fits + "a"], "layer")
-
-
-@pytest.mark.parametrize(
-    "structure",
-    [
-        b"nothing",
-        b"3",
-        b'["tuple"]',
-        b'["set",[null]]',
-        b'["dict",[null]]',
-        b'["value",{}]',
-        b'["tuple",[null,null]]',
-        b'["list",[]]',
-        b'["tuple",[null,["list",""]]]',
-        b'["tuple",[null,["list",{}]]]',
-        b'["tuple",[null,{"value":1,"dict":2}]]',
-        b'["tuple",[null],1]',
-        b'["dict",{"a":null,"a":null,"b":["value",null,1]}]',
-        b"\xff",
-    ],
-)
-def test_malformed_structures_are_refused(structure: bytes) -> None:
-    with pytest.raises(ProtocolError, match="structure"):
-        unflatten([torch.zeros(1)], structure)

@@ -65,7 +65,7 @@ def test_what_is_translated_already_stays_so(error: Exception) -> None:
 
 @pytest.mark.parametrize("name", OF_THIS_RANK)
 def test_a_session_does_not_take_it_for_another_ranks_either(name: str) -> None:
-    watch, error = FailureWatch(heartbeat=None), OF_THIS_RANK[name]
+    watch, error = FailureWatch(), OF_THIS_RANK[name]
     with pytest.raises(type(error)) as caught, watch.collective():
         raise error
     assert caught.value is error

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from lightning_asyncpp.core.failures.cause import Cause
-from lightning_asyncpp.core.failures.last_word import LastWord
 from lightning_asyncpp.core.ranks import agreement
 from lightning_asyncpp.core.ranks.alike import TRACEBACK, is_alike, raised_alike
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -61,15 +59,3 @@ def test_what_is_alike(error: Exception, others_too: bool, monkeypatch: pytest.M
         agreement.agree_on_error(Mesh(2, 1, 1), error)
     assert caught.value is error
     assert is_alike(error) == others_too
-
-
-def test_the_last_word_does_not_repeat_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    word = LastWord()
-    word.cancel()
-    monkeypatch.setattr(word, "_wait", lambda is_failing: True)
-    word.children = [None]  # type: ignore[list-item]
-    for is_alike_everywhere, said in ((False, "asyncpp: rank 1 (stage 0) failed first: no\n"), (True, "")):
-        word.hear(Cause(1, 0, "no", "Traceback ..."), is_alike_everywhere)
-        monkeypatch.setattr("lightning_asyncpp.core.failures.last_word.uncaught", lambda: None)
-        word.speak()
-        assert capfd.readouterr().err == said

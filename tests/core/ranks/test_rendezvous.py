@@ -1,4 +1,4 @@
-"""One rank calls another: by any way that works, and nobody else gets in between or holds them up."""
+"""One stage calls another: nobody else is taken for it, and the network is the one that gloo uses."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from lightning_asyncpp.core.ranks import rendezvous
-from lightning_asyncpp.core.ranks.interfaces import INTERFACE_VARIABLE
-from lightning_asyncpp.core.ranks.rendezvous import Listener, call
-from lightning_asyncpp.errors import PeerLostError, ProtocolError
+from lightning_asyncpp.core.ranks.rendezvous import INTERFACE_VARIABLE, Call, Listener, network_address, use_loopback
+from lightning_asyncpp.errors import ConfigurationError, PeerLostError
 
-LOCAL, NETWORK = "local", "network"
+NCCL = "NCCL_SOCKET_IFNAME"
+
+
+@pytest.fixture(autouse=True)
+def loopback() -> Iterator[None]:
+    before = {name: os.environ.pop(name, None) for name in (INTERFACE_VARIABLE, NCCL)}
+    os.environ[INTERFACE_VARIABLE] = "lo"
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture
@@ -26,160 +35,94 @@ def listener() -> Iterator[Listener]:
         yield listening
 
 
-def offer_of(listener: Listener, **changes: Any) -> str:
-    return json.dumps({**json.loads(listener.offer), **changes})
-
-
-def call_of(listener: Listener, offer: str) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a call that follows an offer."""
-    called: list[socket.socket] = []
-    caller = threading.Thread(target=lambda: called.append(call(offer, "rank 0", "rank 1")))
-    caller.start()
-    answered = listener.answer("rank 1", seconds=20)
-    caller.join(20)
-    called[0].sendall(b"it is me")
-    assert answered.recv(8) == b"it is me"
-    return called[0], answered
-
-
-def address_of(listener: Listener, way: str) -> Any:
-    address = json.loads(listener.offer)[way][0]
-    return address if way == LOCAL else tuple(address)
-
-
-def stranger_at(listener: Listener, way: str) -> socket.socket:
-    stranger = socket.socket(socket.AF_UNIX if way == LOCAL else socket.AF_INET)
-    stranger.settimeout(10)
-    stranger.connect(address_of(listener, way))
+def stranger_at(listener: Listener, shows: bytes) -> socket.socket:
+    stranger = socket.create_connection(json.loads(listener.offer)["address"], timeout=10)
+    stranger.sendall(shows)
     return stranger
 
 
-@pytest.mark.parametrize("way", [LOCAL, NETWORK])
-def test_by_either_way(listener: Listener, way: str) -> None:
-    ends = call_of(listener, offer_of(listener, **({} if way == LOCAL else {LOCAL: []})))
-    assert [(end.family == socket.AF_UNIX) for end in ends] == [way == LOCAL] * 2
+def connected(listener: Listener) -> tuple[socket.socket, socket.socket]:
+    call = Call(listener.offer, "rank 0")
+    answered = listener.answer("rank 1", seconds=20)
+    return call.answered(), answered
 
 
-def test_from_another_network_a_local_address_cannot_be_reached_and_the_next_is_tried(listener: Listener) -> None:
-    ends = call_of(listener, offer_of(listener, local=["\0asyncpp-nobody-listens-here"]))
-    assert ends[0].family != socket.AF_UNIX
+def test_what_one_says_the_other_hears(listener: Listener) -> None:
+    caller, answered = connected(listener)
+    caller.sendall(b"it is me")
+    answered.sendall(b"and me")
+    assert (answered.recv(8), caller.recv(6)) == (b"it is me", b"and me")
 
 
-@pytest.mark.parametrize("way", [LOCAL, NETWORK])
-@pytest.mark.parametrize("said", [b"", bytes(10), bytes(16), bytes(48), bytes(500)], ids=len)
-def test_a_stranger_is_sent_away_and_holds_nobody_up(listener: Listener, way: str, said: bytes) -> None:
-    strangers = [stranger_at(listener, way) for _ in range(3)]
-    for stranger in strangers:
-        stranger.sendall(said)
+@pytest.mark.parametrize("shows", [bytes(16), bytes(500), b"GET / HTTP/1.1\r\n\r\n"], ids=["zeros", "many", "http"])
+def test_a_stranger_is_sent_away(listener: Listener, shows: bytes) -> None:
+    strangers = [stranger_at(listener, shows) for _ in range(3)]
     start = time.monotonic()
-    call_of(listener, listener.offer)
+    connected(listener)
     assert time.monotonic() - start < 5
-    listener.close()
-    for stranger in strangers:  # at most a number and a proof, which are of no use to it
-        assert len(all_of(stranger)) in (0, 48)
+    for stranger in strangers:
+        try:
+            assert stranger.recv(100) == b""
+        except ConnectionResetError:
+            continue
 
 
-def all_of(connection: socket.socket) -> bytes:
-    received = b""
-    try:
-        while part := connection.recv(1000):
-            received += part
-    except ConnectionResetError:
-        pass
-    return received
+def test_a_silent_stranger_holds_nobody_up_for_long(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_SHOW_SECONDS", 0.3)
+    strangers = [stranger_at(listener, b"") for _ in range(2)]
+    start = time.monotonic()
+    connected(listener)
+    assert 0.5 < time.monotonic() - start < 5
+    assert strangers
 
 
-def test_more_strangers_than_are_kept(listener: Listener) -> None:
-    strangers = [stranger_at(listener, NETWORK) for _ in range(rendezvous._MOST_CALLERS + 30)]
-    call_of(listener, offer_of(listener, local=[]))
-    assert [all_of(stranger) for stranger in strangers] == [b""] * len(strangers)
-
-
-def test_what_one_caller_said_is_of_no_use_to_another(listener: Listener) -> None:
-    """Neither the secret crosses, nor anything that could be said a second time."""
-    (recorded,) = recorded_call(listener)
-    assert bytes.fromhex(json.loads(listener.offer)["secret"]) not in recorded
-    stranger = stranger_at(listener, LOCAL)
-    stranger.sendall(recorded)
-    with pytest.raises(PeerLostError, match=r"rank 1 did not call within 0\.5 seconds"):
-        listener.answer("rank 1", seconds=0.5)
-
-
-def recorded_call(listener: Listener) -> list[bytes]:
-    """What a caller says to a relay that passes it on."""
-    relay = socket.create_server(("127.0.0.1", 0))
-    recorded: list[bytes] = []
-
-    def pass_on() -> None:
-        caller, _ = relay.accept()
-        target = stranger_at(listener, NETWORK)
-        number = caller.recv(16, socket.MSG_WAITALL)
-        target.sendall(number)
-        caller.sendall(target.recv(48, socket.MSG_WAITALL))
-        proof = caller.recv(32, socket.MSG_WAITALL)
-        recorded.append(number + proof)
-        target.sendall(proof)
-        time.sleep(0.2)
-
-    threading.Thread(target=pass_on, daemon=True).start()
-    offer = offer_of(listener, local=[], network=[relay.getsockname()])
-    threading.Thread(target=call, args=(offer, "rank 0", "rank 1"), daemon=True).start()
-    listener.answer("rank 1", seconds=10)
-    return recorded
-
-
-def test_a_process_of_another_user_is_sent_away(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(PeerLostError, match="somebody else"):
-        call(offer_of(listener, network=[]), "rank 0", "rank 1")
-    stranger_at(listener, LOCAL)
-    with pytest.raises(PeerLostError):
+def test_a_neighbour_that_does_not_call(listener: Listener) -> None:
+    with pytest.raises(PeerLostError, match=r"rank 1 did not call within 0\.3 seconds"):
         listener.answer("rank 1", seconds=0.3)
 
 
-def test_addresses_are_tried_in_turn_and_named_if_none_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One where nobody listens, one where somebody says nothing, one where somebody says something else."""
-    monkeypatch.setattr(rendezvous, "_CALL_SECONDS", 0.3)
-    silent, talking = socket.create_server(("127.0.0.2", 0)), socket.create_server(("127.0.0.3", 0))
-    port = silent.getsockname()[1]
+def test_a_neighbour_where_nobody_listens() -> None:
+    with Listener() as listener:
+        offer = listener.offer
+    with pytest.raises(PeerLostError, match=r"rank 0 cannot be reached .*Connection refused.*set GLOO_SOCKET_IFNAME"):
+        Call(offer, "rank 0")
+
+
+@pytest.mark.parametrize("says", [b"", bytes(16)], ids=["nothing", "something else"])
+def test_a_neighbour_where_somebody_else_answers(says: bytes) -> None:
+    other = socket.create_server(("127.0.0.1", 0))
 
     def talk() -> None:
-        talking.accept()[0].sendall(bytes(48))
+        connection, _ = other.accept()
+        connection.sendall(says)
+        time.sleep(1)
 
     threading.Thread(target=talk, daemon=True).start()
-    network = [["127.0.0.1", port], ["127.0.0.2", port], ["127.0.0.3", talking.getsockname()[1]]]
-    offer = json.dumps({"local": [], "network": network, "secret": bytes(32).hex()})
-    with pytest.raises(PeerLostError) as caught:
-        call(offer, "rank 0 (stage 1)", "stage 0")
-    text = str(caught.value)
-    assert "rank 0 (stage 1) cannot be reached from stage 0" in text
-    assert f"('127.0.0.1', {port}) ([Errno" in text
-    assert f"('127.0.0.2', {port}) (timed out)" in text
-    assert f"('127.0.0.3', {talking.getsockname()[1]}) (somebody else)" in text
-    assert "set GLOO_SOCKET_IFNAME" in text
+    offer = json.dumps({"address": other.getsockname(), "token": bytes(range(32)).hex()})
+    with pytest.raises(PeerLostError, match="nobody, or somebody else, answers"):
+        Call(offer, "rank 0").answered(seconds=0.5)
 
 
-@pytest.mark.parametrize(
-    "offer", ["", "[]", "{}", '{"local": [], "network": [1], "secret": ""}', "[" * 100_000, '{"local": 1', "\0"]
-)
-def test_what_is_no_offer_is_refused(offer: str) -> None:
-    with pytest.raises(ProtocolError, match="rank 0 did not say where to call"):
-        call(offer, "rank 0", "rank 1")
+def test_loopback_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    del os.environ[INTERFACE_VARIABLE]
+    use_loopback()
+    assert (os.environ[INTERFACE_VARIABLE], os.environ[NCCL], network_address()) == ("lo", "=lo", "127.0.0.1")
+    monkeypatch.setattr(rendezvous, "_address_of", {"eth7": "10.1.2.3", "eth8": "10.1.2.4"}.get)
+    os.environ[INTERFACE_VARIABLE] = "eth7,eth8"
+    del os.environ[NCCL]
+    use_loopback()
+    assert (os.environ[INTERFACE_VARIABLE], os.environ.get(NCCL)) == ("eth7,eth8", None)
+    assert network_address() == "10.1.2.3"
 
 
-@pytest.mark.parametrize("address", [["\x80" * 70, 1], ["127.0.0.1", 2**40], ["127.0.0.1", -1], ["\0", 1]])
-def test_an_address_that_is_none_is_one_that_cannot_be_reached(address: list[Any]) -> None:
-    offer = json.dumps({"local": ["\0" * 200], "network": [address], "secret": bytes(32).hex()})
-    with pytest.raises(PeerLostError, match="cannot be reached"):
-        call(offer, "rank 0", "rank 1")
+def test_without_a_name_it_is_the_address_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    del os.environ[INTERFACE_VARIABLE]
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
+    assert network_address() == "10.1.2.3"
 
 
-def test_only_the_interface_that_was_named_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(INTERFACE_VARIABLE, "lo")
-    with Listener() as listener:
-        assert [s.getsockname()[0] for s in listener._network] == ["127.0.0.1"]
-        assert [host for host, _ in json.loads(listener.offer)["network"]] == ["127.0.0.1"]
-        call_of(listener, offer_of(listener, local=[]))
-    monkeypatch.delenv(INTERFACE_VARIABLE)
-    with Listener() as listener:
-        assert listener._network[0].getsockname()[0] in ("::", "0.0.0.0")
+@pytest.mark.parametrize("name", ["nothere9", "lo:"])
+def test_a_name_that_is_not_there_is_refused_with_those_that_are(name: str) -> None:
+    os.environ[INTERFACE_VARIABLE] = name
+    with pytest.raises(ConfigurationError, match=rf"^GLOO_SOCKET_IFNAME={name}: .* it has.*lo"):
+        network_address()

@@ -1,7 +1,7 @@
 """A training script that is started by a launcher, to be killed, stopped, told to end, or to fail by itself.
 
 Arguments: the folder in which every rank writes its process id, its last step and the error that ended it; then,
-optionally, where to raise, and seconds without a sign of life after which a rank is gone.
+optionally, where to raise, and the timeout of the strategy in seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,11 @@ import lightning as L
 import torch
 
 import lightning_asyncpp
-from lightning_asyncpp.core import session
 from lightning_asyncpp.errors import PeerLostError
 from tests.trainer.runs import Net, Run, Samples
 
 MISTAKE = "the user's own mistake"
 WHEN = 30  # a layer's forward, a batch, a step, or a sample
-SLOW_SECONDS = 12.0
 
 
 class Reports(L.Callback):
@@ -41,9 +40,9 @@ class Reports(L.Callback):
             os.replace(self.folder / f"{trainer.global_rank}.tmp", self.folder / f"{trainer.global_rank}.pid")
         if self.where == "callback" and trainer.global_rank == 0 and index == WHEN:
             raise ArithmeticError(MISTAKE)
-        if index == WHEN and (self.where == "exits" or (self.where == "exits alone" and trainer.global_rank == 0)):
+        if index == WHEN and self.where == "exits":
             sys.exit(0)
-        if self.where == "slow" and index == WHEN:
+        if self.where == "stops" and index == WHEN:
             trainer.should_stop = True
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
@@ -82,7 +81,7 @@ class Fails(Net):
         super().__init__(run)
         self.where = where
         self.forwards = 0
-        layer = {"layer": 0, "middle": 3, "slow": 3}.get(where)
+        layer = {"layer": 0, "middle": 3}.get(where)
         if layer is not None:
             self.model[layer].register_forward_hook(lambda *_: self._late())  # type: ignore[index]
 
@@ -100,10 +99,7 @@ class Fails(Net):
     def _late(self) -> None:
         self.forwards += 1
         if self.forwards == WHEN:
-            if self.where == "slow":
-                time.sleep(SLOW_SECONDS)
-            else:
-                raise ArithmeticError(MISTAKE)
+            raise ArithmeticError(MISTAKE)
 
 
 def note_error(folder: Path) -> None:
@@ -119,27 +115,26 @@ def note_error(folder: Path) -> None:
 
 def arguments() -> Iterator[str]:
     yield from sys.argv[1:]
-    yield from ("nowhere", "60")[len(sys.argv) - 2 :]
+    yield from ("nowhere", "600")[len(sys.argv) - 2 :]
 
 
 def main() -> None:
-    folder, where, heartbeat = arguments()
+    folder, where, timeout = arguments()
     note_error(Path(folder))
     L.seed_everything(1)
     if where in ("caught", "twice"):
         with suppress(ArithmeticError, PeerLostError):
-            train(folder, "callback", heartbeat)
-        where = {"caught": "slow", "twice": "layer"}[where]
-    train(folder, where, heartbeat)
+            train(folder, "callback", timeout)
+        where = {"caught": "stops", "twice": "layer"}[where]
+    train(folder, where, timeout)
 
 
-def train(folder: str, where: str, heartbeat: str) -> None:
+def train(folder: str, where: str, timeout: str) -> None:
     first_stage = where == "loader" and os.environ.get("LOCAL_RANK") == "2"
     samples = (FailingSamples if first_stage else Samples)(80_000)
-    session.HEARTBEAT_SECONDS = float(heartbeat)
     trainer = L.Trainer(
         accelerator="cpu", devices=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        strategy=lightning_asyncpp.AsyncPipelineStrategy(),
+        strategy=lightning_asyncpp.AsyncPipelineStrategy(timeout=timedelta(seconds=float(timeout))),
         callbacks=[Reports(Path(folder), where)],
     )  # fmt: skip
     trainer.fit(Fails(Run(Net), where), torch.utils.data.DataLoader(samples, batch_size=8))

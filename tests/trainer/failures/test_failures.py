@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,19 +19,19 @@ PLAIN = [sys.executable, SCRIPT]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", SCRIPT]
 LAUNCHERS = [pytest.param(PLAIN, id="lightning"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
 SECONDS = 30
-HEARTBEAT = 4.0  # busy machines let a process wait for seconds
+TIMEOUT = 20.0  # until all have started, too
 
 
 class Launched:
     """A running script and the processes of its ranks, found by an argument that is unique to it."""
 
-    def __init__(self, command: list[str], folder: Path, where: str, heartbeat: float) -> None:
+    def __init__(self, command: list[str], folder: Path, where: str, timeout: float) -> None:
         self.folder = folder
         self._output = (folder / "output").open("w")
         env = {k: v for k, v in os.environ.items() if k not in ("PL_GLOBAL_SEED",)}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [*command, str(folder), where, str(heartbeat)], stdout=self._output, stderr=self._output, env=env,
+            [*command, str(folder), where, str(timeout)], stdout=self._output, stderr=self._output, env=env,
             start_new_session=True, cwd=folder,
         )  # fmt: skip
 
@@ -80,9 +80,16 @@ class Launched:
         self._output.close()
 
 
+def until(condition: Callable[[], bool], seconds: float, run: Launched) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, run.output
+        time.sleep(0.1)
+
+
 @contextmanager
-def launched(command: list[str], folder: Path, where: str = "nowhere", heartbeat: float = 60.0) -> Iterator[Launched]:
-    run = Launched(command, folder, where, heartbeat)
+def launched(command: list[str], folder: Path, where: str = "nowhere", timeout: float = 600.0) -> Iterator[Launched]:
+    run = Launched(command, folder, where, timeout)
     try:
         yield run
     finally:
@@ -98,7 +105,7 @@ def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -
     with launched(command, tmp_path) as run:
         os.kill(run.pid_of(rank), signal.SIGKILL)
         assert run.ended() != 0
-        text = f"rank {rank} (stage {2 - rank}) is gone: its process ended without an error of its own (killed,"
+        text = f"rank {rank} (stage {2 - rank}) is gone: "
         survivor = 0 if rank else 1
         if command is not PLAIN and not (tmp_path / f"{survivor}.error").exists():
             assert "Signal 9 (SIGKILL)" in run.output, "the launcher was quicker to end it, and says so"
@@ -107,18 +114,18 @@ def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a stopped process cannot be found")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("command", LAUNCHERS)
-def test_a_stopped_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
-    with launched(command, tmp_path, heartbeat=HEARTBEAT) as run:
-        os.kill(run.pid_of(rank), signal.SIGSTOP)
-        assert run.ended(60) != 0
-        text = f"rank {rank} (stage {2 - rank}) is gone: no sign of life for {HEARTBEAT:g} s"
-        assert text in run.error(0 if rank else 1)
-        if command is PLAIN and rank:
-            assert text in run.output.rstrip().splitlines()[-1], "below all that other ranks have said"
+def test_a_stopped_rank_ends_the_others_by_the_timeout(command: list[str], rank: int, tmp_path: Path) -> None:
+    with launched(command, tmp_path, timeout=TIMEOUT) as run:
+        stopped = run.pid_of(rank)
+        os.kill(stopped, signal.SIGSTOP)
+        survivor = 0 if rank else 1
+        until(lambda: (tmp_path / f"{survivor}.error").exists(), TIMEOUT + SECONDS, run)
+        assert "is gone: its process was killed, crashed, was stopped, or ended" in run.error(survivor)
+        os.kill(stopped, signal.SIGKILL)
+        assert run.ended(90) != 0
 
 
 @pytest.mark.slow
@@ -136,18 +143,17 @@ def test_an_exception_on_one_rank_ends_all(command: list[str], where: str, rank:
         if rank:
             assert f"PeerLostError: rank {rank} (stage {2 - rank}) failed first: {mistake}\n" in run.error(0)
         if command is PLAIN:
-            assert run.output.rstrip().endswith(f"rank {rank} (stage {2 - rank}) failed first: {mistake}")
+            assert mistake in run.output.rstrip().splitlines()[-1], "whichever rank ended last"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(("where", "last"), [("twice", "rank 2 (stage 0) failed first: "), ("caught", "")])
-def test_what_stands_last_is_the_failure_that_was_not_caught(where: str, last: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("where", "code"), [("twice", 1), ("caught", 0)])
+def test_a_failure_that_was_caught_is_not_the_end(where: str, code: int, tmp_path: Path) -> None:
     """A script catches what ended its first training, on rank 0, and trains again."""
     with launched(PLAIN, tmp_path, where) as run:
-        assert (run.ended(180) != 0) == bool(last), run.output
-        said = [line for line in run.output.splitlines() if line.startswith("asyncpp: ")]
-        assert said == [f"asyncpp: {last}ArithmeticError: the user's own mistake"] * bool(last)
+        assert run.ended(180) == code, run.output
+        assert ("rank 2 (stage 0) failed first: " in run.output) == bool(code)
 
 
 @pytest.mark.slow
@@ -157,23 +163,6 @@ def test_a_script_that_ends_in_a_run_on_all_ranks_ends_well(command: list[str], 
     with launched(command, tmp_path, "exits") as run:
         assert run.ended(180) == 0, run.output
         assert "failed" not in run.output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-@pytest.mark.parametrize("command", LAUNCHERS)
-def test_a_script_that_ends_in_a_run_on_one_rank_has_failed(command: list[str], tmp_path: Path) -> None:
-    with launched(command, tmp_path, "exits alone") as run:
-        assert run.ended(180) != 0
-        assert "rank 0 (stage 2) failed first: SystemExit: 0 on this rank, while others go on: call" in run.error(1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_a_slow_rank_is_not_missed(tmp_path: Path) -> None:
-    with launched(PLAIN, tmp_path, "slow", HEARTBEAT) as run:
-        assert run.ended(240) == 0, run.output
-        assert "is gone" not in run.output
 
 
 @pytest.mark.timeout(280)
