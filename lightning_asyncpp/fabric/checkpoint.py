@@ -14,14 +14,9 @@ from typing_extensions import override
 
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
-    gather_model_state,
-    gather_named,
-    gather_optimizer_state,
-    gather_pipeline_state,
-    load_optimizer_state,
+    gathered,
     load_pipeline_state,
     stage_model_state,
-    stage_optimizer_state,
     stage_pipeline_state,
 )
 from lightning_asyncpp.core.cut.tied_state import check_copies
@@ -61,7 +56,11 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         self.session.running()
         with self._driving():
             self._drain()
-            return gather_model(self.session)
+            return gathered(self.session, self._stage_state())
+
+    def _stage_state(self) -> dict[str, Any]:
+        assert self.session.stage is not None
+        return stage_model_state(self.session, self.session.stage.state_dict())
 
     @override
     def save_checkpoint(
@@ -78,14 +77,29 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if self.session.stage is not None:
             self._settle()
             with self._driving():
-                parts = parts_of(self.session, state, gathered=not self.checkpoints.sharded)
-        converted = converted_state({**state, **parts}, filter or {})
+                parts = self._parts_of(state)
+        content = converted_state({**state, **parts}, filter or {})
+        if not self.is_global_zero:
+            content = {name: content[name] for name in parts}
         with self._driving():
-            if self.checkpoints.sharded and parts:
-                beside = {name: value for name, value in converted.items() if name not in parts}
-                self.checkpoints.save_folder(path, {name: converted[name] for name in parts}, beside)
-            else:
-                self.checkpoints.save_file(converted, path, self.checkpoint_io, storage_options)
+            self.checkpoints.save(path, content, self.checkpoint_io, storage_options)
+
+    def _parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a state that are the pipeline's: model, optimizer, averages of weights; collective.
+
+        With the optimizer comes what else the run needs to go on, under ``"pipeline"``.
+        """
+        session, collected = self.session, self.checkpoints.collected
+        parts: dict[str, Any] = {}
+        for name, value in state.items():
+            if value is self._trained_model:
+                parts[name] = collected(self._stage_state())
+            elif session.optimizer is not None and value is session.optimizer:
+                parts[name] = collected(session.stage_optimizer.state_dict())
+                parts[PIPELINE] = collected(stage_pipeline_state(session))
+            elif isinstance(value, nn.Module) and any(map(whole_of, value.modules())):
+                parts[name] = collected(value.state_dict())  # an average
+        return parts
 
     @override
     def load_checkpoint(
@@ -100,7 +114,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self._settle()
         self.checkpoints.settle()
         if isinstance(state, Optimizer):
-            load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only))
+            self.session.stage_optimizer.load_state_dict(super().load_checkpoint(path, None, strict, weights_only))
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -120,7 +134,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
         for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
             load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
-            load_optimizer_state(self.session, remainder.pop(name))
+            self.session.stage_optimizer.load_state_dict(remainder.pop(name))
             self._note = MiniBatchNote()
             self._resumed_at = self.session.running().next_forward
         return remainder
@@ -176,35 +190,6 @@ def entries_to_load(names: Iterable[str], checkpoint: Mapping[str, Any], strict:
         elif strict:
             raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
     return found
-
-
-def gather_model(session: PipelineSession) -> dict[str, Any]:
-    """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a blocking collective."""
-    assert session.stage is not None
-    return gather_model_state(session, session.stage.state_dict())
-
-
-def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool) -> dict[str, Any]:
-    """The entries of a checkpoint's state that are the pipeline's model and optimizer; a blocking collective.
-
-    With the optimizer comes what else the run needs to go on, under ``"pipeline"``.
-
-    Args:
-        session: the pipeline.
-        state: what is to be saved.
-        gathered: whether rank 0 gets what all stages have; else every stage its own part.
-    """
-    parts: dict[str, Any] = {}
-    for name, value in state.items():
-        if session.stage is not None and value is session.stage.model:
-            own = session.stage.state_dict()
-            parts[name] = gather_model(session) if gathered else stage_model_state(session, own)
-        elif session.optimizer is not None and value is session.optimizer:
-            parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session)
-            parts[PIPELINE] = (gather_pipeline_state if gathered else stage_pipeline_state)(session)
-        elif isinstance(value, nn.Module) and any(map(whole_of, value.modules())):
-            parts[name] = gather_named(session, value.state_dict()) if gathered else value.state_dict()  # an average
-    return parts
 
 
 def load_model(session: PipelineSession, names: Collection[str], state: Mapping[str, Any], strict: bool) -> None:

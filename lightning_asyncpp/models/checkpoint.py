@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError
-from lightning_asyncpp.storage.loading import load
-from lightning_asyncpp.storage.names import StorageError
+from lightning_asyncpp.storage.files import StorageError
+from lightning_asyncpp.storage.folders import load
 
 MARK = "embedding.token.weight"  # what the state_dict of a GPT has and no other model
 COMPILED = "_orig_mod."

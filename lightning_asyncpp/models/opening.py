@@ -13,8 +13,7 @@ from lightning_asyncpp.models.checkpoint import read_checkpoint
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.gpt import GPT
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError, differences
-from lightning_asyncpp.storage.sharded import is_sharded
-from lightning_asyncpp.storage.whole import no_regular_file
+from lightning_asyncpp.storage.folders import is_sharded
 
 
 def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
@@ -41,7 +40,7 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
             f"{path} is a folder without index.json and config.json; name a checkpoint, or a folder of transformers"
         )
     if path.exists():  # and is neither
-        raise WeightsError(no_regular_file(path))
+        raise WeightsError(f"{path} is no regular file: name a checkpoint, or a copy of what comes from there")
     raise WeightsError(f"{path}: there is no such file or folder; models of a hub have to be downloaded first")
 
 

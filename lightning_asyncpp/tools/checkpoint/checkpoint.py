@@ -1,16 +1,22 @@
-"""``asyncpp checkpoint info|convert``: looks into checkpoints, and writes them in another form."""
+"""``asyncpp checkpoint info|convert``: looks into checkpoints, and writes them as one file or their weights alone."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.tools.checkpoint.contents import describe, size_on_disk, table
-from lightning_asyncpp.tools.checkpoint.convert import Request, convert
+import torch
+from safetensors.torch import save_file as save_safetensors
+from torch import Tensor
+
+from lightning_asyncpp.storage.durable import usual_mode
+from lightning_asyncpp.storage.files import StorageError, save_file, written_beside
+from lightning_asyncpp.storage.folders import load
+from lightning_asyncpp.tools.checkpoint.contents import describe, model_in, size_on_disk, table
 from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser
 
 
@@ -35,15 +41,30 @@ def _convert(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     if arguments.to not in FORMS:
         parser.error(f"--to {arguments.to}: choose one of {', '.join(FORMS)}")
-    if arguments.stages is not None and arguments.to != "sharded":
-        parser.error(f"--stages {arguments.stages}: only a sharded checkpoint has parts; give --to sharded")
     if arguments.entry is not None and arguments.to != "weights":
         parser.error(f"--entry {arguments.entry}: only weights are taken from one entry; give --to weights")
     source, output = Path(arguments.checkpoint).expanduser(), Path(arguments.output).expanduser()
-    request = Request(source, output, arguments.to, arguments.stages, arguments.entry, arguments.force)
     with _reported("convert"):
-        convert(request)
+        if os.path.lexists(output) and not arguments.force:
+            raise StorageError(f"{output} exists already; name another, or give --force to replace it")
+        content = load(source)
+        if not isinstance(content, Mapping):
+            raise StorageError(f"{source} is no checkpoint: it holds a {type(content).__name__}")
+        if arguments.to == "full":
+            save_file(content, output)
+        else:
+            _write_weights(model_in(content, arguments.entry), output)
     print(f"{output}: {arguments.to}, {size_on_disk(output):,} bytes")
+
+
+def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
+    if output.suffix != ".safetensors":
+        save_file(dict(weights), output)
+        return
+    with written_beside(output) as partial, usual_mode(partial):
+        # The format has no tensors that share memory.
+        own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+        save_safetensors(own, partial)
 
 
 @contextmanager

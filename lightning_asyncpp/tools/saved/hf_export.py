@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.storage.durable import replace_durably
-from lightning_asyncpp.storage.loading import load
-from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.sharded import is_sharded
+from lightning_asyncpp.storage.files import StorageError
+from lightning_asyncpp.storage.folders import is_sharded, load
 from lightning_asyncpp.trainer.hf.loading import TASKS, transformers_package
 from lightning_asyncpp.trainer.hf.trained import with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED

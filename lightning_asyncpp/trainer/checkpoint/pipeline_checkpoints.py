@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,10 @@ from typing_extensions import override
 from lightning_asyncpp.core.checkpoint.gathering import gather_by_rank
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
-    gather_model_state,
-    gather_named,
-    gather_optimizer_state,
-    gather_pipeline_state,
-    load_optimizer_state,
+    gathered,
     load_pipeline_state,
     rank_to_follow,
     stage_model_state,
-    stage_optimizer_state,
     stage_pipeline_state,
 )
 from lightning_asyncpp.core.cut.tied_state import check_copies
@@ -35,8 +30,7 @@ from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 
 _CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
-_PARTS = ("state_dict", _CURRENT, "optimizer_states")
-_WEIGHTS = frozenset(("state_dict", _CURRENT))
+_OF_STAGES = ("state_dict", _CURRENT, "optimizer_states", PIPELINE)
 
 
 class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
@@ -66,23 +60,23 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
-        return self._state_dict(gather_model_state)
+        return gathered(self.session, self._stage_state())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = self._state_dict(stage_model_state if self.checkpoints.sharded else gather_model_state)
+        state = self.checkpoints.collected(self._stage_state())
         self.step_metrics.log_before_save()
         return state
 
-    def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    def _stage_state(self) -> dict[str, Any]:
         self.session.running()
         self.drain()
-        return of_stages(self.session, self._module.state_dict())
+        return stage_model_state(self.session, self._module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.session.running()
-        return (stage_optimizer_state if self.checkpoints.sharded else gather_optimizer_state)(self.session)
+        return self.checkpoints.collected(self.session.stage_optimizer.state_dict())
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -91,23 +85,17 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         Raises:
             StorageError: it cannot be written; what had its name is intact.
         """
-        is_training = self.session.optimizer is not None and "optimizer_states" in checkpoint  # else weights only
         # Only loaders that keep a state take one up; the pipeline's entry has what theirs are.
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
-        mesh, sharded = self.session.running().mesh, self.checkpoints.sharded
-        parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint} if sharded else {}
-        if not sharded and self._averages_weights() and _CURRENT in checkpoint:  # of this stage, by the callback
-            checkpoint["state_dict"] = gather_named(self.session, checkpoint["state_dict"])
-        of_ranks = {PROGRESS: gather_by_rank(mesh, self.progress.state(self._module.trainer)) if is_training else []}
-        self.checkpoints.settle()
-        if sharded:
-            if is_training:
-                parts[PIPELINE] = {**stage_pipeline_state(self.session), **(of_ranks if self.is_global_zero else {})}
-            self.checkpoints.save_folder(filepath, parts, checkpoint)
-            return
-        if is_training:
-            checkpoint[PIPELINE] = {**gather_pipeline_state(self.session), **of_ranks}
-        self.checkpoints.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+        if _CURRENT in checkpoint and self._averages_weights():  # the averages are of this stage, by the callback
+            checkpoint["state_dict"] = self.checkpoints.collected(checkpoint["state_dict"])
+        if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # else weights only
+            of_ranks = gather_by_rank(self.session.running().mesh, self.progress.state(self._module.trainer))
+            state = self.checkpoints.collected(stage_pipeline_state(self.session))
+            checkpoint[PIPELINE] = {**state, PROGRESS: of_ranks} if self.is_global_zero else state
+        if not self.is_global_zero:
+            checkpoint = {name: checkpoint[name] for name in _OF_STAGES if name in checkpoint}
+        self.checkpoints.save(filepath, checkpoint, self.checkpoint_io, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -121,7 +109,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if self.session.optimizer is not None:
             self._resume_progress(content)
         if self._averages_weights():
-            for name in _WEIGHTS & content.keys():
+            for name in {"state_dict", _CURRENT} & content.keys():
                 content[name] = self._of_this_stage(content[name])  # the callback loads all that it finds
         return content
 
@@ -167,4 +155,4 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load_optimizer_state(self.session, checkpoint["optimizer_states"][0])
+        self.session.stage_optimizer.load_state_dict(checkpoint["optimizer_states"][0])
