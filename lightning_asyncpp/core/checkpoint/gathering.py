@@ -1,9 +1,9 @@
-"""Brings what the stages hold to rank 0, which writes it into one file; nothing is unpickled that could be code."""
+"""Brings what ranks hold to rank 0, which writes it into one file; nothing is unpickled that could be code."""
 
 from __future__ import annotations
 
-import functools
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,27 +11,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.core.batches.tree import map_tensors
-from lightning_asyncpp.core.ranks.agreement import exchange, exchange_bytes
+from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import different_calls, lost_peers
 
 _TAG = 7
-_SAVED = b"PK"  # how begins what torch saves
 _GATHERS = "gathers"
 _PIECE_BYTES = 64 * 2**20
-# On the host: a device of another rank need not be one of this machine.
-_load = functools.partial(torch.load, map_location="cpu", weights_only=True)
 
 
-def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
-    """Gather nested content of every stage of the first replica on rank 0, first stage first; elsewhere an empty list.
+def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
+    """Gather nested content of some ranks on rank 0, in their order; elsewhere an empty list.
 
-    A blocking collective. Stages come one after the other, so that the host of rank 0 holds one of them twice at most;
-    all tensors are on the host then.
+    A blocking collective of all ranks. Parts come one after the other, so that the host of rank 0 holds one of them
+    twice at most; all tensors are on the host then.
 
     Args:
         mesh: this rank's place.
-        part: this stage's; what ``torch.load(weights_only=True)`` reads.
+        part: of this rank; what ``torch.load(weights_only=True)`` reads.
+        ranks: whose parts are wanted.
 
     Raises:
         ProtocolError: another rank is in another call.
@@ -39,11 +37,10 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
     if mesh.groups is None:
         return [part]
     if {*exchange(mesh, _GATHERS)} != {_GATHERS}:
-        raise _other_call()
+        raise different_calls("this rank gathers what a checkpoint holds, and another one does not")
     if mesh.rank == 0:
-        ranks = [mesh.rank_of(stage, replica=0) for stage in range(mesh.num_stages)]
         return [_receive(mesh.groups.host, rank) if rank else on_host(part) for rank in ranks]
-    if mesh.replica == 0:
+    if mesh.rank in ranks:
         sender = _Sender(mesh.groups.host)
         try:
             with io.BufferedWriter(sender, _PIECE_BYTES) as stream:
@@ -52,25 +49,6 @@ def gather_stages(mesh: Mesh, part: Any) -> list[Any]:
             raise (sender.error or error) from None  # torch says only that its file has another length
         sender.send_size(0)
     return []
-
-
-def gather_by_rank(mesh: Mesh, small: Any) -> list[Any]:
-    """Gather the small content of every rank on rank 0, in the order of ranks; elsewhere an empty list.
-
-    A blocking collective. Tensors of other ranks are on the host.
-
-    Raises:
-        ProtocolError: another rank is in another call.
-    """
-    if mesh.groups is None:
-        return [small]
-    file = io.BytesIO()
-    if mesh.rank:
-        torch.save(small, file)
-    texts = exchange_bytes(mesh, file.getvalue())
-    if mesh.rank == 0 and not all(text.startswith(_SAVED) for text in texts[1:]):
-        raise _other_call()
-    return [] if mesh.rank else [small, *(_load(io.BytesIO(text)) for text in texts[1:])]
 
 
 def on_host(content: Any, copy: bool = False) -> Any:
@@ -133,8 +111,5 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Any:
             file.write(piece.numpy().data)
             dist.recv(size, rank, group=group, tag=_TAG)
     file.seek(0)
-    return _load(file)
-
-
-def _other_call() -> Exception:
-    return different_calls("this rank gathers what a checkpoint holds, and another one does not")
+    # On the host: a device of another rank need not be one of this machine.
+    return torch.load(file, map_location="cpu", weights_only=True)

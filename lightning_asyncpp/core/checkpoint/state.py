@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_asyncpp.core.checkpoint.gathering import gather_stages
-from lightning_asyncpp.core.cut.tied_state import keep_once
+from lightning_asyncpp.core.checkpoint.gathering import gather
+from lightning_asyncpp.core.cut.tied_state import check_copies, keep_once
+from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.stage_optimizer import name_of
@@ -69,7 +70,8 @@ def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
         session: the pipeline.
         part: of this stage, as the functions above return it.
     """
-    parts = gather_stages(session.running().mesh, part)
+    mesh = session.running().mesh
+    parts = gather(mesh, part, [mesh.rank_of(stage, replica=0) for stage in range(mesh.num_stages)])
     if not parts:
         return part
     whole: dict[str, Any] = merged(parts)
@@ -77,6 +79,32 @@ def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
     for name in (OLDER, MASTERS):
         keep_once(whole.get(name, {}), [tie.names for tie in session.whole_model.ties])
     return whole
+
+
+def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load this stage's part of a whole model's ``state_dict``; both weight versions become what was loaded.
+
+    Args:
+        session: a drained pipeline.
+        module: what was cut, or the one around it.
+        state: name -> tensor, of the whole one.
+        strict: whether the names must agree.
+
+    Raises:
+        RuntimeError: they do not, or shapes do not; on every rank.
+        ConfigurationError: names of one parameter have different values.
+    """
+    error: Exception | None = None
+    pruned = session.whole_model.pruned
+    try:
+        check_copies(state, session.whole_model.same)
+        with pruned.hidden():
+            pruned.load(module, state, strict)
+    except (RuntimeError, ConfigurationError) as caught:
+        error = caught
+    engine = session.running()
+    agree_on_error(engine.mesh, error)
+    engine.weights.restore(engine.weights.newest, None)
 
 
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:

@@ -13,18 +13,16 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.gathering import gather_by_rank
+from lightning_asyncpp.core.checkpoint.gathering import gather
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
     gathered,
+    load_model_state,
     load_pipeline_state,
     rank_to_follow,
     stage_model_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.core.cut.tied_state import check_copies
-from lightning_asyncpp.core.ranks.agreement import agree_on_error
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
@@ -90,7 +88,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if _CURRENT in checkpoint and self._averages_weights():  # the averages are of this stage, by the callback
             checkpoint["state_dict"] = self.checkpoints.collected(checkpoint["state_dict"])
         if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # else weights only
-            of_ranks = gather_by_rank(self.session.running().mesh, self.progress.state(self._module.trainer))
+            mesh = self.session.running().mesh
+            of_ranks = gather(mesh, self.progress.state(self._module.trainer), range(mesh.world_size))
             state = self.checkpoints.collected(stage_pipeline_state(self.session))
             checkpoint[PIPELINE] = {**state, PROGRESS: of_ranks} if self.is_global_zero else state
         if not self.is_global_zero:
@@ -139,18 +138,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.session.check_drain()
-        weights = checkpoint[self._entry_of_weights(checkpoint)]
-        error: Exception | None = None
-        try:
-            check_copies(weights, self.session.whole_model.same)
-            self.session.whole_model.pruned.load(self._module, weights, strict)
-        except (RuntimeError, ConfigurationError) as caught:
-            error = caught
-        engine = self.session.running()
-        agree_on_error(engine.mesh, error)
-        if self.session.optimizer is None:
-            engine.weights.restore(engine.weights.newest, None)
-        else:
+        load_model_state(self.session, self._module, checkpoint[self._entry_of_weights(checkpoint)], strict)
+        if self.session.optimizer is not None:
             load_pipeline_state(self.session, checkpoint.get(PIPELINE))
 
     @override

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core.checkpoint import gathering
-from lightning_asyncpp.core.checkpoint.gathering import gather_stages
+from lightning_asyncpp.core.checkpoint.gathering import gather
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from tests.core.failures.failing_cases import run_ranks
@@ -40,7 +40,7 @@ def flat(tree: Any) -> list[Any]:
 
 def gathered(mesh: Mesh, piece_bytes: int) -> list[Any]:
     gathering._PIECE_BYTES = piece_bytes
-    found = gather_stages(mesh, part_of(mesh.stage))
+    found = gather(mesh, part_of(mesh.stage), [mesh.rank_of(stage, replica=0) for stage in range(3)])
     assert all(part["small"] is part["again"] or part["small"].data_ptr() == part["again"].data_ptr() for part in found)
     return [flat(part) == flat(part_of(stage)) for stage, part in enumerate(found)]
 
@@ -52,7 +52,7 @@ def test_every_stage_arrives(piece_bytes: int) -> None:
 
 
 def in_another_call(mesh: Mesh) -> None:
-    gather_stages(mesh, {}) if mesh.rank else exchange(mesh, "something else")
+    gather(mesh, {}, [0]) if mesh.rank else exchange(mesh, "something else")
 
 
 def test_a_rank_in_another_call_is_told() -> None:
