@@ -79,7 +79,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if not self.is_global_zero:
             content = {name: content[name] for name in parts}
         with self._driving():
-            self.checkpoints.save(path, content, self.checkpoint_io, storage_options)
+            files = self.checkpoint_io
+            self.checkpoints.save(path, content, lambda it: files.save_checkpoint(it, path, storage_options))
 
     def _parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a state that are the pipeline's: model, optimizer, averages of weights; collective.

@@ -24,11 +24,10 @@ from lightning_asyncpp.storage.folders import is_sharded, load, read_index
 from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser
 
 _CORRECTIONS = {*ErrorFeedback.keys, *WeightPrediction.keys}  # beside what the base keeps of a parameter
-_OF_PIPELINE = {
-    "num_stages": "stages", "partition": "partition", "data_parallel_size": "replicas",
-    "micro_batches": "micro-batches", "lookahead": "lookahead", "delay": "delay", "staleness": "staleness",
-    "slack": "slack", "weight_dtype": "", "seed": "", "mini_batch": "", "optimizer": "",
-}  # fmt: skip
+_OF_PIPELINE = (
+    "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness", "slack",
+    "weight_dtype", "seed", "mini_batch", "optimizer",
+)  # fmt: skip
 _LIGHTNING = "pytorch-lightning_version"
 
 
@@ -122,21 +121,10 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def table(facts: Mapping[str, Any]) -> str:
-    """The facts, a line for each that is known."""
-    parts = f" ({len(facts['files'])} parts)" if facts["files"] else ""
-    progress = {"global_step": "step", "epoch": "epoch", "mini_batch": "mini-batch"}
-    shown = {
-        "checkpoint": f"{facts['path']}, {facts['form']}{parts}",
-        "written by": facts["writer"] or "",
-        "progress": _joined(facts, progress),
-        "run": _joined(facts, _OF_PIPELINE),
-        "model": f"{facts['parameters']:,} parameters" if facts["parameters"] is not None else "",
-        "weights": ", ".join(f"{count:,} elements {dtype}" for dtype, count in facts["dtypes"].items()),
-        "written with": f"lightning {facts['lightning_version']}" if facts["lightning_version"] else "",
-        **{f"  {name}": f"{size:,} bytes" for name, size in facts["bytes"].items() if size},
-        "on disk": f"{facts['bytes_on_disk']:,} bytes",
-    }
-    return "\n".join(f"{name:<22}{text}" for name, text in shown.items() if text)
+    """The facts, a line for each that is known; numbers of bytes are indented."""
+    lines = [(name, value) for name, value in facts.items() if value not in (None, {}) and name != "bytes"]
+    lines += [(f"  {name}", f"{size:,} bytes") for name, size in facts["bytes"].items() if size]
+    return "\n".join(f"{name:<22}{', '.join(v) if isinstance(v, dict) else v}" for name, v in lines)
 
 
 def size_on_disk(path: Path) -> int:
@@ -241,10 +229,6 @@ def _without_corrections(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: _without_corrections(value) for key, value in node.items() if key not in _CORRECTIONS}
     return [_without_corrections(value) for value in node] if isinstance(node, (list, tuple)) else node
-
-
-def _joined(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    return ", ".join(f"{word} {facts[name]}" for name, word in names.items() if word and facts[name] is not None)
 
 
 def _plain(value: Any) -> Any:

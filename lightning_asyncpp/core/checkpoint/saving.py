@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,13 +26,6 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.storage.files import local_path
 from lightning_asyncpp.storage.folders import Target, commit, give_up, new_target, write_part
-
-
-class Files(Protocol):
-    """What writes single files: a ``CheckpointIO`` of Lightning."""
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any | None = None) -> None:
-        """Write one."""
 
 
 class CheckpointWriter:
@@ -54,15 +47,14 @@ class CheckpointWriter:
         """What this rank's content of a checkpoint has of a state, of which ``part`` is this stage's; collective."""
         return part if self.sharded else gathered(self.session, part)
 
-    def save(self, path: Any, content: dict[str, Any], files: Files, *options: Any) -> None:
+    def save(self, path: Any, content: dict[str, Any], write_file: Callable[[dict[str, Any]], None]) -> None:
         """Write a checkpoint; a collective call.
 
         Args:
             path: of the file; of a sharded one the folder, in a file system that all machines see.
             content: of this rank. In one file comes what rank 0 has; sharded what the stages of the first replica have,
                 of which rank 0 adds what is no stage's.
-            files: writes a single file.
-            options: for it.
+            write_file: writes it, if it is one file.
 
         Raises:
             ConfigurationError: there is no such file system.
@@ -76,7 +68,7 @@ class CheckpointWriter:
             target = self._agreed_target(path)
             self._run(lambda group: _write_folder(mesh, group, target, content))
         else:
-            write = partial(files.save_checkpoint, content, path, *options) if mesh.rank == 0 else _nothing
+            write = partial(write_file, content) if mesh.rank == 0 else _nothing
             self._run(lambda group: _together(mesh, group, write))
 
     def remove(self, remove: Callable[[], None]) -> None:

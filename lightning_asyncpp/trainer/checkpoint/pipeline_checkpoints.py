@@ -94,7 +94,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             checkpoint[PIPELINE] = {**state, PROGRESS: of_ranks} if self.is_global_zero else state
         if not self.is_global_zero:
             checkpoint = {name: checkpoint[name] for name in _OF_STAGES if name in checkpoint}
-        self.checkpoints.save(filepath, checkpoint, self.checkpoint_io, storage_options)
+        files = self.checkpoint_io
+        self.checkpoints.save(filepath, checkpoint, lambda it: files.save_checkpoint(it, filepath, storage_options))
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
