@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.host_copies import as_bytes, pieces_on_host
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import different_calls, lost_peers
 
 _TAG = 7
 _GATHERS = "gathers"
-_PIECE_BYTES = 64 * 2**20
+_SMALL_BYTES = 2**14  # such tensors travel together: each message takes a millisecond
 
 
 def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
     """Gather nested content of some ranks on rank 0, in their order; elsewhere an empty list.
 
-    A blocking collective of all ranks. Parts come one after the other, so that the host of rank 0 holds one of them
-    twice at most; all tensors are on the host then.
+    A blocking collective of all ranks. All tensors are on the host of rank 0 then; nobody holds a second copy of all.
 
     Args:
         mesh: this rank's place.
@@ -41,13 +41,7 @@ def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
     if mesh.rank == 0:
         return [_receive(mesh.groups.host, rank) if rank else on_host(part) for rank in ranks]
     if mesh.rank in ranks:
-        sender = _Sender(mesh.groups.host)
-        try:
-            with io.BufferedWriter(sender, _PIECE_BYTES) as stream:
-                torch.save(part, stream)
-        except Exception as error:
-            raise (sender.error or error) from None  # torch says only that its file has another length
-        sender.send_size(0)
+        _send(mesh.groups.host, part)
     return []
 
 
@@ -70,46 +64,47 @@ def on_host(content: Any, copy: bool = False) -> Any:
     return map_tensors(moved, content)
 
 
-class _Sender(io.RawIOBase):
-    """Sends what is written to rank 0, in pieces, each after its size; :class:`io.BufferedWriter` makes them large."""
+def _send(group: dist.ProcessGroup, part: Any) -> None:
+    """Send a part to rank 0: first all but its large tensors, for which others on the meta device stand; then these."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.error: Exception | None = None
-        self._group = group
+    def stand_in(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            is_small = tensor.nbytes <= _SMALL_BYTES
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            known[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True) if is_small else empty
+        return known[id(tensor)][1]
 
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Send the bytes, or the first of many; how many that were."""
-        piece = torch.frombuffer(bytearray(memoryview(data)[:_PIECE_BYTES]), dtype=torch.uint8)
-        try:
-            self.send_size(len(piece))
-            with lost_peers():
-                dist.send(piece, 0, group=self._group, tag=_TAG)
-        except Exception as error:
-            self.error = error
-            raise
-        return len(piece)
-
-    def send_size(self, size: int) -> None:
-        """Announce a piece; 0 ends them."""
-        with lost_peers():
-            dist.send(torch.tensor([size]), 0, group=self._group, tag=_TAG)
+    file = io.BytesIO()
+    torch.save(map_tensors(stand_in, part), file)
+    text = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    with lost_peers():
+        dist.send(torch.tensor([len(text)]), 0, group=group, tag=_TAG)
+        for tensor in (text, *(tensor for tensor, other in known.values() if other.is_meta)):
+            for piece in pieces_on_host(as_bytes(tensor)):
+                dist.send(piece, 0, group=group, tag=_TAG)
 
 
 def _receive(group: dist.ProcessGroup, rank: int) -> Any:
-    """What a rank sends, all of it."""
-    file, size = io.BytesIO(), torch.zeros(1, dtype=torch.int64)
-    with lost_peers():
-        dist.recv(size, rank, group=group, tag=_TAG)
-        while int(size):
-            piece = torch.empty(int(size), dtype=torch.uint8)
+    """What a rank sends, in the same order."""
+    received: dict[int, Tensor] = {}
+
+    def with_content(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in received:
+            received[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            fill(received[id(tensor)])
+        return received[id(tensor)]
+
+    def fill(tensor: Tensor) -> None:
+        for piece in pieces_on_host(as_bytes(tensor)):  # of this very memory
             dist.recv(piece, rank, group=group, tag=_TAG)
-            file.write(piece.numpy().data)
-            dist.recv(size, rank, group=group, tag=_TAG)
-    file.seek(0)
-    # On the host: a device of another rank need not be one of this machine.
-    return torch.load(file, map_location="cpu", weights_only=True)
+
+    with lost_peers():
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=group, tag=_TAG)
+        fill(text := torch.empty(int(size), dtype=torch.uint8))
+        # On the host: a device of another rank need not be one of this machine.
+        part = torch.load(io.BytesIO(text.numpy().data), map_location="cpu", weights_only=True)
+        return map_tensors(with_content, part)

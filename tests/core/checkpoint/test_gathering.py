@@ -38,16 +38,16 @@ def flat(tree: Any) -> list[Any]:
     return [(tree.dtype, tree.tolist())] if isinstance(tree, Tensor) else [tree]
 
 
-def gathered(mesh: Mesh, piece_bytes: int) -> list[Any]:
-    gathering._PIECE_BYTES = piece_bytes
+def gathered(mesh: Mesh, small_bytes: int) -> list[Any]:
+    gathering._SMALL_BYTES = small_bytes
     found = gather(mesh, part_of(mesh.stage), [mesh.rank_of(stage, replica=0) for stage in range(3)])
     assert all(part["small"] is part["again"] or part["small"].data_ptr() == part["again"].data_ptr() for part in found)
     return [flat(part) == flat(part_of(stage)) for stage, part in enumerate(found)]
 
 
-@pytest.mark.parametrize("piece_bytes", [gathering._PIECE_BYTES, 10_000])
-def test_every_stage_arrives(piece_bytes: int) -> None:
-    outcomes = run_ranks(gathered, 3, piece_bytes)
+@pytest.mark.parametrize("small_bytes", [gathering._SMALL_BYTES, 0])
+def test_every_stage_arrives(small_bytes: int) -> None:
+    outcomes = run_ranks(gathered, 3, small_bytes)
     assert [outcome.value for outcome in outcomes] == [[True] * 3, [], []], outcomes
 
 
