@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -194,18 +193,13 @@ def give_up(target: Target) -> None:
 
 def remove_sharded(path: Path) -> None:
     """Remove a checkpoint, all of it at once as far as its name goes; of a link to one, the link."""
-    if not is_folder(path):
-        remove(path)
-    elif foreign_files(path):
-        remove(path / INDEX)
-        _remove_others(path, kept=())
-    else:
+    if is_folder(path):
         aside = beside(path)
         with suppress(OSError):
             os.replace(path, aside)
             sync(path.parent)
-        for folder in (aside, path):
-            shutil.rmtree(folder, ignore_errors=True)
+        remove(aside)
+    remove(path)
 
 
 def _named_files(folder: Path) -> set[str]:

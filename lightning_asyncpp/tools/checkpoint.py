@@ -16,14 +16,12 @@ from safetensors.torch import save_file as save_safetensors
 from torch import Tensor
 
 from lightning_asyncpp.core.batches.tree import tensors_of
-from lightning_asyncpp.core.checkpoint.state import MASTERS, OLDER, PIPELINE
-from lightning_asyncpp.optim import ErrorFeedback, WeightPrediction
+from lightning_asyncpp.core.checkpoint.state import PIPELINE
 from lightning_asyncpp.storage.durable import usual_mode
 from lightning_asyncpp.storage.files import StorageError, save_file, written_beside
 from lightning_asyncpp.storage.folders import is_sharded, load, read_index
 from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser
 
-_CORRECTIONS = {*ErrorFeedback.keys, *WeightPrediction.keys}  # beside what the base keeps of a parameter
 _OF_PIPELINE = (
     "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness", "slack",
     "weight_dtype", "seed", "mini_batch", "optimizer",
@@ -100,7 +98,7 @@ def describe(path: Path) -> dict[str, Any]:
     content = load(path)
     entries = content if isinstance(content, Mapping) else {}
     pipeline = entries.get(PIPELINE, {})
-    weights = _distinct(models_in(entries), set())
+    weights = _distinct(models_in(entries))
     elements = Counter[str]()
     for tensor in weights:
         elements[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
@@ -115,7 +113,7 @@ def describe(path: Path) -> dict[str, Any]:
         "dtypes": dict(elements.most_common()),
         "lightning_version": _plain(entries.get(_LIGHTNING)),
         "files": read_index(path) if is_sharded(path) else None,
-        "bytes": _bytes_of_parts(content, entries),
+        "bytes": _bytes_of(entries),
         "bytes_on_disk": size_on_disk(path),
     }
 
@@ -123,8 +121,8 @@ def describe(path: Path) -> dict[str, Any]:
 def table(facts: Mapping[str, Any]) -> str:
     """The facts, a line for each that is known; numbers of bytes are indented."""
     lines = [(name, value) for name, value in facts.items() if value not in (None, {}) and name != "bytes"]
-    lines += [(f"  {name}", f"{size:,} bytes") for name, size in facts["bytes"].items() if size]
-    return "\n".join(f"{name:<22}{', '.join(v) if isinstance(v, dict) else v}" for name, v in lines)
+    lines += [(f"  {name}", f"{size:,} bytes") for name, size in facts["bytes"].items()]
+    return "\n".join(f"{name:<26}{', '.join(v) if isinstance(v, dict) else v}" for name, v in lines)
 
 
 def size_on_disk(path: Path) -> int:
@@ -159,7 +157,7 @@ def models_in(entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         for name, value in entries.items()
         if name != PIPELINE
         and isinstance(value, Mapping)
-        and not list(_optimizers(value))
+        and "param_groups" not in value
         and any(isinstance(child, Tensor) for child in value.values())
     }
 
@@ -189,46 +187,22 @@ def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]
     return {key.removeprefix(prefix): value for key, value in weights.items()}
 
 
-def _bytes_of_parts(content: Any, entries: Mapping[str, Any]) -> dict[str, int]:
-    """How large each part is; a tensor that is in several counts for the first one."""
-    pipeline = entries.get(PIPELINE, {})
-    optimizers = [state for value in entries.values() for state in _optimizers(value)]
-    parts = {
-        "weights": models_in(entries),
-        "older weights": pipeline.get(OLDER, {}),
-        "masters": pipeline.get(MASTERS, {}),
-        "optimizer": _without_corrections(optimizers),
-        "correction buffers": optimizers,
-        "else": content,
-    }
-    seen: set[Any] = set()
-    return {name: sum(tensor.nbytes for tensor in _distinct(part, seen)) for name, part in parts.items()}
+def _bytes_of(entries: Mapping[str, Any]) -> dict[str, int]:
+    """How large the tensors of each entry are, and of each that a pipeline added; those of shared names count once."""
+    parts = {name: value for name, value in entries.items() if name != PIPELINE}
+    parts |= {f"{PIPELINE}/{name}": value for name, value in entries.get(PIPELINE, {}).items()}
+    return {str(name): size for name, part in parts.items() if (size := sum(t.nbytes for t in _distinct(part)))}
 
 
-def _distinct(content: Any, seen: set[Any]) -> list[Tensor]:
-    """The tensors of nested containers that were not seen; one that has several names once."""
-    found = []
+def _distinct(content: Any) -> list[Tensor]:
+    """The tensors of nested containers; one that has several names once."""
+    found: dict[Any, Tensor] = {}
     for tensor in tensors_of(content):
         key: Any = id(tensor)
         if tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided:
             key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
-        if key not in seen:
-            seen.add(key)
-            found.append(tensor)
-    return found
-
-
-def _optimizers(value: Any) -> Iterator[Mapping[str, Any]]:
-    """The optimizer states in an entry: itself, or those in a list."""
-    for state in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(state, Mapping) and "state" in state and "param_groups" in state:
-            yield state
-
-
-def _without_corrections(node: Any) -> Any:
-    if isinstance(node, Mapping):
-        return {key: _without_corrections(value) for key, value in node.items() if key not in _CORRECTIONS}
-    return [_without_corrections(value) for value in node] if isinstance(node, (list, tuple)) else node
+        found.setdefault(key, tensor)
+    return list(found.values())
 
 
 def _plain(value: Any) -> Any:

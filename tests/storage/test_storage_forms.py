@@ -162,8 +162,10 @@ def test_what_a_user_put_beside_the_parts_is_not_lost(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"holds something else \(notes.txt\)"):
         save_full(str(path), 2)
     assert version_of(path) == 1
+    save_sharded(str(path), 3)
+    assert (version_of(path), (path / "notes.txt").read_text()) == (3, "mine")
     remove_sharded(path)
-    assert os.listdir(path) == ["notes.txt"]
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
