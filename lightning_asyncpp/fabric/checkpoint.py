@@ -48,7 +48,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Drain, between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        """The whole model's ``state_dict`` on rank 0, this stage's part on others; a collective that drains first."""
         self._check_drain()
         self.session.running()
         with self._driving():

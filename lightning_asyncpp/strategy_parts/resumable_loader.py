@@ -149,7 +149,7 @@ class ResumableLoader(LoaderInFront):
         if getattr(self.loader, "generator", _END) not in (None, self._generator):
             return
         self.loader.generator = self._generator.set_state(torch.get_rng_state())
-        torch.empty((), dtype=torch.int64).random_()  # which the loader now draws elsewhere
+        torch.empty((), dtype=torch.int64).random_()  # which the loader now draws from its own
 
     def _set_generators(self, states: Sequence[Tensor]) -> None:
         """Let the generators that the loader and its samplers were given go on from these states."""
@@ -188,7 +188,7 @@ def is_stateful(loader: object) -> bool:
 
 
 def warn_if_inexact(loader: Any, state: Mapping[str, Any], reasons: Sequence[str] = ()) -> bool:
-    """Say why a loader does not go on exactly in the middle of an epoch, if it does not; whether that was said.
+    """Say why a loader does not go on exactly in the middle of an epoch, if it does not; whether there was a reason.
 
     Args:
         loader: of this replica.

@@ -22,7 +22,7 @@ _SMALL_BYTES = 2**14  # such tensors travel together: each message takes a milli
 
 
 def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
-    """Gather nested content of some ranks on rank 0, in their order; elsewhere an empty list.
+    """Gather nested content of some ranks on rank 0, in their order; an empty list on others.
 
     A blocking collective of all ranks. All tensors are on the host of rank 0 then; nobody holds a second copy of all.
 

@@ -62,7 +62,7 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
 
 
 def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
-    """What all stages have of it on rank 0, ``part`` elsewhere; a blocking collective on a drained pipeline.
+    """What all stages have of it on rank 0, ``part`` on others; a blocking collective on a drained pipeline.
 
     All names of a shared parameter stand for one tensor then.
 

@@ -57,7 +57,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         return True
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        """The whole module's ``state_dict`` on rank 0, this stage's part on others; a collective that drains first."""
         return gathered(self.session, self._stage_state())
 
     @override
