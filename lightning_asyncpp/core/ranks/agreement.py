@@ -31,13 +31,18 @@ def exchange(mesh: Mesh, text: str, group: dist.ProcessGroup | None = None) -> l
         mesh: this rank's place.
         text: of this rank.
         group: of all ranks, over gloo, if not the one that the training thread uses.
+    """
+    return [encoded.decode(errors="replace") for encoded in exchange_bytes(mesh, text.encode(), group)]
+
+
+def exchange_bytes(mesh: Mesh, encoded: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Give every rank the bytes of every rank, as :func:`exchange` does.
 
     Raises:
         ProtocolError: a rank announces more than anybody has to say.
     """
     if mesh.groups is None and group is None:
-        return [text]
-    encoded = text.encode()
+        return [encoded]
     with lost_peers():
         group = group or mesh.groups.host  # type: ignore[union-attr]  # one of the two is there
         sizes = [int(size) for size in _gather(mesh, torch.tensor([len(encoded)]), group)]
@@ -47,7 +52,7 @@ def exchange(mesh: Mesh, text: str, group: dist.ProcessGroup | None = None) -> l
         if encoded:
             mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         rows = _gather(mesh, mine, group) if mine.numel() else [mine] * mesh.world_size
-    return [row[:size].numpy().tobytes().decode(errors="replace") for row, size in zip(rows, sizes)]
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes)]
 
 
 def broadcast(mesh: Mesh, value: T, source: int) -> T:
