@@ -40,7 +40,7 @@ _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
 TOOLS = {
     "check": "lightning_asyncpp.tools.check.check",
-    "checkpoint": "lightning_asyncpp.tools.checkpoint.checkpoint",
+    "checkpoint": "lightning_asyncpp.tools.checkpoint",
     "doctor": "lightning_asyncpp.tools.doctor.doctor",
     "evaluate": "lightning_asyncpp.tools.saved.evaluate",
     "export": "lightning_asyncpp.tools.saved.export",

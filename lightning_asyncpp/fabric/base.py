@@ -179,7 +179,6 @@ class PipelineStrategy(PipelineCheckpoints):
             )
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
-            self._names = frozenset(module.state_dict())
             assert self.session.resolved is not None
             parts, given = self.session.resolved.micro_batches, getattr(module, "example_input_array", None)
             example = example_of(given, parts, self.precision, self.root_device)

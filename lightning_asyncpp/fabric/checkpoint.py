@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,20 +14,13 @@ from typing_extensions import override
 
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
-    gather_model_state,
-    gather_named,
-    gather_optimizer_state,
-    gather_pipeline_state,
-    load_optimizer_state,
+    gathered,
+    load_model_state,
     load_pipeline_state,
     stage_model_state,
-    stage_optimizer_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.core.cut.tied_state import check_copies
 from lightning_asyncpp.core.cut.whole_model import whole_of
-from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric.clipping import MiniBatchNote
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 
@@ -35,7 +28,6 @@ from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     """Saves the whole run, and loads this stage's part of one."""
 
-    _names: frozenset[str]  # of the whole model's state_dict
     _note: MiniBatchNote
     _resumed_at: int | None = None  # the micro-batch that followed when an optimizer was loaded
 
@@ -56,12 +48,16 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Drain, between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
+        """The whole model's ``state_dict`` on rank 0, this stage's part on others; a collective that drains first."""
         self._check_drain()
         self.session.running()
         with self._driving():
             self._drain()
-            return gather_model(self.session)
+            return gathered(self.session, self._stage_state())
+
+    def _stage_state(self) -> dict[str, Any]:
+        assert self.session.stage is not None
+        return stage_model_state(self.session, self.session.stage.state_dict())
 
     @override
     def save_checkpoint(
@@ -78,14 +74,30 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if self.session.stage is not None:
             self._settle()
             with self._driving():
-                parts = parts_of(self.session, state, gathered=not self.checkpoints.sharded)
-        converted = converted_state({**state, **parts}, filter or {})
+                parts = self._parts_of(state)
+        content = _converted({**state, **parts}, filter or {})
+        if not self.is_global_zero:
+            content = {name: content[name] for name in parts}
         with self._driving():
-            if self.checkpoints.sharded and parts:
-                beside = {name: value for name, value in converted.items() if name not in parts}
-                self.checkpoints.save_folder(path, {name: converted[name] for name in parts}, beside)
-            else:
-                self.checkpoints.save_file(converted, path, self.checkpoint_io, storage_options)
+            files = self.checkpoint_io
+            self.checkpoints.save(path, content, lambda it: files.save_checkpoint(it, path, storage_options))
+
+    def _parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a state that are the pipeline's: model, optimizer, averages of weights; collective.
+
+        With the optimizer comes what else the run needs to go on, under ``"pipeline"``.
+        """
+        session, collected = self.session, self.checkpoints.collected
+        parts: dict[str, Any] = {}
+        for name, value in state.items():
+            if value is self._trained_model:
+                parts[name] = collected(self._stage_state())
+            elif session.optimizer is not None and value is session.optimizer:
+                parts[name] = collected(session.stage_optimizer.state_dict())
+                parts[PIPELINE] = collected(stage_pipeline_state(session))
+            elif isinstance(value, nn.Module) and any(map(whole_of, value.modules())):
+                parts[name] = collected(value.state_dict())  # an average
+        return parts
 
     @override
     def load_checkpoint(
@@ -100,29 +112,27 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self._settle()
         self.checkpoints.settle()
         if isinstance(state, Optimizer):
-            load_optimizer_state(self.session, super().load_checkpoint(path, None, strict, weights_only))
+            self.session.stage_optimizer.load_state_dict(super().load_checkpoint(path, None, strict, weights_only))
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
         return self._load_state(path, state, strict, weights_only)
 
     def _load_state(self, path: Any, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        others = {n: v for n, v in state.items() if not isinstance(v, Optimizer) and not _is_stateful(v)}
-        stateful = {name: value for name, value in state.items() if _is_stateful(value)}
+        others = {name: value for name, value in state.items() if not isinstance(value, Optimizer)}
         remainder = super().load_checkpoint(path, others, strict, weights_only)
         progress = remainder.pop(PIPELINE, None)
-        saved = {name: remainder.pop(name) for name in entries_to_load(stateful, remainder, strict)}
-        for name, value in stateful.items():
-            if name in saved:
-                value.load_state_dict(saved[name])
         state.update(others)
         if self._has_resumed and any(value is self._trained_model for value in others.values()):
             load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
-        for name in entries_to_load(state.keys() - others.keys() - stateful.keys(), remainder, strict):
-            load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
-            load_optimizer_state(self.session, remainder.pop(name))
-            self._note = MiniBatchNote()
-            self._resumed_at = self.session.running().next_forward
+        for name in state.keys() - others.keys():
+            if name in remainder:
+                load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
+                self.session.stage_optimizer.load_state_dict(remainder.pop(name))
+                self._note = MiniBatchNote()
+                self._resumed_at = self.session.running().next_forward
+            elif strict:
+                raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
         return remainder
 
     @property
@@ -138,7 +148,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole model's ``state_dict`` into this stage, or any module beside the pipeline."""
         if module is self._trained_model:
-            load_model(self.session, self._names, state_dict, strict)
+            load_model_state(self.session, module, state_dict, strict)
         else:
             if any(map(whole_of, module.modules())):  # an average of this stage
                 own = module.state_dict().keys()
@@ -146,16 +156,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             super().load_module_state_dict(module, state_dict, strict)
 
 
-def _is_stateful(value: Any) -> bool:
-    """Whether Fabric would ask for its state, and it is neither a module nor an optimizer."""
-    return _has_state(value) and not isinstance(value, (nn.Module, Optimizer))
-
-
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def converted_state(state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
+def _converted(state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
     """What ``fabric.save`` writes of its arguments: states of modules and optimizers in their place, filtered."""
     converted = {name: value.state_dict() if _has_state(value) else value for name, value in state.items()}
     for name, keep in filter.items():
@@ -163,78 +164,5 @@ def converted_state(state: Mapping[str, Any], filter: Mapping[str, Callable[[str
     return converted
 
 
-def entries_to_load(names: Iterable[str], checkpoint: Mapping[str, Any], strict: bool) -> list[str]:
-    """Those of ``names`` that a checkpoint has.
-
-    Raises:
-        KeyError: it lacks one, and ``strict`` asks for all.
-    """
-    found = []
-    for name in names:
-        if name in checkpoint:
-            found.append(name)
-        elif strict:
-            raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
-    return found
-
-
-def gather_model(session: PipelineSession) -> dict[str, Any]:
-    """The whole model's ``state_dict`` on rank 0, this stage's part elsewhere; a blocking collective."""
-    assert session.stage is not None
-    return gather_model_state(session, session.stage.state_dict())
-
-
-def parts_of(session: PipelineSession, state: Mapping[str, Any], gathered: bool) -> dict[str, Any]:
-    """The entries of a checkpoint's state that are the pipeline's model and optimizer; a blocking collective.
-
-    With the optimizer comes what else the run needs to go on, under ``"pipeline"``.
-
-    Args:
-        session: the pipeline.
-        state: what is to be saved.
-        gathered: whether rank 0 gets what all stages have; else every stage its own part.
-    """
-    parts: dict[str, Any] = {}
-    for name, value in state.items():
-        if session.stage is not None and value is session.stage.model:
-            own = session.stage.state_dict()
-            parts[name] = gather_model(session) if gathered else stage_model_state(session, own)
-        elif session.optimizer is not None and value is session.optimizer:
-            parts[name] = (gather_optimizer_state if gathered else stage_optimizer_state)(session)
-            parts[PIPELINE] = (gather_pipeline_state if gathered else stage_pipeline_state)(session)
-        elif isinstance(value, nn.Module) and any(map(whole_of, value.modules())):
-            parts[name] = gather_named(session, value.state_dict()) if gathered else value.state_dict()  # an average
-    return parts
-
-
-def load_model(session: PipelineSession, names: Collection[str], state: Mapping[str, Any], strict: bool) -> None:
-    """Load this stage's entries of a whole model's ``state_dict``; both weight versions become what was loaded.
-
-    Args:
-        session: a drained pipeline.
-        names: the entries of the whole model.
-        state: name -> tensor, of the whole model.
-        strict: whether the names must agree.
-
-    Raises:
-        ConfigurationError: they do not; every rank finds the same.
-    """
-    stage, engine = session.stage, session.running()
-    assert stage is not None
-    if strict and (problems := _key_problems(names, state)):
-        raise ConfigurationError.from_problems(problems)
-    check_copies(state, session.whole_model.same)
-    with stage.whole.pruned.hidden():
-        stage.whole.pruned.load(stage.model, state, strict)
-    engine.weights.restore(engine.weights.newest, None)
-
-
-def _key_problems(names: Collection[str], state: Mapping[str, Any]) -> list[str]:
-    missing = [name for name in names if name not in state]
-    unexpected = [name for name in state if name not in names]
-    return [
-        f"the checkpoint's model {what}: {', '.join(keys[:8])}{' and more' if len(keys) > 8 else ''}; build the model"
-        " that was saved, or pass strict=False"
-        for what, keys in (("lacks entries", missing), ("has entries that this model lacks", unexpected))
-        if keys
-    ]
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))

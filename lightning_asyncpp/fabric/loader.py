@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
-from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.resumable_loader import (
-    ResumableLoader,
-    inexact_because,
-    is_stateful,
-    set_epoch,
-)
+from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, set_epoch, warn_if_inexact
 from lightning_asyncpp.strategy_parts.shuffling import shuffle_by_epoch
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderBatch, PlaceholderLoader
-
-_PLACE = "place_in_fabric"
-_END = object()
-_RAW = (
-    "what fabric.setup_dataloaders was given does not know how far the stages of a pipeline have come: put what it"
-    " returned into the state that is saved and loaded"
-)
 
 
 class FabricLoader(ResumableLoader):
@@ -43,8 +28,6 @@ class FabricLoader(ResumableLoader):
         self._epoch, self._is_over = -1, True  # of the newest iteration
         self._newest: object = None
         self._rest: Mapping[str, Any] | None = None
-        if is_stateful(self._given):
-            self._given.state_dict = self._given.load_state_dict = _refuse
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: after the last batch that the loop has got, or between two epochs."""
@@ -53,21 +36,12 @@ class FabricLoader(ResumableLoader):
         if self._resumed is not None:
             return {**self._resumed[0], "is_over": True}
         here = {"epoch": self._epoch, "is_over": self._is_over, "length": self.length}
-        return {_PLACE: 1, **here, **super().state_dict()}
+        return {**here, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`.
-
-        Raises:
-            ConfigurationError: it is another's.
-        """
-        if _PLACE not in state:
-            raise ConfigurationError(_RAW)
-        if self._has_rest(state) and (reason := inexact_because(self._given, state)):
-            rank_zero_warn(
-                f"the checkpoint was written after batch {state['batches']} of an epoch, and its rest is not read as"
-                f" without the interruption: {reason}. Batches may be seen twice and others not at all"
-            )
+        """Go on from a state of :meth:`state_dict`."""
+        if self._has_rest(state):
+            warn_if_inexact(self._given, state)
         self._rest = state
 
     def __iter__(self) -> Iterator[Any]:
@@ -106,10 +80,6 @@ class FabricLoader(ResumableLoader):
             return False
         length = state["length"]
         return length is None or int(state["batches"]) < length
-
-
-def _refuse(*_: Any) -> NoReturn:
-    raise ConfigurationError(_RAW)
 
 
 def resumable(loader: Any, given: Any) -> FabricLoader:

@@ -19,7 +19,7 @@ _FREE = TRAINING_ONLY | {"context_length", "init_std"}
 
 
 class WeightsError(ValueError):
-    """Saved weights, or what was asked of them, are wrong; the message names the file and the mend."""
+    """Saved weights, or what was asked of them, are wrong; the message names the file and what to do."""
 
     @classmethod
     def from_problems(cls, what: str, problems: Sequence[str]) -> WeightsError:

@@ -1,1 +1,1 @@
-"""Checkpoints as files: one file, or a folder that every stage writes its part of; both are data, and hold no code."""
+"""Checkpoints on disk: a file of ``torch.save``, or a folder of such files, one per stage; reading runs no code."""

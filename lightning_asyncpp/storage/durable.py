@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -29,12 +29,26 @@ def replace_durably(written: Path, name: Path) -> None:
     for path in sorted(written.rglob("*"), reverse=True) if written.is_dir() else ():
         sync(path)
     sync(written)
-    if os.path.lexists(name) and _is_folder(written) != _is_folder(name):
-        _remove(name)
+    if os.path.lexists(name) and is_folder(written) != is_folder(name):
+        shutil.rmtree(name) if is_folder(name) else name.unlink()
     os.replace(written, name)
     sync(name.parent)
     if written.parent != name.parent:
         sync(written.parent)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a small file; one of that name stays what it is until the new one is on the disk.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        partial.write_bytes(content)
+        replace_durably(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -63,29 +77,15 @@ def make_folder(path: Path) -> None:
     sync(path.parent)
 
 
-def _is_folder(path: Path) -> bool:
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
-def _remove(path: Path) -> None:
-    if _is_folder(path):
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file; one of that name stays what it is until the new one is on the disk.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        partial.write_bytes(content)
-        replace_durably(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there and can be."""
+    with suppress(OSError):
+        shutil.rmtree(path) if is_folder(path) else path.unlink()
 
 
 def sync(path: Path) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_asyncpp.storage.loading import load
-from lightning_asyncpp.storage.names import local_path
-from lightning_asyncpp.storage.sharded import is_sharded, remove_sharded
-from lightning_asyncpp.storage.whole import save_file
+from lightning_asyncpp.storage.files import local_path, save_file
+from lightning_asyncpp.storage.folders import is_sharded, load, remove_sharded
 
 
 class DurableCheckpointIO(TorchCheckpointIO):

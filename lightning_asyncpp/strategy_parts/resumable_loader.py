@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_asyncpp.data.replica import classes_of_litdata, leave_where_it_was, set_epoch_before, with_own_place
@@ -18,6 +19,11 @@ from lightning_asyncpp.strategy_parts.shuffling import sampler_inside, wrapper_o
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 
 _END = object()
+_INEXACT = (
+    "the checkpoint was written after batch {} of an epoch, and its rest is not read as without the interruption: {}."
+    " Batches may be seen twice and others not at all; the next epoch is whole again. Exact there are checkpoints of an"
+    " epoch's end, and loaders with a state, such as torchdata's StatefulDataLoader and litdata's StreamingDataLoader"
+)
 
 
 class ResumableLoader(LoaderInFront):
@@ -143,7 +149,7 @@ class ResumableLoader(LoaderInFront):
         if getattr(self.loader, "generator", _END) not in (None, self._generator):
             return
         self.loader.generator = self._generator.set_state(torch.get_rng_state())
-        torch.empty((), dtype=torch.int64).random_()  # which the loader now draws elsewhere
+        torch.empty((), dtype=torch.int64).random_()  # which the loader now draws from its own
 
     def _set_generators(self, states: Sequence[Tensor]) -> None:
         """Let the generators that the loader and its samplers were given go on from these states."""
@@ -181,16 +187,21 @@ def is_stateful(loader: object) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def inexact_because(loader: Any, state: Mapping[str, Any]) -> str:
-    """Why a loader does not go on exactly in the middle of an epoch; nothing if it does.
+def warn_if_inexact(loader: Any, state: Mapping[str, Any], reasons: Sequence[str] = ()) -> bool:
+    """Say why a loader does not go on exactly in the middle of an epoch, if it does not; whether there was a reason.
 
     Args:
         loader: of this replica.
         state: of a :class:`ResumableLoader`.
+        reasons: others.
     """
     if not is_stateful(loader):
-        return f"a {type(loader).__name__} cannot say where it was"
-    return "" if takes_up(loader, state) else "the checkpoint was written with another loader, or another num_workers"
+        reasons = [*reasons, f"a {type(loader).__name__} cannot say where it was"]
+    elif not takes_up(loader, state):
+        reasons = [*reasons, "the checkpoint was written with another loader, or another num_workers"]
+    if reasons:
+        rank_zero_warn(_INEXACT.format(state["batches"], "; ".join(reasons)))
+    return bool(reasons)
 
 
 def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:

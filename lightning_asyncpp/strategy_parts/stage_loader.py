@@ -135,7 +135,7 @@ def stage_loader(
 
 def _seed_workers(loader: object, replica: int) -> None:
     # seed_everything(workers=True) makes every rank transform its data in its own way: here every replica does.
-    # Fabric has told the loader so before, the Trainer does it later, where nothing is said yet.
+    # Fabric has told the loader so before, the Trainer does it later, where there is no function yet.
     if not isinstance(loader, DataLoader):
         return
     function = loader.worker_init_fn

@@ -18,11 +18,11 @@ from lightning_asyncpp.tools.saved import parsers as saved
 from lightning_asyncpp.tools.subcommands import chosen
 from lightning_asyncpp.tools.tool_parser import KnownPartParser, ToolParser
 
-FORMS = ("full", "sharded", "weights")
+FORMS = ("full", "weights")
 """Of checkpoints, that ``asyncpp checkpoint convert`` writes."""
 _CHECKPOINT = {
     "info": "what it is, who wrote it, and what is in it",
-    "convert": "write it as one file, sharded, or its weights alone",
+    "convert": "write it as one file, or its weights alone",
 }
 _CHECK = (
     "Train the first updates of a recipe several ways, as a pipeline and as a single process does, and print where they"
@@ -62,13 +62,10 @@ def info_parser() -> ToolParser:
 
 def convert_parser() -> ToolParser:
     """Of ``asyncpp checkpoint convert``."""
-    parser = _checkpoint_parser("convert", "Write a checkpoint in another form; a run resumes from either.")
-    parser.add_argument("output", type=str, help="file or folder to write")
+    parser = _checkpoint_parser("convert", "Write a sharded checkpoint as one file, or the weights of any.")
+    parser.add_argument("output", type=str, help="file to write")
     parser.add_argument(
-        "--to", type=str, required=True, help=f"of {', '.join(FORMS)}: one file; a folder; the model's state_dict alone"
-    )
-    parser.add_argument(
-        "--stages", type=PositiveInt | None, default=None, help="number of parts of a folder (default: the run's)"
+        "--to", type=str, required=True, help=f"of {', '.join(FORMS)}: all in one file; the model's state_dict alone"
     )
     parser.add_argument(
         "--entry", type=str | None, default=None, help="entry of the model in a checkpoint of Fabric with several"

@@ -41,7 +41,7 @@ class Launching(PipelineCheckpoints):
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first.
+        """The whole module's ``state_dict`` on rank 0, this stage's part on others; a collective that drains first.
 
         In the process that forked or spawned the ranks it is the module's own, which took up what they trained.
         """

@@ -122,16 +122,16 @@ class Training:
         """A new one, which goes on from what a checkpoint holds of this one."""
         self.drain()
         saved = {
-            "weights": state.gather_model_state(self.session, self.stage.state_dict()),
-            "pipeline": state.gather_pipeline_state(self.session),
-            "optimizer": state.gather_optimizer_state(self.session),
+            "weights": state.gathered(self.session, state.stage_model_state(self.session, self.stage.state_dict())),
+            "pipeline": state.gathered(self.session, state.stage_pipeline_state(self.session)),
+            "optimizer": state.gathered(self.session, self.session.stage_optimizer.state_dict()),
         }  # fmt: skip
         saved = self._from_first_rank(saved)
         self.session.finish()
         other = Training(self.case, self.mesh, self.local_stages)
         other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
         state.load_pipeline_state(other.session, saved["pipeline"])
-        state.load_optimizer_state(other.session, saved["optimizer"])
+        other.session.stage_optimizer.load_state_dict(saved["optimizer"])
         if other.scheduler is not None and self.scheduler is not None:
             other.scheduler.load_state_dict(self.scheduler.state_dict())
         other.losses, other.norms, other.statistics = self.losses, self.norms, self.statistics

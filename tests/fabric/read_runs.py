@@ -20,7 +20,7 @@ EPOCHS = 3
 RUN = Run(Net, samples=21)
 
 
-def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "", raw: bool = False) -> dict[str, Any]:
+def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "") -> dict[str, Any]:
     """Train from the beginning, with a checkpoint after every batch and epoch, or from one of them.
 
     Args:
@@ -28,7 +28,6 @@ def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "", ra
         data: folder of litdata's.
         folder: of the checkpoints, ``{batches}.ckpt`` and ``epoch-{epoch}.ckpt``.
         resumed_from: name of the checkpoint.
-        raw: whether the state holds what Fabric was given instead of what it returned.
     """
     L.seed_everything(5, verbose=False)
     strategy = AsyncPipelineStrategy(micro_batches=3)
@@ -38,8 +37,7 @@ def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "", ra
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
     loader = training_loader(RUN, kind, data)
     batches = fabric.setup_dataloaders(loader, use_distributed_sampler="own" not in kind)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "epoch": 0, "batches": 0}
-    state["data"] = loader if raw else batches
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": batches, "epoch": 0, "batches": 0}
     if resumed_from:
         fabric.load(Path(folder) / f"{resumed_from}.ckpt", state)
     numbers, losses = [], []

@@ -78,12 +78,6 @@ def warned_of(*arguments: str) -> list[str]:
     return [text for text in texts if "not read as without the interruption" in text]
 
 
-def test_what_fabric_was_given_is_not_what_is_saved(pools: Pools, tmp_path: Path) -> None:
-    for outcome in pools.outcomes(3, read_and_train, "stateful own", "", str(tmp_path), "", True):
-        assert outcome.error == "ConfigurationError"
-        assert "put what it returned into the state" in outcome.message
-
-
 @pytest.mark.parametrize("kind", ["stateful own", "stateful"])
 def test_saved_again_before_a_batch_was_read(kind: str) -> None:
     """In mid-epoch, at an epoch's last batch and between epochs."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp.core.cut.materialize import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, open_saved, start_from
-from lightning_asyncpp.tools.checkpoint.checkpoint import main
+from lightning_asyncpp.tools.checkpoint import main
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 from tests.models.hf_cases import CASES, exported, make_model, tokens_of
 
@@ -156,7 +156,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"text is damaged or no checkpoint"):
         open_saved(tmp_path / "text")
     torch.save({"run": Code()}, tmp_path / "code")
-    with pytest.raises(WeightsError, match="cannot be read as a checkpoint without running code"):
+    with pytest.raises(WeightsError, match="cannot be read without running code"):
         open_saved(tmp_path / "code")
     with pytest.raises(WeightsError, match="there is no such file or folder"):
         open_saved(tmp_path / "absent")

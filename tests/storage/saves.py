@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.storage.loading import load
-from lightning_asyncpp.storage.nested import merged, take_apart
-from lightning_asyncpp.storage.sharded import commit, give_up, new_target, shard_name, write_shard
-from lightning_asyncpp.storage.whole import save_file
+from lightning_asyncpp.storage.files import save_file
+from lightning_asyncpp.storage.folders import commit, give_up, load, new_target, write_part
 
 
 def content(version: int) -> dict[str, Any]:
@@ -32,14 +30,11 @@ def save_sharded(path: str, version: int) -> None:
     """As the ranks of a pipeline do, one after the other."""
     whole = content(version)
     target = new_target(Path(path))
+    weights = whole.pop("state_dict")
     try:
-        skeletons, shards = [], []
-        for stage in range(2):
-            part = {"state_dict": {f"{stage}.weight": whole["state_dict"][f"{stage}.weight"]}}
-            skeleton, tensors = take_apart(part, shard_name(stage))
-            skeletons.append(skeleton)
-            shards.append(write_shard(target, shard_name(stage), tensors))
-        commit(target, shards, {"step": version, **merged(skeletons)}, {"num_stages": 2})
+        parts = [{"state_dict": {name: weights[name]}} for name in weights]
+        parts[-1] |= whole
+        commit(target, dict(write_part(target, stage, part) for stage, part in enumerate(parts)))
     except BaseException:
         give_up(target)
         raise

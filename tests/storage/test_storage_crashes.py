@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.sharded import is_sharded, named_files, remove_sharded
+from lightning_asyncpp.storage.files import StorageError
+from lightning_asyncpp.storage.folders import is_sharded, read_index, remove_sharded
 from tests.storage.faults import BROKEN, FAIL, KILL, NO_SPACE, Call, Ended, Fault, run
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
 
@@ -61,7 +61,7 @@ def check(path: Path, before: str, save: str, ended: Ended, mode: int) -> None:
     assert version_of(path) == NEXT
     assert os.listdir(path.parent) == [path.name]
     if is_sharded(path):
-        assert set(os.listdir(path)) == named_files(path)
+        assert set(os.listdir(path)) == {"index.json", *read_index(path)}
 
 
 def points(count: int, everything: bool, some: int) -> list[int]:

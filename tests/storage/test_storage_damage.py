@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -11,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asyncpp.storage.loading import load
-from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.sharded import Shard, index_bytes, read_index
+from lightning_asyncpp.storage.files import StorageError
+from lightning_asyncpp.storage.folders import load
 from tests.storage.saves import SAVES
 
 FORMS = ("full", "sharded")
@@ -90,12 +90,11 @@ def test_a_file_that_holds_code(how: str, tmp_path: Path) -> None:
 def test_a_folder_that_holds_code(saved: dict[str, Path], tmp_path: Path) -> None:
     """With sizes that are right; to trust it changes nothing."""
     path, trap = copied(saved["sharded"], tmp_path), tmp_path / "trap"
-    index = read_index(path)
-    file = path / index["run"]["file"]
-    torch.save({"state_dict": Evil(trap)}, file)
-    run = Shard("run", file.name, file.stat().st_size)
-    shards = [Shard(**shard) for shard in index["shards"]]
-    (path / "index.json").write_bytes(index_bytes(run, shards, index["about"]))
+    index = json.loads((path / "index.json").read_text())
+    name = next(iter(index["files"]))
+    torch.save({"state_dict": Evil(trap)}, path / name)
+    index["files"][name] = (path / name).stat().st_size
+    (path / "index.json").write_text(json.dumps(index))
     for weights_only in (None, True, False):
         with pytest.raises(StorageError, match="without running code"):
             load(path, weights_only)

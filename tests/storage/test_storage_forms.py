@@ -10,29 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
 from lightning_asyncpp.storage import durable
-from lightning_asyncpp.storage.loading import load
-from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.nested import take_apart
-from lightning_asyncpp.storage.sharded import (
-    Shard,
+from lightning_asyncpp.storage.files import StorageError, save_file
+from lightning_asyncpp.storage.folders import (
     Target,
     commit,
     give_up,
-    index_bytes,
-    named_files,
+    load,
+    merged,
     new_target,
     read_index,
     remove_sharded,
-    write_shard,
+    write_part,
 )
-from lightning_asyncpp.storage.whole import save_file
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
+from tests.storage.same import assert_same
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
-from tests.storage.test_storage_tree import assert_same
 
 BASE = torch.arange(12.0)
 CONTENT: dict[str, Any] = {
@@ -45,10 +40,13 @@ CONTENT: dict[str, Any] = {
 
 
 def write_sharded(path: Path, content: Any = CONTENT) -> Target:
-    skeleton, tensors = take_apart(content, "stage-0000")
     target = new_target(path)
-    commit(target, [write_shard(target, "stage-0000", tensors)], skeleton, {"facts": 1})
+    commit(target, dict([write_part(target, 0, content)]))
     return target
+
+
+def named_files(path: Path) -> set[str]:
+    return {"index.json", *read_index(path)}
 
 
 def comparable(tree: Any) -> Any:
@@ -87,28 +85,20 @@ def test_what_has_no_content(tmp_path: Path) -> None:
     assert load(tmp_path / "x") == {}
 
 
-def test_the_tensors_of_a_part_are_those_of_safetensors(tmp_path: Path) -> None:
+def test_a_part_is_an_ordinary_file_of_torch(tmp_path: Path) -> None:
     write_sharded(tmp_path / "x")
-    (file,) = (tmp_path / "x").glob("*.safetensors")
-    found = load_safetensors(file)
-    assert torch.equal(found["layout/transposed"], CONTENT["layout"]["transposed"])
-    assert found["kinds/2"].dtype == torch.bfloat16
+    (file,) = (tmp_path / "x").glob("*.pt")
+    assert_same(comparable(torch.load(file, weights_only=True)), comparable(CONTENT))
 
 
-def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint, by names."""
-    dcp = pytest.importorskip("torch.distributed.checkpoint")
-    reader = getattr(dcp, "HuggingFaceStorageReader", None)
-    if reader is None:
-        pytest.skip("this version of torch has no HuggingFaceStorageReader")
-    path = tmp_path / "x.ckpt"
-    save_sharded(str(path), 1)
-    save_sharded(str(path), 2)
-    expected = load(path)["state_dict"]
-    into = {f"state_dict/{name}": torch.zeros_like(tensor) for name, tensor in expected.items()}
-    dcp.load(into, storage_reader=reader(str(path)), no_dist=True)
-    for name, tensor in expected.items():
-        assert torch.equal(into[f"state_dict/{name}"], tensor)
+def test_merged() -> None:
+    """Dictionaries by keys, lists of one length by places; the last one counts."""
+    one = {"a": {"x": 0}, "l": [{"p": 1}, {"q": 2}], "n": 1, "o": [1], "t": (1, {})}
+    two = {"a": {"x": 1, "y": 3}, "l": [{"r": 1}, {"q": 4}], "n": 2, "o": [1, 2], "t": (2,)}
+    expected = {"a": {"x": 1, "y": 3}, "l": [{"p": 1, "r": 1}, {"q": 4}], "n": 2, "o": [1, 2], "t": (2,)}
+    assert merged([one, two]) == expected
+    assert merged([two]) is two
+    assert "y" not in one["a"]
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
@@ -144,7 +134,7 @@ def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     for name in leftovers:
         (tmp_path / name).touch()
     save_sharded(str(path), 2)
-    for name in ("0123456789ab-stage-0000.safetensors", ".tmpAbC123", ".index.json.01234567", "0123456789ab-run.pt"):
+    for name in ("0123456789ab-stage-0000.pt", ".index.json.01234567"):
         (path / name).touch()
     (path / "notes.txt").touch()
     save_sharded(str(path), 3)
@@ -172,8 +162,10 @@ def test_what_a_user_put_beside_the_parts_is_not_lost(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"holds something else \(notes.txt\)"):
         save_full(str(path), 2)
     assert version_of(path) == 1
+    save_sharded(str(path), 3)
+    assert (version_of(path), (path / "notes.txt").read_text()) == (3, "mine")
     remove_sharded(path)
-    assert os.listdir(path) == ["notes.txt"]
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
@@ -203,7 +195,7 @@ def test_a_save_that_is_given_up(tmp_path: Path) -> None:
             save_sharded(str(path), version)
         before = sorted(path.rglob("*"))
         target = new_target(path)
-        write_shard(target, "stage-0000", {"a": torch.zeros(3)})
+        write_part(target, 0, {"a": torch.zeros(3)})
         give_up(target)
         assert sorted(path.rglob("*")) == before
         assert len(os.listdir(tmp_path)) == (version is not None)
@@ -212,10 +204,9 @@ def test_a_save_that_is_given_up(tmp_path: Path) -> None:
 
 def test_a_part_that_other_machines_do_not_see(tmp_path: Path) -> None:
     target = new_target(tmp_path / "x.ckpt")
-    shard = write_shard(target, "stage-0000", {"a": torch.zeros(3)})
-    elsewhere = Shard("stage-0001", f"{target.save}-stage-0001.safetensors", 8)
-    with pytest.raises(StorageError, match=r"stage-0001.safetensors is not there: all machines must see the same"):
-        commit(target, [shard, elsewhere], {}, {})
+    name, size = write_part(target, 0, {"a": torch.zeros(3)})
+    with pytest.raises(StorageError, match=r"stage-0001.pt is not there: all machines must see the same"):
+        commit(target, {name: size, f"{target.save}-stage-0001.pt": 8})
     give_up(target)
     assert os.listdir(tmp_path) == []
 
@@ -228,7 +219,7 @@ def test_a_save_that_fails_at_its_very_end(tmp_path: Path, monkeypatch: pytest.M
 
     def fails(folder: Path) -> None:
         synced.append(folder)
-        if folder == path and read_index(path)["run"]["file"] not in before:
+        if folder == path and not before & {*read_index(path)}:
             raise OSError("no")
         sync(folder)
 
@@ -242,34 +233,31 @@ def test_a_save_that_fails_at_its_very_end(tmp_path: Path, monkeypatch: pytest.M
     assert set(os.listdir(path)) == named_files(path)
 
 
-def rewritten(path: Path, **changes: Any) -> None:
-    """An index with other values."""
-    index = read_index(path)
-    run, shards = Shard(**index["run"]), [Shard(**shard) for shard in index["shards"]]
-    if "run" in changes:
-        run = run._replace(**changes["run"])
-    if "shard" in changes:
-        shards[0] = shards[0]._replace(**changes["shard"])
-    (path / "index.json").write_bytes(index_bytes(run, shards, changes.get("about", {})))
-
-
 @pytest.mark.parametrize(
-    "changes",
+    "files",
     [
-        {"run": {"file": "../x"}}, {"shard": {"file": "../x"}}, {"shard": {"file": "/etc/passwd"}},
-        {"shard": {"file": ".."}}, {"shard": {"file": ""}}, {"shard": {"file": "a\0b"}}, {"shard": {"file": 3}},
-        {"shard": {"num_bytes": "8"}}, {"shard": {"num_bytes": True}}, {"shard": {"num_bytes": -1}},
-        {"shard": {"num_bytes": 10**30}}, {"shard": {"name": None}}, {"shard": {"name": "stage-0007"}},
-        {"shard": {"file": "absent"}}, {"run": {"file": "index.json"}},
+        {"../x": 8}, {"/etc/passwd": 8}, {"..": 8}, {"": 8}, {"a\0b": 8}, {"index.json": 8}, {}, [], None, ["x"],
+        {"0123456789ab-stage-0000.pt": 8}, {"0123456789ab-stage-0000.pt/../../x": 8},
     ],
     ids=str,
 )  # fmt: skip
-def test_absurd_values_in_an_index(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_absurd_values_in_an_index(files: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     (tmp_path / "x").write_text("a secret")
     save_sharded(str(path), 1)
-    rewritten(path, **changes)
+    index = json.loads((path / "index.json").read_text())
+    (path / "index.json").write_text(json.dumps({**index, "files": files}))
     with pytest.raises(StorageError, match=r"x\.ckpt"):
+        load(path)
+
+
+@pytest.mark.parametrize("size", ["8", None, -1, 10**30, [], 8.5])
+def test_absurd_sizes_in_an_index(size: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    save_sharded(str(path), 1)
+    index = json.loads((path / "index.json").read_text())
+    (path / "index.json").write_text(json.dumps({**index, "files": dict.fromkeys(index["files"], size)}))
+    with pytest.raises(StorageError, match=r"bytes, and had"):
         load(path)
 
 
@@ -278,8 +266,8 @@ def test_absurd_values_in_an_index(changes: dict[str, Any], tmp_path: Path) -> N
     [
         ("", "damaged or no checkpoint"), ("[" * 100_000, "damaged or no checkpoint"), ("[]", "is not the index"),
         ('{"format": "other"}', "is not the index"), ("\xff", "damaged or no checkpoint"),
-        ('{"format": "lightning_asyncpp.sharded", "version": 99}', "has version 99 .* this release reads 1"),
-        ('{"format": "lightning_asyncpp.sharded", "version": 1}', "damaged or no checkpoint"),
+        ('{"format": "lightning_asyncpp.sharded", "version": 99}', "has version 99 .* this release reads 2"),
+        ('{"format": "lightning_asyncpp.sharded", "version": 2}', "damaged or no checkpoint"),
         (f'{{"format": {"9" * 5000}}}', "damaged or no checkpoint"),
     ],
     ids=range(8),
@@ -290,33 +278,11 @@ def test_what_is_no_index(text: str, message: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_part_with_other_tensors(tmp_path: Path) -> None:
-    """Of another model, with sizes that are right."""
-    path = tmp_path / "x.ckpt"
-    write_sharded(path, {"a": torch.zeros(2, 3), "b": torch.zeros(2)})
-    other = tmp_path / "y.ckpt"
-    for wrong in ({"a": torch.zeros(3, 2)}, {"a": torch.zeros(2, 3).double()}, {"c": torch.zeros(2, 3)}):
-        write_sharded(other, {**{"b": torch.zeros(2)}, **wrong})
-        (file,) = other.glob("*.safetensors")
-        shard = Shard(**read_index(other)["shards"][0])
-        (path / "0123456789ab-stage-0000.safetensors").write_bytes(file.read_bytes())
-        rewritten(path, shard=shard._replace(file="0123456789ab-stage-0000.safetensors")._asdict())
-        with pytest.raises(StorageError, match=r"another shape or dtype|damaged or no checkpoint"):
-            load(path)
-
-
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"there is no checkpoint .*absent"):
         load(tmp_path / "absent")
     with pytest.raises(StorageError, match=r"a folder without index.json"):
         load(tmp_path)
-
-
-def test_the_index_says_what_wrote_it(tmp_path: Path) -> None:
-    write_sharded(tmp_path / "x")
-    index = json.loads((tmp_path / "x/index.json").read_text())
-    assert index["about"] == {"facts": 1}
-    assert [shard["name"] for shard in index["shards"]] == ["stage-0000"]
 
 
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

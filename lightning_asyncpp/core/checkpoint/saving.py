@@ -9,34 +9,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_asyncpp.core.batches.tree import map_tensors
-from lightning_asyncpp.core.checkpoint.gathering import gather_skeletons
-from lightning_asyncpp.core.checkpoint.state import facts
+from lightning_asyncpp.core.checkpoint.gathering import on_host
+from lightning_asyncpp.core.checkpoint.state import gathered
 from lightning_asyncpp.core.failures.at_exit import AtExit, uncaught
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.storage.names import local_path
-from lightning_asyncpp.storage.nested import merged
-from lightning_asyncpp.storage.sharded import Shard, Target, commit, give_up, new_target, shard_name, write_shard
-
-
-class Files(Protocol):
-    """What writes single files: a ``CheckpointIO`` of Lightning."""
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any | None = None) -> None:
-        """Write one."""
+from lightning_asyncpp.storage.files import local_path
+from lightning_asyncpp.storage.folders import Target, commit, give_up, new_target, write_part
 
 
 class CheckpointWriter:
@@ -54,54 +43,38 @@ class CheckpointWriter:
         self._pending: list[Future[None]] = []
         self._at_exit: AtExit | None = None  # a script may end without a word
 
-    def save_file(self, content: Mapping[str, Any], path: Any, files: Files, *options: Any) -> None:
-        """Write one file on rank 0; a collective call.
+    def collected(self, part: dict[str, Any]) -> dict[str, Any]:
+        """What this rank's content of a checkpoint has of a state, of which ``part`` is this stage's; collective."""
+        return part if self.sharded else gathered(self.session, part)
+
+    def save(self, path: Any, content: dict[str, Any], write_file: Callable[[dict[str, Any]], None]) -> None:
+        """Write a checkpoint; a collective call.
 
         Args:
-            content: on rank 0 all of the checkpoint.
-            path: of the file.
-            files: writes it.
-            options: for it.
-        """
-        self.settle()
-        write = _nothing
-        if self._mesh.rank == 0:
-            if self.in_background:  # the next mini-batch changes them
-                content = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), content)
-            write = partial(files.save_checkpoint, content, path, *options)
-        self._run(lambda mesh, group: _together(mesh, group, write))
-
-    def save_folder(self, path: Any, part: Mapping[str, Any], beside: Mapping[str, Any]) -> None:
-        """Write this stage's part of a folder; a collective call.
-
-        Args:
-            path: the folder, in a file system that all machines see.
-            part: what every stage has a part of.
-            beside: what rank 0 adds.
+            path: of the file; of a sharded one the folder, in a file system that all machines see.
+            content: of this rank. In one file comes what rank 0 has; sharded what the stages of the first replica have,
+                of which rank 0 adds what is no stage's.
+            write_file: writes it, if it is one file.
 
         Raises:
-            ConfigurationError: it is in none.
+            ConfigurationError: there is no such file system.
+            StorageError: it cannot be written.
         """
         self.settle()
-        mesh, folder = self._mesh, local_path(path)
-        if folder is None:
-            raise ConfigurationError(
-                f"state_dict_type='sharded': {path} is in no file system of this machine; name a folder that all"
-                " machines share, or use state_dict_type='full', which one rank writes"
-            )
-        skeletons, tensors = gather_skeletons(mesh, dict(part), name_of=shard_name)
-        # Now, and not in the background: the next mini-batch changes them.
-        tensors = {name: tensor.to("cpu", copy=self.in_background) for name, tensor in tensors.items()}
-        target = self._agreed_target(mesh, folder)
-        if self.in_background:
-            beside = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), beside)
-        run, about = {**beside, **(merged(skeletons) if skeletons else {})}, facts(self.session)
-        self._run(lambda mesh, group: _write_folder(mesh, group, target, tensors, run, about))
+        mesh = self._mesh
+        if (self.sharded and mesh.replica == 0) or (self.in_background and mesh.rank == 0):
+            content = on_host(content, copy=self.in_background)  # the next mini-batch changes them
+        if self.sharded:
+            target = self._agreed_target(path)
+            self._run(lambda group: _write_folder(mesh, group, target, content))
+        else:
+            write = partial(write_file, content) if mesh.rank == 0 else _nothing
+            self._run(lambda group: _together(mesh, group, write))
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove an older checkpoint, after what is being written now is there."""
         if self._pending and self._executor is not None:
-            self._pending.append(self._executor.submit(_after, tuple(self._pending), partial(_quietly, remove)))
+            self._pending.append(self._executor.submit(_after, tuple(self._pending), remove))
         else:
             remove()
 
@@ -123,9 +96,8 @@ class CheckpointWriter:
             StorageError: as for :meth:`settle`.
         """
         try:
-            with suppress(
-                *((Exception,) if self.session.watch.failure is not None else ())
-            ):  # the run ends with its cause
+            # A run that failed ends with its cause.
+            with suppress(*((Exception,) if self.session.watch.failure is not None else ())):
                 self.settle()
         finally:
             if self._executor is not None:
@@ -135,26 +107,27 @@ class CheckpointWriter:
                 self._at_exit.cancel()
                 self._at_exit = None
 
-    def _run(self, job: Callable[[Mesh, dist.ProcessGroup | None], None]) -> None:
+    def _agreed_target(self, path: Any) -> Target:
+        """Where a sharded save goes, chosen on rank 0."""
+        mesh, folder = self._mesh, local_path(path)
+        if folder is None:
+            raise ConfigurationError(
+                f"state_dict_type='sharded': {path} is in no file system of this machine; name a folder that all"
+                " machines share, or use state_dict_type='full', which one rank writes"
+            )
+        chosen: list[Target] = []
+        _together(mesh, None, (lambda: chosen.append(new_target(folder))) if mesh.rank == 0 else _nothing)
+        return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
+
+    def _run(self, job: Callable[[dist.ProcessGroup | None], None]) -> None:
         """Do what all ranks do together, here or in the background, where they agree in a group of their own."""
-        mesh = self._mesh
         if not self.in_background:
-            job(mesh, None)
+            job(None)
             return
-        group = mesh.group_for_saving(self.session.timeout)
+        group = self._mesh.group_for_saving(self.session.timeout)
         self._at_exit = self._at_exit or AtExit(partial(_fail_at_exit, self._pending))
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending.append(self._executor.submit(job, mesh, group))
-
-    def _agreed_target(self, mesh: Mesh, folder: Path) -> Target:
-        """Where a save goes, chosen on rank 0."""
-        chosen: list[Target] = []
-
-        def choose() -> None:
-            chosen.append(new_target(folder))
-
-        _together(mesh, None, choose if mesh.rank == 0 else _nothing)
-        return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
+        self._pending.append(self._executor.submit(job, group))
 
     @property
     def _mesh(self) -> Mesh:
@@ -162,24 +135,15 @@ class CheckpointWriter:
         return self.session.mesh
 
 
-def _write_folder(
-    mesh: Mesh,
-    group: dist.ProcessGroup | None,
-    target: Target,
-    tensors: Mapping[str, Tensor],
-    run: Mapping[str, Any],
-    about: Mapping[str, Any],
-) -> None:
-    """Write all shards, and the index when every stage has written its own."""
-    own: list[Shard] = []
-
-    def write() -> None:
-        own.append(write_shard(target, shard_name(mesh.stage), tensors))
-
+def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, part: Mapping[str, Any]) -> None:
+    """Write all parts, and the index when every stage has written its own."""
+    own: list[tuple[str, int]] = []
     try:
-        _together(mesh, group, write if mesh.replica == 0 else _nothing)
-        shards = [Shard(*json.loads(text)) for text in exchange(mesh, json.dumps(own[0]) if own else "", group) if text]
-        _together(mesh, group, partial(commit, target, shards, run, about) if mesh.rank == 0 else _nothing)
+        writes = mesh.replica == 0
+        _together(mesh, group, (lambda: own.append(write_part(target, mesh.stage, part))) if writes else _nothing)
+        by_rank = [json.loads(text) for text in exchange(mesh, json.dumps(own), group)]
+        files = dict(sorted(file for written in by_rank for file in written))
+        _together(mesh, group, partial(commit, target, files) if mesh.rank == 0 else _nothing)
     except BaseException:
         if mesh.rank == 0:
             give_up(target)
@@ -196,9 +160,10 @@ def _together(mesh: Mesh, group: dist.ProcessGroup | None, write: Callable[[], N
     agree_on_error(mesh, error, group)
 
 
-def _after(before: Sequence[Future[None]], action: Callable[[], None]) -> None:
+def _after(before: tuple[Future[None], ...], remove: Callable[[], None]) -> None:
     if all(future.exception() is None for future in before):  # else the older one is the last that there is
-        action()
+        with suppress(OSError):
+            remove()
 
 
 def _fail_at_exit(pending: list[Future[None]]) -> None:
@@ -209,11 +174,6 @@ def _fail_at_exit(pending: list[Future[None]]) -> None:
         sys.stderr.flush()
         if uncaught() is None:
             os._exit(1)
-
-
-def _quietly(remove: Callable[[], None]) -> None:
-    with suppress(OSError):
-        remove()
 
 
 def _nothing() -> None:

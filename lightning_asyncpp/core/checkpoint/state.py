@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_asyncpp.core.checkpoint.gathering import gather_stages
-from lightning_asyncpp.core.cut.partition import Partition
-from lightning_asyncpp.core.cut.tied_state import keep_once
+from lightning_asyncpp.core.checkpoint.gathering import gather
+from lightning_asyncpp.core.cut.tied_state import check_copies, keep_once
+from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.stage_optimizer import name_of
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.storage.nested import merged
+from lightning_asyncpp.storage.folders import merged
 
 PIPELINE = "pipeline"
 """Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
@@ -34,70 +34,77 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
     return {name: shown.get(name, value) for name, value in own.items()}
 
 
-def stage_optimizer_state(session: PipelineSession) -> dict[str, Any]:
-    """This stage's part of the optimizer's state, as torch numbers it in the whole model."""
-    return session.stage_optimizer.state_dict()
-
-
 def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
-    """What a checkpoint of a drained pipeline holds beyond weights and optimizers.
+    """What a checkpoint of a drained pipeline holds beyond weights and optimizers, and how the pipeline runs.
 
     The older weight version belongs to it: the mini-batch after the checkpoint runs on it.
     """
-    engine = session.running()
+    engine, partition = session.running(), session.partition
+    settings = engine.settings
+    assert partition is not None, "cut() comes before a checkpoint"
     return {
-        **facts(session),
+        "num_stages": settings.num_stages,
+        "data_parallel_size": engine.mesh.num_replicas,
+        "partition": list(partition.counts),
+        "micro_batches": settings.micro_batches,
+        "lookahead": settings.lookahead,
+        "delay": settings.delay,
+        "staleness": settings.staleness,
+        "slack": settings.slack,
+        "weight_dtype": settings.weight_dtype,
+        "seed": engine.runner.seed,
+        "mini_batch": engine.mini_batch,
+        "optimizer": None if session.optimizer is None else name_of(session.optimizer),
         "engine": engine.state_dict(),
         OLDER: engine.weights.older() or {},
         MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
     }
 
 
-def facts(session: PipelineSession) -> dict[str, Any]:
-    """How the pipeline runs, as a checkpoint says it; the same on all ranks."""
-    engine = session.running()
-    return {
-        "num_stages": engine.settings.num_stages,
-        "data_parallel_size": engine.mesh.num_replicas,
-        "partition": list(_partition(session).counts),
-        "micro_batches": engine.settings.micro_batches,
-        "lookahead": engine.settings.lookahead,
-        "delay": engine.settings.delay,
-        "staleness": engine.settings.staleness,
-        "slack": engine.settings.slack,
-        "weight_dtype": engine.settings.weight_dtype,
-        "seed": engine.runner.seed,
-        "mini_batch": engine.mini_batch,
-        "optimizer": None if session.optimizer is None else name_of(session.optimizer),
-    }
+def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
+    """What all stages have of it on rank 0, ``part`` on others; a blocking collective on a drained pipeline.
 
-
-def gather_model_state(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
-    """The whole model's ``state_dict`` on rank 0, ``own`` elsewhere; a blocking collective on a drained pipeline.
+    All names of a shared parameter stand for one tensor then.
 
     Args:
         session: the pipeline.
-        own: this stage's part, as the module says it.
+        part: of this stage, as the functions above return it.
     """
-    return gather_named(session, stage_model_state(session, own))
-
-
-def gather_named(session: PipelineSession, own: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of all stages by the model's names on rank 0, such as averages, ``own`` elsewhere; a collective."""
-    return keep_once(_gathered(session, own), session.whole_model.same)
-
-
-def gather_optimizer_state(session: PipelineSession) -> dict[str, Any]:
-    """The optimizer state of the whole model on rank 0, this stage's part elsewhere; a blocking collective."""
-    return _gathered(session, stage_optimizer_state(session))
-
-
-def gather_pipeline_state(session: PipelineSession) -> dict[str, Any]:
-    """:func:`stage_pipeline_state` of all stages on rank 0, of this one elsewhere; a blocking collective."""
-    state = _gathered(session, stage_pipeline_state(session))
+    mesh = session.running().mesh
+    parts = gather(mesh, part, [mesh.rank_of(stage, replica=0) for stage in range(mesh.num_stages)])
+    if not parts:
+        return part
+    whole: dict[str, Any] = merged(parts)
+    keep_once(whole, session.whole_model.same)
     for name in (OLDER, MASTERS):
-        keep_once(state[name], [tie.names for tie in session.whole_model.ties])
-    return state
+        keep_once(whole.get(name, {}), [tie.names for tie in session.whole_model.ties])
+    return whole
+
+
+def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load this stage's part of a whole model's ``state_dict``; both weight versions become what was loaded.
+
+    Args:
+        session: a drained pipeline.
+        module: what was cut, or the one around it.
+        state: name -> tensor, of the whole one.
+        strict: whether the names must agree.
+
+    Raises:
+        RuntimeError: they do not, or shapes do not; on every rank.
+        ConfigurationError: names of one parameter have different values.
+    """
+    error: Exception | None = None
+    pruned = session.whole_model.pruned
+    try:
+        check_copies(state, session.whole_model.same)
+        with pruned.hidden():
+            pruned.load(module, state, strict)
+    except (RuntimeError, ConfigurationError) as caught:
+        error = caught
+    engine = session.running()
+    agree_on_error(engine.mesh, error)
+    engine.weights.restore(engine.weights.newest, None)
 
 
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
@@ -131,15 +138,6 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     engine.set_seed(session.seed)
 
 
-def load_optimizer_state(session: PipelineSession, state: Mapping[str, Any]) -> None:
-    """Load this stage's part of the state of a whole model's optimizer, whoever wrote it.
-
-    Raises:
-        ConfigurationError: the optimizer had other groups.
-    """
-    session.stage_optimizer.load_state_dict(state)
-
-
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
     """The rank of the pipeline that wrote a checkpoint whose own state this rank takes up.
 
@@ -151,11 +149,6 @@ def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
     return Mesh(stages, replicas, 0).rank_of(stages - 1, min(mesh.replica, replicas - 1))
 
 
-def _gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
-    parts = gather_stages(session.running().mesh, part)
-    return merged(parts) if parts else part
-
-
 def _found(master: Tensor | None, name: str) -> Tensor:
     if master is None:
         raise ConfigurationError(
@@ -164,8 +157,3 @@ def _found(master: Tensor | None, name: str) -> Tensor:
             " with load_state_dict, without ckpt_path"
         )
     return master
-
-
-def _partition(session: PipelineSession) -> Partition:
-    assert session.partition is not None, "cut() comes before a checkpoint"
-    return session.partition

@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ def write_hf(
 ) -> Architecture:
     """Write config.json, generation_config.json and the weights of a model.
 
-    The folder appears when it is complete: all is written to a temporary one beside it.
-
     Args:
         model: what to write.
         folder: where to; it must not exist, or be empty.
@@ -53,11 +52,7 @@ def write_hf(
     architecture = architecture_of(model.config)
     model.check()
     _check_tie(model)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightsError(f"{folder} exists already; name another folder, or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with new_folder(folder) as temporary:
         dtype = dtype or _widest_dtype(model, architecture)
         _write_weights(model, architecture, temporary, dtype, max_shard_bytes)
         config = config_json(model.config, architecture, str(dtype).removeprefix("torch."), end)
@@ -66,11 +61,26 @@ def write_hf(
         _write_json(temporary / GENERATION_CONFIG, generation)
         for name, content in (files or {}).items():
             (temporary / name).write_text(content, encoding="utf-8")
+    return architecture
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Write a folder under another name, and give it its own at the end; nothing is left behind otherwise.
+
+    Raises:
+        WeightsError: there is something of that name.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightsError(f"{folder} exists already; name another folder, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield temporary
         temporary.chmod(0o755)  # mkdtemp keeps other users out
         replace_durably(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return architecture
 
 
 def _write_weights(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.models import WeightsError
-from lightning_asyncpp.storage.durable import replace_durably
-from lightning_asyncpp.storage.loading import load
-from lightning_asyncpp.storage.names import StorageError
-from lightning_asyncpp.storage.sharded import is_sharded
+from lightning_asyncpp.models.hf.writing import new_folder
+from lightning_asyncpp.storage.files import StorageError
+from lightning_asyncpp.storage.folders import is_sharded, load
 from lightning_asyncpp.trainer.hf.loading import TASKS, transformers_package
 from lightning_asyncpp.trainer.hf.trained import with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
@@ -88,23 +85,15 @@ def export_hf(
     Raises:
         WeightsError: the weights are not those of the config, the folder is in use, or there is no such tokenizer.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightsError(f"{folder} exists already; name another folder, or remove it")
     if lora == ADAPTER and trained.lora is None:
         raise WeightsError(f"--lora adapter: {trained.origin} was trained without adapters; leave it out")
-    model = build(trained, merge=lora != ADAPTER)
-    if dtype is not None:
-        model.to(dtype)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with new_folder(folder) as temporary:
+        model = build(trained, merge=lora != ADAPTER)
+        if dtype is not None:
+            model.to(dtype)
         more = {} if lora == ADAPTER else {"max_shard_size": max_shard_bytes}
         model.save_pretrained(temporary, **more)  # type: ignore[operator]
         has_tokenizer = _save_tokenizer(trained, tokenizer, temporary)
-        temporary.chmod(0o755)  # mkdtemp keeps other users out
-        replace_durably(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return type(model).__name__, has_tokenizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,30 +13,22 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.gathering import gather_by_rank
+from lightning_asyncpp.core.checkpoint.gathering import gather
 from lightning_asyncpp.core.checkpoint.state import (
     PIPELINE,
-    gather_model_state,
-    gather_named,
-    gather_optimizer_state,
-    gather_pipeline_state,
-    load_optimizer_state,
+    gathered,
+    load_model_state,
     load_pipeline_state,
     rank_to_follow,
     stage_model_state,
-    stage_optimizer_state,
     stage_pipeline_state,
 )
-from lightning_asyncpp.core.cut.tied_state import check_copies
-from lightning_asyncpp.core.ranks.agreement import agree_on_error
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.trainer.checkpoint.progress import PROGRESS, Progress
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 
 _CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
-_PARTS = ("state_dict", _CURRENT, "optimizer_states")
-_WEIGHTS = frozenset(("state_dict", _CURRENT))
+_OF_STAGES = ("state_dict", _CURRENT, "optimizer_states", PIPELINE)
 
 
 class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
@@ -65,24 +57,24 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         return True
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole module's ``state_dict`` on rank 0, this stage's part elsewhere; a collective that drains first."""
-        return self._state_dict(gather_model_state)
+        """The whole module's ``state_dict`` on rank 0, this stage's part on others; a collective that drains first."""
+        return gathered(self.session, self._stage_state())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = self._state_dict(stage_model_state if self.checkpoints.sharded else gather_model_state)
+        state = self.checkpoints.collected(self._stage_state())
         self.step_metrics.log_before_save()
         return state
 
-    def _state_dict(self, of_stages: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    def _stage_state(self) -> dict[str, Any]:
         self.session.running()
         self.drain()
-        return of_stages(self.session, self._module.state_dict())
+        return stage_model_state(self.session, self._module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.session.running()
-        return (stage_optimizer_state if self.checkpoints.sharded else gather_optimizer_state)(self.session)
+        return self.checkpoints.collected(self.session.stage_optimizer.state_dict())
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -91,23 +83,19 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         Raises:
             StorageError: it cannot be written; what had its name is intact.
         """
-        is_training = self.session.optimizer is not None and "optimizer_states" in checkpoint  # else weights only
         # Only loaders that keep a state take one up; the pipeline's entry has what theirs are.
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
-        mesh, sharded = self.session.running().mesh, self.checkpoints.sharded
-        parts = {name: checkpoint.pop(name) for name in _PARTS if name in checkpoint} if sharded else {}
-        if not sharded and self._averages_weights() and _CURRENT in checkpoint:  # of this stage, by the callback
-            checkpoint["state_dict"] = gather_named(self.session, checkpoint["state_dict"])
-        of_ranks = {PROGRESS: gather_by_rank(mesh, self.progress.state(self._module.trainer)) if is_training else []}
-        self.checkpoints.settle()
-        if sharded:
-            if is_training:
-                parts[PIPELINE] = {**stage_pipeline_state(self.session), **(of_ranks if self.is_global_zero else {})}
-            self.checkpoints.save_folder(filepath, parts, checkpoint)
-            return
-        if is_training:
-            checkpoint[PIPELINE] = {**gather_pipeline_state(self.session), **of_ranks}
-        self.checkpoints.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+        if _CURRENT in checkpoint and self._averages_weights():  # the averages are of this stage, by the callback
+            checkpoint["state_dict"] = self.checkpoints.collected(checkpoint["state_dict"])
+        if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # else weights only
+            mesh = self.session.running().mesh
+            of_ranks = gather(mesh, self.progress.state(self._module.trainer), range(mesh.world_size))
+            state = self.checkpoints.collected(stage_pipeline_state(self.session))
+            checkpoint[PIPELINE] = {**state, PROGRESS: of_ranks} if self.is_global_zero else state
+        if not self.is_global_zero:
+            checkpoint = {name: checkpoint[name] for name in _OF_STAGES if name in checkpoint}
+        files = self.checkpoint_io
+        self.checkpoints.save(filepath, checkpoint, lambda it: files.save_checkpoint(it, filepath, storage_options))
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -121,7 +109,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if self.session.optimizer is not None:
             self._resume_progress(content)
         if self._averages_weights():
-            for name in _WEIGHTS & content.keys():
+            for name in {"state_dict", _CURRENT} & content.keys():
                 content[name] = self._of_this_stage(content[name])  # the callback loads all that it finds
         return content
 
@@ -151,20 +139,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.session.check_drain()
-        weights = checkpoint[self._entry_of_weights(checkpoint)]
-        error: Exception | None = None
-        try:
-            check_copies(weights, self.session.whole_model.same)
-            self.session.whole_model.pruned.load(self._module, weights, strict)
-        except (RuntimeError, ConfigurationError) as caught:
-            error = caught
-        engine = self.session.running()
-        agree_on_error(engine.mesh, error)
-        if self.session.optimizer is None:
-            engine.weights.restore(engine.weights.newest, None)
-        else:
+        load_model_state(self.session, self._module, checkpoint[self._entry_of_weights(checkpoint)], strict)
+        if self.session.optimizer is not None:
             load_pipeline_state(self.session, checkpoint.get(PIPELINE))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load_optimizer_state(self.session, checkpoint["optimizer_states"][0])
+        self.session.stage_optimizer.load_state_dict(checkpoint["optimizer_states"][0])

@@ -13,21 +13,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_asyncpp.core.randomness import random_states, set_random_states
-from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, inexact_because
+from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, warn_if_inexact
 from lightning_asyncpp.strategy_parts.shuffling import shuffle_by_epoch
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader
 from lightning_asyncpp.trainer import private
 
 PROGRESS = "progress"
 """Entry of a checkpoint's state of a strategy: by rank, what :meth:`Progress.state` returned."""
-_INEXACT = (
-    "the checkpoint was written after batch {} of an epoch, and its rest is not read as without the interruption: {}."
-    " Batches may be seen twice and others not at all; the next epoch is whole again. Exact there are checkpoints of an"
-    " epoch's end, and loaders with a state, such as torchdata's StatefulDataLoader and litdata's StreamingDataLoader"
-)
 
 
 class Progress:
@@ -99,8 +93,9 @@ class Progress:
             _go_on_after_epoch(trainer)
             saved = self._state["loaders"]
             state = saved[number] if number < len(saved) else {"batches": 0}
-            if self._in_mid_epoch:
-                self._warn_if_inexact(loader, state)
+            if self._in_mid_epoch and not self._has_warned:
+                reasons = [] if self._same_replicas else ["data_parallel_size is another one"]
+                self._has_warned = warn_if_inexact(loader, state, reasons)
             resumable.resume(state, ended=not self._in_mid_epoch)
         return resumable
 
@@ -108,15 +103,6 @@ class Progress:
     def _in_mid_epoch(self) -> bool:
         progress = self._loops["epoch_loop.batch_progress"]
         return bool(progress["current"]["ready"]) and not progress["is_last_batch"]
-
-    def _warn_if_inexact(self, loader: Any, state: Mapping[str, Any]) -> None:
-        """Say once why the rest of the epoch is not exactly that of the uninterrupted run."""
-        reasons = [] if self._same_replicas else ["data_parallel_size is another one"]
-        reasons += [reason] if (reason := inexact_because(loader, state)) else []
-        if reasons and not self._has_warned:
-            self._has_warned = True
-            after = self._loops["epoch_loop.batch_progress"]["current"]["ready"]
-            rank_zero_warn(_INEXACT.format(after, "; ".join(reasons)))
 
 
 def _go_on_after_epoch(trainer: L.Trainer) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core.checkpoint import gathering
-from lightning_asyncpp.core.checkpoint.gathering import gather_stages
+from lightning_asyncpp.core.checkpoint.gathering import gather
+from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from tests.core.failures.failing_cases import run_ranks
 
@@ -37,18 +38,30 @@ def flat(tree: Any) -> list[Any]:
     return [(tree.dtype, tree.tolist())] if isinstance(tree, Tensor) else [tree]
 
 
-def gathered(mesh: Mesh, limit: int) -> list[Any]:
-    gathering._BUNDLE_BYTES = limit
-    found = gather_stages(mesh, part_of(mesh.stage))
+def gathered(mesh: Mesh, small_bytes: int) -> list[Any]:
+    gathering._SMALL_BYTES = small_bytes
+    found = gather(mesh, part_of(mesh.stage), [mesh.rank_of(stage, replica=0) for stage in range(3)])
+    assert all(part["small"] is part["again"] or part["small"].data_ptr() == part["again"].data_ptr() for part in found)
     return [flat(part) == flat(part_of(stage)) for stage, part in enumerate(found)]
 
 
-@pytest.mark.parametrize("limit", [gathering._BUNDLE_BYTES, 64])
-def test_every_stage_arrives(limit: int) -> None:
-    outcomes = run_ranks(gathered, 3, limit)
+@pytest.mark.parametrize("small_bytes", [gathering._SMALL_BYTES, 0])
+def test_every_stage_arrives(small_bytes: int) -> None:
+    outcomes = run_ranks(gathered, 3, small_bytes)
     assert [outcome.value for outcome in outcomes] == [[True] * 3, [], []], outcomes
 
 
-def test_small_tensors_travel_together() -> None:
-    sizes = {"a": 600_000, "nothing": 0, "b": 600_000, "c": 3, "large": 5_000_000, "d": 1}
-    assert list(gathering._bundles(sizes)) == [["a"], ["b", "c"], ["large"], ["d"]]
+def in_another_call(mesh: Mesh) -> None:
+    gather(mesh, {}, [0]) if mesh.rank else exchange(mesh, "something else")
+
+
+def test_a_rank_in_another_call_is_told() -> None:
+    outcomes = run_ranks(in_another_call, 2)
+    assert "another one does not" in outcomes[1].text, outcomes
+
+
+def test_the_rest_of_a_storage_is_not_written() -> None:
+    content = {"part": torch.arange(1000.0)[:2], "all": torch.ones(3)}
+    found = gathering.on_host(content)
+    assert found["part"].untyped_storage().nbytes() == 8
+    assert found["all"] is content["all"] or found["all"].data_ptr() == content["all"].data_ptr()

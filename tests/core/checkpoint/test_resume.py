@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.core.checkpoint.state import gather_pipeline_state, load_pipeline_state
+from lightning_asyncpp.core.checkpoint.state import load_pipeline_state, stage_pipeline_state
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import ConfigurationError
 from tests.core.cases import DIM, Case
@@ -51,14 +51,14 @@ def trained(case: Case) -> Training:
 
 def test_weights_kept_in_another_way_are_refused() -> None:
     case = Case(3, model=SHARING_INSIDE)
-    state = {**gather_pipeline_state(trained(case).session), "weight_dtype": "bf16"}
+    state = {**stage_pipeline_state(trained(case).session), "weight_dtype": "bf16"}
     with pytest.raises(ConfigurationError, match="written with weight_dtype='bf16', this run has None"):
         load_pipeline_state(Training(case, ALONE).session, state)
 
 
 def test_a_weight_without_an_older_version_is_its_own() -> None:
     case = Case(3, model=SHARING_INSIDE)
-    state = gather_pipeline_state(trained(case).session)
+    state = stage_pipeline_state(trained(case).session)
     kept = state["older_weights"].pop("1.inner.first.weight")
     other = Training(case, ALONE)
     newest = other.model.state_dict()

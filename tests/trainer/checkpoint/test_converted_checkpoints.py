@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_asyncpp.cli import main
-from lightning_asyncpp.storage.loading import load
+from lightning_asyncpp.storage.folders import load
 from tests.trainer.checkpoint.test_resharding import SHARDED, resumed, run_of
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
@@ -51,36 +51,26 @@ def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return {"folder": folder, "weights": joined_weights(results, 2)}
 
 
-@pytest.mark.parametrize(
-    ("form", "other"), [pytest.param("full", "sharded", marks=pytest.mark.slow), ("sharded", "full")]
-)
 def test_a_run_goes_on_from_the_other_form(
-    form: str, other: str, saved: dict[str, Any], pools: Pools, command: Command, tmp_path: Path
+    saved: dict[str, Any], pools: Pools, command: Command, tmp_path: Path
 ) -> None:
-    """And back: what they hold is the same."""
-    source, converted = saved["folder"] / form / "step=4.ckpt", tmp_path / "step=4.ckpt"
-    stages = ("--stages", 3) if other == "sharded" else ()
-    printed = command("convert", source, converted, "--to", other, *stages)
-    assert f"{converted}: {other}, " in printed
-    load(converted)
-    assert converted.is_dir() == (other == "sharded")
-    if stages:
-        assert len(list(converted.glob("*.safetensors"))) == 3
+    """What they hold is the same."""
+    source, converted = saved["folder"] / "sharded/step=4.ckpt", tmp_path / "step=4.ckpt"
+    assert f"{converted}: full, " in command("convert", source, converted, "--to", "full")
+    assert converted.is_file()
     assert_equal_weights(resumed(pools, 2, run_of(tmp_path), tmp_path, 4), saved["weights"])
-    command("convert", converted, tmp_path / "back.ckpt", "--to", form)
-    one, two = (json.loads(command("info", path, "--json")) for path in (source, tmp_path / "back.ckpt"))
+    one, two = (json.loads(command("info", path, "--json")) for path in (source, converted))
     assert one["bytes"] == two["bytes"]
-    assert list(load(source)) == list(load(tmp_path / "back.ckpt"))
+    assert list(load(source)) == list(load(converted))
 
 
 def test_what_ranks_remember_is_written_once(saved: dict[str, Any]) -> None:
     """Their random numbers and metrics, by the first rank, which is the last stage."""
     folder = saved["folder"] / "sharded/step=4.ckpt"
-    first, last = ({*load_file(path)} for path in sorted(folder.glob("*.safetensors")))
-    remembered = {name for name in first | last if name.startswith("pipeline/progress/")}
-    assert {name.split("/")[2] for name in remembered} == {"0", "1"}, "of both ranks"
-    assert remembered <= last
-    assert not remembered & first
+    first, last = (torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt")))
+    assert len(last["pipeline"]["progress"]) == 2, "of both ranks"
+    assert "progress" not in first["pipeline"]
+    assert first.keys() == {"state_dict", "optimizer_states", "pipeline"} < last.keys()
 
 
 def test_weights_alone(saved: dict[str, Any], command: Command, tmp_path: Path) -> None:
@@ -107,32 +97,28 @@ def test_info(form: str, saved: dict[str, Any], command: Command) -> None:
     }  # fmt: skip
     assert expected.items() <= facts.items()
     sizes = facts["bytes"]
-    assert sizes["weights"] == sizes["older weights"] == sizes["correction buffers"] == weights
-    assert sizes["optimizer"] > weights
+    assert sizes["state_dict"] == sizes["pipeline/older_weights"] == weights
+    assert sizes["optimizer_states"] > 2 * weights
     assert facts["bytes_on_disk"] > sum(sizes.values())
     shown = command("info", path)
-    run = next(line for line in shown.splitlines() if line.startswith("run "))
-    assert run.endswith(
-        f"stages 2, partition [4, 5], replicas 1, micro-batches 4, lookahead {facts['lookahead']}, delay 1, staleness"
-        f" {facts['staleness']}, slack {facts['slack']}"
-    )
-    assert f"correction buffers  {weights:,} bytes" in shown
-    assert ("(2 parts, version 1)" in shown) == (form == "sharded")
+    lines = dict(line.split(maxsplit=1) for line in shown.splitlines())
+    assert (lines["num_stages"], lines["partition"], lines["writer"]) == ("2", "[4, 5]", "Trainer")
+    assert lines["pipeline/older_weights"] == f"{weights:,} bytes"
+    assert lines.get("files", "").count("-stage-") == (2 if form == "sharded" else 0)
 
 
 def test_what_it_refuses(saved: dict[str, Any], command: Command, tmp_path: Path) -> None:
     source, taken = saved["folder"] / "full/step=4.ckpt", tmp_path / "taken"
     taken.write_text("something")
-    error = command("convert", source, taken, "--to", "sharded", code=2)
+    error = command("convert", source, taken, "--to", "full", code=2)
     assert f"asyncpp checkpoint convert: error: {taken} exists already; name another, or give --force" in error
     assert taken.read_text() == "something"
-    command("convert", source, taken, "--to", "sharded", "--force")
+    command("convert", source, taken, "--to", "full", "--force")
     load(taken)
     command("convert", taken, taken, "--to", "full", "--force")
     load(taken)
     for arguments, message in [
-        (("--to", "zip"), "--to zip: choose one of full, sharded, weights"),
-        (("--to", "full", "--stages", "2"), "--stages 2: only a sharded checkpoint has parts"),
+        (("--to", "zip"), "--to zip: choose one of full, weights"),
         (("--to", "full", "--entry", "x"), "--entry x: only weights are taken from one entry"),
         (("--to", "weights", "--entry", "x"), "not one model called 'x'; its models are: state_dict"),
     ]:
@@ -159,9 +145,7 @@ def test_fabrics_checkpoints(command: Command, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "x.pt")
     facts = json.loads(command("info", tmp_path / "x.pt", "--json"))
     assert (facts["writer"], facts["num_stages"], facts["parameters"]) == ("Fabric", 2, 9)
-    assert facts["bytes"] == {
-        "weights": 32, "older weights": 24, "masters": 0, "optimizer": 24, "correction buffers": 24, "else": 0,
-    }  # fmt: skip
+    assert facts["bytes"] == {"net": 28, "other": 4, "optimizer": 48, "pipeline/older_weights": 24}
     error = command("convert", tmp_path / "x.pt", tmp_path / "w.pt", "--to", "weights", code=2)
     assert "its models are: net, other; name one: --entry NAME" in error
     command("convert", tmp_path / "x.pt", tmp_path / "w.pt", "--to", "weights", "--entry", "net")

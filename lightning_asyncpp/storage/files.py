@@ -1,4 +1,4 @@
-"""A checkpoint in one file of ``torch.save``."""
+"""A checkpoint in one file of ``torch.save``, and what paths and errors of all checkpoints have in common."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import re
+import secrets
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import load_file as load_safetensors
 
-from lightning_asyncpp.storage.durable import make_folder, replace_durably
-from lightning_asyncpp.storage.names import StorageError, beside, check_replaceable, remove, remove_leftovers
+from lightning_asyncpp.storage.durable import is_folder, make_folder, remove, replace_durably
 
+INDEX = "index.json"
+"""Names the files that belong to a sharded checkpoint."""
+PART = re.compile(r"[0-9a-f]{12}-stage-\d{4,}\.pt")
+"""Names of files of a sharded checkpoint: of a save, and a stage."""
+_INTERRUPTED = re.compile(rf"\.{re.escape(INDEX)}\.[0-9a-f]{{8}}")
+_PARTIAL = ".partial"  # ends the names of files and folders that are not complete
 _ARCHIVE, _PICKLE = b"PK\3\4", b"\x80"
 _SAFETENSORS = ".safetensors"
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
+
+
+class StorageError(OSError):
+    """Can this checkpoint be written, or read? Names the file, what is wrong with it, and what to do."""
 
 
 def save_file(content: Any, path: Path) -> None:
@@ -63,7 +75,7 @@ def read_file(path: Path, weights_only: bool | None = None) -> Any:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Write a file or a folder under another name, and give it its own at the end; nothing is left behind otherwise.
+    """Write a file under another name, and give it its own at the end; nothing is left behind otherwise.
 
     Raises:
         StorageError: what runs inside fails to write, the renaming fails, or ``path`` is a folder of something else.
@@ -81,17 +93,48 @@ def written_beside(path: Path) -> Iterator[Path]:
         remove(partial)
 
 
+def local_path(path: Any) -> Path | None:
+    """The path, if it is one of a file system of this machine."""
+    files, name = url_to_fs(str(path))
+    return Path(name) if isinstance(files, LocalFileSystem) else None
+
+
+def beside(path: Path) -> Path:
+    """A name beside it for what is not complete."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what earlier attempts to write ``path`` left, which ended with their process."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}")
+    for name in os.listdir(path.parent) if path.parent.is_dir() else []:
+        if pattern.fullmatch(name):
+            remove(path.with_name(name))
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """What is in a folder that no sharded checkpoint consists of; nothing if there is no such folder."""
+    names = os.listdir(folder) if is_folder(folder) else []
+    return sorted(n for n in names if n != INDEX and not PART.fullmatch(n) and not _INTERRUPTED.fullmatch(n))
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to write a checkpoint over a folder of something else.
+
+    Raises:
+        StorageError: there is one.
+    """
+    if foreign := foreign_files(path):
+        names = f"{', '.join(foreign[:3])}{', ...' if foreign[3:] else ''}"
+        raise StorageError(f"it is a folder that holds something else ({names}); name another path")
+
+
 def not_written(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be written."""
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     kind = "" if isinstance(error, StorageError) else f"{type(error).__name__}: "
     before = "; what has that name is as complete as it was" if os.path.lexists(path) else ""
     return StorageError(f"the checkpoint {path} could not be written: {kind}{reason}{before}")
-
-
-def no_regular_file(path: Path) -> str:
-    """What is wrong with a pipe, a device and the like."""
-    return f"{path} is no regular file: name a checkpoint, or a copy of what comes from there"
 
 
 def unreadable(path: Path, error: BaseException) -> StorageError:

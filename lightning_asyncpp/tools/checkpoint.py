@@ -1,0 +1,218 @@
+"""``asyncpp checkpoint info|convert``: looks into checkpoints, and writes them as one file or their weights alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file as save_safetensors
+from torch import Tensor
+
+from lightning_asyncpp.core.batches.tree import tensors_of
+from lightning_asyncpp.core.checkpoint.state import PIPELINE
+from lightning_asyncpp.storage.durable import usual_mode
+from lightning_asyncpp.storage.files import StorageError, save_file, written_beside
+from lightning_asyncpp.storage.folders import is_sharded, load, read_index
+from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser
+
+_OF_PIPELINE = (
+    "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness", "slack",
+    "weight_dtype", "seed", "mini_batch", "optimizer",
+)  # fmt: skip
+_LIGHTNING = "pytorch-lightning_version"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``asyncpp checkpoint <command> ...``."""
+    if (given := checkpoint_command(argv)) is None:
+        return
+    command, rest = given
+    {"info": _info, "convert": _convert}[command](rest)
+
+
+def _info(argv: Sequence[str]) -> None:
+    parser = info_parser()
+    arguments = parser.parse_args(argv)
+    with _reported("info"):
+        facts = describe(Path(arguments.checkpoint).expanduser())
+    print(json.dumps(facts, indent=2) if arguments.json else table(facts))
+
+
+def _convert(argv: Sequence[str]) -> None:
+    parser = convert_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.to not in FORMS:
+        parser.error(f"--to {arguments.to}: choose one of {', '.join(FORMS)}")
+    if arguments.entry is not None and arguments.to != "weights":
+        parser.error(f"--entry {arguments.entry}: only weights are taken from one entry; give --to weights")
+    source, output = Path(arguments.checkpoint).expanduser(), Path(arguments.output).expanduser()
+    with _reported("convert"):
+        if os.path.lexists(output) and not arguments.force:
+            raise StorageError(f"{output} exists already; name another, or give --force to replace it")
+        content = load(source)
+        if not isinstance(content, Mapping):
+            raise StorageError(f"{source} is no checkpoint: it holds a {type(content).__name__}")
+        if arguments.to == "full":
+            save_file(content, output)
+        else:
+            _write_weights(model_in(content, arguments.entry), output)
+    print(f"{output}: {arguments.to}, {size_on_disk(output):,} bytes")
+
+
+def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
+    if output.suffix != ".safetensors":
+        save_file(dict(weights), output)
+        return
+    with written_beside(output) as partial, usual_mode(partial):
+        # The format has no tensors that share memory.
+        own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+        save_safetensors(own, partial)
+
+
+@contextmanager
+def _reported(command: str) -> Iterator[None]:
+    """End the command with what is wrong, without a traceback, and code 2."""
+    try:
+        yield
+    except StorageError as error:
+        print(f"asyncpp checkpoint {command}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Facts on a checkpoint, as JSON has them; what nobody wrote down is None. Tensors are not read.
+
+    Args:
+        path: a file, or a folder with an index.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    content = load(path)
+    entries = content if isinstance(content, Mapping) else {}
+    pipeline = entries.get(PIPELINE, {})
+    weights = _distinct(models_in(entries))
+    elements = Counter[str]()
+    for tensor in weights:
+        elements[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return {
+        "path": str(path),
+        "form": "sharded" if is_sharded(path) else "full",
+        "writer": writer_of(entries),
+        "global_step": _plain(entries.get("global_step")),
+        "epoch": _plain(entries.get("epoch")),
+        **{name: _plain(pipeline.get(name)) for name in _OF_PIPELINE},
+        "parameters": sum(t.numel() for t in weights if t.is_floating_point()) if weights else None,
+        "dtypes": dict(elements.most_common()),
+        "lightning_version": _plain(entries.get(_LIGHTNING)),
+        "files": read_index(path) if is_sharded(path) else None,
+        "bytes": _bytes_of(entries),
+        "bytes_on_disk": size_on_disk(path),
+    }
+
+
+def table(facts: Mapping[str, Any]) -> str:
+    """The facts, a line for each that is known; numbers of bytes are indented."""
+    lines = [(name, value) for name, value in facts.items() if value not in (None, {}) and name != "bytes"]
+    lines += [(f"  {name}", f"{size:,} bytes") for name, size in facts["bytes"].items()]
+    return "\n".join(f"{name:<26}{', '.join(v) if isinstance(v, dict) else v}" for name, v in lines)
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; 0 if it is not there, or cannot be looked at."""
+    total = 0
+    with suppress(OSError):
+        for file in path.iterdir() if path.is_dir() else [path]:
+            with suppress(FileNotFoundError):  # a run may remove it right now
+                total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
+def writer_of(entries: Mapping[str, Any]) -> str | None:
+    """``"Trainer"``; ``"Fabric"``, under a strategy of ours; or ``"weights"`` if there is nothing else."""
+    if _LIGHTNING in entries:
+        return "Trainer"
+    if PIPELINE in entries:
+        return "Fabric"
+    return "weights" if entries and all(isinstance(value, Tensor) for value in entries.values()) else None
+
+
+def models_in(entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Entry -> ``state_dict`` of a model; the entry is empty for weights alone."""
+    writer = writer_of(entries)
+    if writer == "weights":
+        return {"": entries}
+    if writer == "Trainer":
+        state = entries.get("state_dict")
+        return {"state_dict": state} if isinstance(state, Mapping) else {}
+    return {
+        str(name): value
+        for name, value in entries.items()
+        if name != PIPELINE
+        and isinstance(value, Mapping)
+        and "param_groups" not in value
+        and any(isinstance(child, Tensor) for child in value.values())
+    }
+
+
+def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]:
+    """The model's ``state_dict``; what a LightningModule puts before all names, ``model.``, is left out.
+
+    Args:
+        entries: of a checkpoint.
+        entry: which, if there are several.
+
+    Raises:
+        StorageError: there is none, or several.
+    """
+    models = models_in(entries)
+    chosen = models if entry is None else {name: model for name, model in models.items() if name == entry}
+    if not models:
+        raise StorageError("the checkpoint has no model: nothing in it is a state_dict")
+    if len(chosen) != 1:
+        asked = "" if entry is None else f" called {entry!r}"
+        raise StorageError(
+            f"the checkpoint has not one model{asked}; its models are: {', '.join(models)}; name one: --entry NAME"
+        )
+    (state,) = chosen.values()
+    weights = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
+    prefix = "model." if writer_of(entries) == "Trainer" and all(key.startswith("model.") for key in weights) else ""
+    return {key.removeprefix(prefix): value for key, value in weights.items()}
+
+
+def _bytes_of(entries: Mapping[str, Any]) -> dict[str, int]:
+    """How large the tensors of each entry are, and of each that a pipeline added; those of shared names count once."""
+    parts = {name: value for name, value in entries.items() if name != PIPELINE}
+    parts |= {f"{PIPELINE}/{name}": value for name, value in entries.get(PIPELINE, {}).items()}
+    return {str(name): size for name, part in parts.items() if (size := sum(t.nbytes for t in _distinct(part)))}
+
+
+def _distinct(content: Any) -> list[Tensor]:
+    """The tensors of nested containers; one that has several names once."""
+    found: dict[Any, Tensor] = {}
+    for tensor in tensors_of(content):
+        key: Any = id(tensor)
+        if tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided:
+            key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        found.setdefault(key, tensor)
+    return list(found.values())
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(child) for child in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""``asyncpp checkpoint``: what a checkpoint holds, and the same in another form."""
