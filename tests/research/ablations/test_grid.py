@@ -79,7 +79,7 @@ def test_further_seeds_and_rows_of_the_same_learning_rate_wait_for_the_search() 
     plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): 1.0})
     assert (plan.needed, plan.waiting) == ([Key(bare, 0.1, 1), Key(bare, 0.2, 1)], 3)
     plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): 1.0, Key(bare, 0.2, 1): 2.0})
-    assert plan.needed[2:] == [Key(bare, 0.1, 2), Key(ef, 0.1, 1), Key(ef, 0.1, 2)]
+    assert plan.needed[2:] == [Key(ef, 0.1, 1), Key(bare, 0.1, 2), Key(ef, 0.1, 2)]
     plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): NAN, Key(bare, 0.2, 1): NAN})
     assert (plan.chosen, plan.waiting) == ({bare: None, ef: None}, 0)
     assert best_lr({0.2: 1.0, 0.1: 1.0, 0.05: NAN}) == 0.1
