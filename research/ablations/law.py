@@ -4,7 +4,8 @@
 
 For each optimizer and correction the losses of all rows, without a delay or with one, are taken to be ``L + a phi^b``
 with errors of equal size; every seed has an L of its own. phi is the mean over the stages of what the schedule says.
-Intervals are those of a bootstrap that draws both seeds and rows with replacement, since of either there are few.
+Intervals are those of a bootstrap that draws both seeds and rows with replacement, since of either there are few. With
+one seed they leave out the error of its run without a delay.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _DRAWS = 500
 def shares(row: Row) -> list[float]:
     """How many updates old the gradient of each stage is, in the mean over its micro-batches."""
     settings = {k: yaml.safe_load(v) for k, v in (part.split("=") for part in row.delay.split(" ")[1:])}
-    delay, staleness = (1, "least") if row.kind == "least" else (int(row.kind), "uniform")
-    resolved = PipelineSettings(delay=delay, staleness=staleness, **settings).resolved(row.stages or 1)
+    if row.kind != "least":
+        settings |= {"delay": int(row.kind), "staleness": "uniform"}
+    resolved = PipelineSettings.chosen(**{"delay": 1} | settings).resolved(row.stages or 1)
     stages = [resolved.schedule(stage) for stage in range(resolved.num_stages)]
     return [stage.stage_rule.staleness(resolved.micro_batches) for stage in stages]
 
@@ -51,11 +53,11 @@ def points_of(ablation: Ablation) -> dict[str, pd.DataFrame]:
         ages = np.array(shares(row))
         line = {
             "row": row, "phi": ages.mean(), "rms": (ages**2).mean() ** 0.5, "delayed": float(ages.any()),
-            "stages": row.stages or 1, "log2_stages": np.log2(row.stages or 1),
+            "stages": row.stages or 1, "log2_stages": np.log2((row.stages or 4) / 4),
             "lookahead": float("lookahead" in row.delay), "equal_stages": float(ages.any() and np.ptp(ages) == 0),
         }  # fmt: skip
         losses = ablation.results[row].losses.dropna()
-        name = row.optimizer + ("" if correction == UNCORRECTED else f" + {correction}")
+        name = row.group.label + ("" if correction == UNCORRECTED else f" + {correction}")
         lines.setdefault(name, []).extend(line | {"seed": seed, "loss": loss} for seed, loss in losses.items())
     return {name: pd.DataFrame(ones) for name, ones in lines.items() if any(one["phi"] for one in ones)}
 
@@ -65,25 +67,26 @@ def fit(
 ) -> pd.Series:
     """Least squares: a, b, coefficients of further columns, L by seed, and ``error``, that of one loss."""
     seeds = pd.get_dummies(data.seed, dtype=float)
-    fits = []
-    for b in powers:
-        columns = np.column_stack([data[phi] ** b, data[list(besides)], seeds])
-        solution = np.linalg.lstsq(columns, data.loss, rcond=None)[0]
-        fits.append((float(((data.loss - columns @ solution) ** 2).sum()), b, solution))
-    rest, b, solution = min(fits, key=lambda one: one[0])
+    others, loss = np.column_stack([data[list(besides)], seeds]), data.loss.to_numpy()
+    within = np.eye(len(data)) - others @ np.linalg.pinv(others)  # takes away what the other columns explain
+    tried = within @ data[phi].to_numpy()[:, None] ** np.asarray(powers)  # (n, b)
+    explained = (tried * loss[:, None]).sum(0) ** 2 / (tried**2).sum(0)
+    b = powers[int(explained.argmax())]
+    columns = np.column_stack([data[phi] ** b, others])
+    solution = np.linalg.lstsq(columns, loss, rcond=None)[0]
     freedom = max(1, len(data) - len(solution) - (len(powers) > 1))
-    names = ["a", *besides, *seeds.columns]
-    return pd.Series({**dict(zip(names, solution)), "b": b, "error": (rest / freedom) ** 0.5})
+    error = (((loss - columns @ solution) ** 2).sum() / freedom) ** 0.5
+    return pd.Series({**dict(zip(["a", *besides, *seeds.columns], solution)), "b": b, "error": error})
 
 
 def bootstrap(data: pd.DataFrame, besides: Sequence[str] = ()) -> pd.DataFrame:
-    """Fits to seeds and rows drawn with replacement, a line each."""
+    """Fits to seeds and rows drawn with replacement, a line each; what has no delay is always among them."""
     generator = np.random.default_rng(0)
-    fits = []
+    fits: list[pd.Series] = []
     while len(fits) < _DRAWS:
-        counts = _drawn(data.seed, generator) * _drawn(data.row, generator)
-        drawn = data.iloc[np.repeat(np.arange(len(data)), counts)]
-        if drawn.phi.nunique() > 2:
+        rows = np.where(data.delayed > 0, _drawn(data.row.where(data.delayed > 0), generator), 1)
+        drawn = data.iloc[np.repeat(np.arange(len(data)), rows * _drawn(data.seed, generator))]
+        if drawn.phi.nunique() > 3:
             fits.append(fit(drawn, besides))
     return pd.DataFrame(fits)
 
@@ -91,26 +94,28 @@ def bootstrap(data: pd.DataFrame, besides: Sequence[str] = ()) -> pd.DataFrame:
 def _drawn(values: pd.Series, generator: np.random.Generator) -> np.ndarray:
     """How often each value was drawn, where as many are drawn as there are different ones."""
     codes, names = pd.factorize(values)
-    return np.bincount(generator.integers(len(names), size=len(names)), minlength=len(names))[codes]
+    counts = np.bincount(generator.integers(len(names), size=len(names)), minlength=len(names))
+    return np.asarray(counts[codes])
 
 
-def costs(fits: pd.DataFrame, at: np.ndarray) -> np.ndarray:
+def costs(fits: pd.DataFrame, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The 2.5 and 97.5 % quantiles of ``a phi^b`` at each share."""
     curves = fits.a.to_numpy()[:, None] * at ** fits.b.to_numpy()[:, None]
-    return np.quantile(curves, [0.025, 0.975], axis=0)
+    low, high = np.quantile(curves, [0.025, 0.975], axis=0)
+    return low, high
 
 
 def describe(data: pd.DataFrame) -> list[str]:
     """The law of an optimizer, and what else matters."""
-    law, fits, wide = fit(data), bootstrap(data), bootstrap(data, BESIDES)
+    besides = [name for name in BESIDES if data[name].nunique() > 1]
+    law, fits, wide, more = fit(data), bootstrap(data), bootstrap(data, besides), fit(data, besides)
     others = {"b = 1": fit(data, powers=[1.0]), "the root of the mean square": fit(data, phi="rms")}
     lines = [f"{data.row.nunique()} rows, {len(data)} losses, error {law.error:.4f}"]
     lines += [f"error with {name}: {one.error:.4f}" for name, one in others.items()]
-    lines += [f"{name} {law[name]:.3f}{_interval(fits[name])}" for name in ("a", "b")]
+    lines += [f"{name} {law[name]:.2f}{_interval(fits[name])}" for name in ("a", "b")]
     low, high = costs(fits, np.array(AT))
     lines += [f"phi {at:g}: {law.a * at**law.b:+.4f}, 95 % {a:+.4f} to {b:+.4f}" for at, a, b in zip(AT, low, high)]
-    more = fit(data, BESIDES)
-    return lines + [f"at the same phi, per {name}: {more[name]:+.4f}{_interval(wide[name])}" for name in BESIDES]
+    return lines + [f"at the same phi, per {name}: {more[name]:+.4f}{_interval(wide[name])}" for name in besides]
 
 
 def _interval(values: pd.Series) -> str:
