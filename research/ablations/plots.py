@@ -244,14 +244,14 @@ def draw_law(ablation: Ablation) -> Figure | None:
         return None
     laws = points_of(ablation)
     figure, panels = _panels(list(laws), "loss less L", "share of old gradients", sharey=False)
-    looks = looks_of([f"{stages} stages" for stages in (1, 2, 4, 8, 16)])
+    looks = looks_of([f"P = {stages}" for stages in (1, 2, 4, 8, 16)])
     for axes, data in zip(panels, laws.values()):
         law, shares = fit(data), np.linspace(0.0, data.phi.max(), 101)
         axes.plot(shares, law.a * shares**law.b, color=_SYNC, lw=1.2)
         axes.fill_between(shares, *costs(bootstrap(data), shares), color=_SYNC, alpha=0.18, lw=0)
         above = data.assign(loss=data.loss - data.seed.map(law)).groupby("row")[["stages", "phi", "loss"]].mean()
         for stages, ones in above.groupby("stages"):
-            label = f"{stages:g} stages"
+            label = f"P = {stages:g}"
             axes.plot(ones.phi, ones.loss, label=label, **looks[label] | {"ls": ""})
     return _with_legend(figure, panels)
 
