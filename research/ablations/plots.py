@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from research.ablations.law import bootstrap, costs, fit, points_of
 from research.ablations.lengths import length_of
 from research.ablations.rows import UNCORRECTED, Group, Row, with_setting
 from research.ablations.summary import NO_DELAY, Ablation, Result, half_width
@@ -47,6 +49,7 @@ def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[
         "depth": lambda: draw_against("stages", gaps_by(ablation, _stages, stages=None), _levels(ablation)),
         "delay": lambda: draw_against("delay in updates", gaps_by(ablation, _updates, delay="delayed")),
         "length": lambda: draw_against("updates", gaps_by(ablation, lambda row: length_of(row.group), variant=None)),
+        "law": lambda: draw_law(ablation),
     }  # fmt: skip
     written = []
     with style.context(["default", _STYLE]):
@@ -228,6 +231,28 @@ def draw_against(what: str, points: Points, levels: Mapping[str, pd.Series] | No
             axes.axhline(levels[title].mean(), label="async", color=_COLOURS[0], ls="--", lw=1.2, zorder=1)
         axes.axhline(0, color=_SYNC, lw=1, zorder=1)
         axes.set_xticks(range(len(places)), [f"{place:g}" for place in places], fontsize=8)
+    return _with_legend(figure, panels)
+
+
+def draw_law(ablation: Ablation) -> Figure | None:
+    """The cost of old gradients against their share, and what it was in the mean over the seeds, by number of stages.
+
+    Returns:
+        None unless the least staleness was run with several numbers of stages.
+    """
+    if len({row.stages for row in ablation.results if row.kind == "least"}) < 2:
+        return None
+    laws = points_of(ablation)
+    figure, panels = _panels(list(laws), "loss less L", "share of old gradients", sharey=False)
+    looks = looks_of([f"P = {stages}" for stages in (1, 2, 4, 8, 16)])
+    for axes, data in zip(panels, laws.values()):
+        law, shares = fit(data), np.linspace(0.0, data.phi.max(), 101)
+        axes.plot(shares, law.a * shares**law.b, color=_SYNC, lw=1.2)
+        axes.fill_between(shares, *costs(bootstrap(data), shares), color=_SYNC, alpha=0.18, lw=0)
+        above = data.assign(loss=data.loss - data.seed.map(law)).groupby("row")[["stages", "phi", "loss"]].mean()
+        for stages, ones in above.groupby("stages"):
+            label = f"P = {stages:g}"
+            axes.plot(ones.phi, ones.loss, label=label, **looks[label] | {"ls": ""})
     return _with_legend(figure, panels)
 
 

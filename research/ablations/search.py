@@ -15,7 +15,8 @@ class Plan:
     """What is to be done.
 
     Attributes:
-        needed: all trainings that are known to be needed, in order.
+        needed: all trainings that are known to be needed, in order: the first seed of every row before the second of
+            any, so that a grid which is cut short has all of its rows.
         chosen: the learning rate of every row whose search is over; None if all diverged.
         waiting: number of trainings that will be needed once a learning rate is chosen.
     """
@@ -56,6 +57,7 @@ def make_plan(arms: Iterable[Arm], seeds: Sequence[int], extensions: int, losses
             plan.add(arm.row, best_lr({lr: known[lr] for lr in tried}), seeds[1:])
         else:
             plan.waiting += len(seeds) - 1
+    plan.needed.sort(key=lambda key: seeds.index(key.seed))
     return plan
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from research.ablations.extrapolation import Gaps, predict
+from research.ablations.law import BESIDES, fit, points_of, shares
 from research.ablations.lengths import updates_to
 from research.ablations.recipe import Recipe, setting_of
 from research.ablations.rows import Key, Row, Run
@@ -79,7 +80,7 @@ def test_further_seeds_and_rows_of_the_same_learning_rate_wait_for_the_search() 
     plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): 1.0})
     assert (plan.needed, plan.waiting) == ([Key(bare, 0.1, 1), Key(bare, 0.2, 1)], 3)
     plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): 1.0, Key(bare, 0.2, 1): 2.0})
-    assert plan.needed[2:] == [Key(bare, 0.1, 2), Key(ef, 0.1, 1), Key(ef, 0.1, 2)]
+    assert plan.needed[2:] == [Key(ef, 0.1, 1), Key(bare, 0.1, 2), Key(ef, 0.1, 2)]
     plan = make_plan(arms, seeds, 0, {Key(bare, 0.1, 1): NAN, Key(bare, 0.2, 1): NAN})
     assert (plan.chosen, plan.waiting) == ({bare: None, ef: None}, 0)
     assert best_lr({0.2: 1.0, 0.1: 1.0, 0.05: NAN}) == 0.1
@@ -120,3 +121,21 @@ def test_intervals_hold_the_mean_of_new_trainings_nineteen_times_in_twenty() -> 
         said = predict(drawn(0.05, 1.0, 0.02, k), 4800, 3)
         held += said.low <= statistics.fmean(drawn(0.05, 1.0, 0.02, 1000 + k, lengths=(4800,))[4800]) <= said.high
     assert 88 <= held <= 100
+
+
+def test_the_law_of_staleness_is_found_whatever_the_stages() -> None:
+    settings = [("0", None), ("1", None), *((f"least micro_batches={m * p}", p) for p in (2, 4, 8) for m in (1, 2, 4))]
+    settings += [("least micro_batches=8 slack=exact", 4), ("least lookahead=1 micro_batches=8", 8)]
+    runs = []
+    for delay, stages in settings:
+        phi = statistics.fmean(shares(run(0.0, delay=delay, stages=stages).key.row))
+        more = 0.01 * ("lookahead" in delay)
+        runs += [
+            run(seed + 0.2 * phi**1.5 + more, seed, delay=delay, stages=stages, correction="EF" if phi else "none")
+            for seed in (1, 2)
+        ]
+    (data,) = points_of(Ablation.of("mine", runs)).values()
+    found = fit(data, BESIDES)
+    assert found[["a", "b", 1, 2, "lookahead"]].tolist() == pytest.approx([0.2, 1.5, 1.0, 2.0, 0.01])
+    assert found[[name for name in BESIDES if name != "lookahead"]].abs().max() < 1e-9
+    assert shares(run(0.0, delay="least micro_batches=8", stages=4).key.row) == [0.375, 0.25, 0.125, 0]
