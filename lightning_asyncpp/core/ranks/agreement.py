@@ -46,11 +46,6 @@ def exchange(mesh: Mesh, value: T, group: dist.ProcessGroup | None = None) -> li
     return values
 
 
-def exchange_bytes(mesh: Mesh, encoded: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Give every rank the bytes of every rank, as :func:`exchange` does."""
-    return exchange(mesh, encoded, group)
-
-
 def broadcast(mesh: Mesh, value: T, source: int) -> T:
     """Return the value of rank ``source`` on all ranks; a blocking collective."""
     assert mesh.groups is not None
