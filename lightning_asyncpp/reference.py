@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer, collecting
-from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.own_forward import cut_of
 from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
+from lightning_asyncpp.core.microbatch import number_of_samples, split_batch
 from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value

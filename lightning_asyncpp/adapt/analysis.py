@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.examples import Call
 from lightning_asyncpp.adapt.runs import ModelRuns, Result, compare, equal
-from lightning_asyncpp.core.batches.tree import leaves_of, map_tensors, tensors_of
-from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.core.cut.network import class_name
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut
+from lightning_asyncpp.core.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
 _SMALL = 50_000_000  # parameters; of larger models only gradients around the blocks are computed

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.examples import Call, copied
 from lightning_asyncpp.adapt.runs import untouched
-from lightning_asyncpp.core.batches.tree import tensors_of
-from lightning_asyncpp.core.cut.module_as_network import class_name
+from lightning_asyncpp.core.cut.network import class_name
+from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
 

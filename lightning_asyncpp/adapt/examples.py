@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.tree import map_tensors
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.network import called_by_steps
+from lightning_asyncpp.core.tree import map_tensors
 
 Call = tuple[tuple, dict[str, Any]]
 _BATCH, _TIME = 2, 8

@@ -15,11 +15,11 @@ from lightning_asyncpp.adapt.analysis import find_cut
 from lightning_asyncpp.adapt.blocks import find_blocks
 from lightning_asyncpp.adapt.examples import Call, call_of, copied, examples_of
 from lightning_asyncpp.adapt.runs import untouched
-from lightning_asyncpp.core.batches.tree import map_tensors
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
+from lightning_asyncpp.core.cut.network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.cut.whole_model import whole_of
 from lightning_asyncpp.core.randomness import drawing_from
+from lightning_asyncpp.core.tree import map_tensors
 from lightning_asyncpp.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)

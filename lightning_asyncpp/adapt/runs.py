@@ -14,12 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_asyncpp.adapt.examples import Call, copied
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.core.batches.structure import flatten, unflatten
-from lightning_asyncpp.core.batches.tree import tensors_of
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units
 from lightning_asyncpp.core.randomness import derive, seed_generators
+from lightning_asyncpp.core.tree import flatten, tensors_of, unflatten
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.reference import uses_apart
 

@@ -14,10 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.host_batch import HostBatch
-from lightning_asyncpp.core.batches.micro_batch import BatchOutput, Slot
-from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.microbatch import BatchOutput, HostBatch, Slot, Step, UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh

@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.host_batch import HostBatch
-from lightning_asyncpp.core.batches.micro_batch import BatchOutput
-from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.engine import Actions, Engine
 from lightning_asyncpp.core.local_messages import LocalMesh, LocalTransport, Mailbox
+from lightning_asyncpp.core.microbatch import BatchOutput, HostBatch, Step, UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import stage_runner

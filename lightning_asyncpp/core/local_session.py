@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import Averages
-from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
@@ -19,6 +18,7 @@ from lightning_asyncpp.core.cut.units import Unit, ownership_problems, pipeline_
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.local import LocalPipeline
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings

@@ -13,17 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import COLLECTED, Collected
-from lightning_asyncpp.core.batches.host_batch import HostBatch
-from lightning_asyncpp.core.batches.micro_batch import NO_MARK, Slot, cut_batch, loss_of
-from lightning_asyncpp.core.batches.structure import flatten, unflatten
-from lightning_asyncpp.core.batches.tree import map_tensors
-from lightning_asyncpp.core.batches.user_hooks import Step, UserHooks
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.microbatch import NO_MARK, HostBatch, Slot, Step, UserHooks, cut_batch, loss_of
 from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Trace, Wait, clock_of
+from lightning_asyncpp.core.tree import flatten, map_tensors, unflatten
 from lightning_asyncpp.core.wire.header import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival, InputGradient, Transport, begin
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.cuda_graphs import cuda_graph_problems
 from lightning_asyncpp.core.cut.cutting import cut
@@ -23,6 +22,7 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failures.failure_watch import FailureWatch
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.agreement import (
     agree_on_problems,
     compare_ranks,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.core.cut.units import model_problems
+from lightning_asyncpp.core.microbatch import problems_of_reduction
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 

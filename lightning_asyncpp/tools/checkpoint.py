@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file as save_safetensors
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.checkpoint.state import PIPELINE
+from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.storage.durable import usual_mode
 from lightning_asyncpp.storage.files import StorageError, save_file, written_beside
 from lightning_asyncpp.storage.folders import is_sharded, load, read_index

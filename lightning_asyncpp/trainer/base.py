@@ -20,12 +20,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.core.batches.micro_batch import or_nan
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
 from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.microbatch import UserHooks, or_nan
 from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.core.schedule import Slack, Staleness

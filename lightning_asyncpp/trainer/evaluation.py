@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_asyncpp.core.batches.tree import merge_outputs
+from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
 

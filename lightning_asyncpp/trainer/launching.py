@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.tree import map_tensors
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
 

@@ -9,9 +9,9 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.microbatch import number_of_samples, split_batch
 
 
 class PipelineModule(L.LightningModule):

@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import (
 )
 from torch.optim import Optimizer
 
-from lightning_asyncpp.core.batches.user_hooks import problems_of_reduction
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in, no_network
 from lightning_asyncpp.core.cut.units import model_problems
+from lightning_asyncpp.core.microbatch import problems_of_reduction
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 
 ONE_OPTIMIZER = (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp import apply_layers, check_model, pipelined
-from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.tree import tensors_of
 from tests.adapt.models import MODELS, SLOW, Trained, assert_trains, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp import apply_layers, check_model, pipelined
-from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.own_forward import OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
 from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.tree import tensors_of
 from tests.adapt import nets
 from tests.adapt.home_made import HOME_MADE
 from tests.adapt.models import Trained, assert_trains, of_transformers

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp import DelayedGradientStrategy, check_model, pipelined
-from lightning_asyncpp.core.cut.module_as_network import class_name
-from lightning_asyncpp.core.cut.network import name_in_steps, network_in
+from lightning_asyncpp.core.cut.network import class_name, name_in_steps, network_in
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from tests.adapt.models import assert_trains
 from tests.trainer.pool import Pools, impatient

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.tree import children_of
+from lightning_asyncpp.core.tree import children_of
 from tests.core.cases import DIM, Experts, Projection, Routed, Spare
 
 FORMS: dict[str, Callable[[Tensor], Any]] = {

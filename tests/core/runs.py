@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
-from lightning_asyncpp.core.batches.micro_batch import BatchOutput
-from lightning_asyncpp.core.batches.tree import tensors_of
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.checkpoint import state
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.units import pipeline_units, stages_of_parameters
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.local_session import LocalSession
+from lightning_asyncpp.core.microbatch import BatchOutput, UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.reference import Held, train_reference
 from tests.core.cases import Case

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, StageOptimizer

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
 from tests.workers import end_with_parent, free_port, worker_context

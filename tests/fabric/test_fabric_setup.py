@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 import lightning_asyncpp  # noqa: F401  (registers the names)
-from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.models import GPT
 from tests.core.compare import assert_same_weights, weights_of

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, open_saved, start_from
 from lightning_asyncpp.tools.checkpoint import main

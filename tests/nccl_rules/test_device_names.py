@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import Flight, Task, stage_runner
 from lightning_asyncpp.core.stage_optimizer import around_step

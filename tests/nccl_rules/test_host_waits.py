@@ -119,7 +119,7 @@ def test_what_a_user_adds_is_found(pools: Pools) -> None:
 def test_what_a_hook_makes_of_a_moved_batch_is_what_is_weighed_all_at_once(pools: Pools) -> None:
     """On the device, where alone it is: the host's might weigh something else. Its fingerprint is not taken there."""
     _, first = pools.run(2, count, Counted("prepares"), timeout=120)
-    assert added(first) == {Wait("mini-batch", "Event.synchronize", "core/batches/micro_batch.py:_weights"): 1}
+    assert added(first) == {Wait("mini-batch", "Event.synchronize", "core/microbatch.py:_weights"): 1}
 
 
 def added(found: Found) -> dict[Wait, float]:

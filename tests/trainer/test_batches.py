@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.tree import map_tensors
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, Samples, make_trainer
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.core.host_copies import as_bytes, pieces_on_host
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.tree import map_tensors
 from lightning_asyncpp.errors import different_calls, lost_peers
 
 _TAG = 7

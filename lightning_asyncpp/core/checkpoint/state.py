@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.checkpoint.gathering import gather
-from lightning_asyncpp.core.cut.tied_state import check_copies, keep_once
+from lightning_asyncpp.core.cut.ties import check_copies, keep_once
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession

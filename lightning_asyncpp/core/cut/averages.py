@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.pruned import Pruned
 
 _UPDATES = ("update_parameters", "update")

@@ -24,9 +24,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.tree import leaves_of, map_tensors, tensors_of
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.pruned import Place, places_of, without_memory
+from lightning_asyncpp.core.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
 Entered = Callable[[int], None]

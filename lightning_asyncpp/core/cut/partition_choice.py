@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import collecting
-from lightning_asyncpp.core.batches.micro_batch import number_of_samples
-from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
-from lightning_asyncpp.core.cut.cutting import whole_before
-from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.cutting import materialize, whole_before
 from lightning_asyncpp.core.cut.partition import Partition, balanced, check_given, uniform
 from lightning_asyncpp.core.cut.units import Unit, has_parameters, pipeline_units
+from lightning_asyncpp.core.microbatch import number_of_samples
 from lightning_asyncpp.core.randomness import seeded
+from lightning_asyncpp.core.tree import map_tensors, tensors_of
 from lightning_asyncpp.core.wire.transport import begin
 from lightning_asyncpp.errors import ConfigurationError
 

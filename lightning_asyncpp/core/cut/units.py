@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps, class_name
+from lightning_asyncpp.core.cut.network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.own_forward import Members, OwnForwardStage, cut_of
 from lightning_asyncpp.core.cut.partition import uniform
 from lightning_asyncpp.errors import ConfigurationError

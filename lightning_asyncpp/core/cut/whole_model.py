@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected, StatisticsLayer
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps
+from lightning_asyncpp.core.cut.network import CUT, called_by_steps
 from lightning_asyncpp.core.cut.pruned import Pruned
 from lightning_asyncpp.core.cut.ties import Tie, find_ties, first_sharing
 from lightning_asyncpp.core.cut.units import Unit, first_names, has_parameters
@@ -29,7 +29,6 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
 }
 T = TypeVar("T")
-_KEPT_AS = "_pipeline_whole"  # attribute of a model
 
 
 class CountingLayer(NamedTuple):
@@ -209,7 +208,7 @@ class WholeModel:
 
     def keep(self, model: nn.Module) -> None:
         """Let a model that is cut know it: see :func:`whole_of`."""
-        vars(called_by_steps(model))[_KEPT_AS] = self
+        vars(called_by_steps(model))[CUT] = self
 
     def find(self, values: Mapping[str, T], name: str) -> T | None:
         """The value of a parameter, under this name of it or another one that another cut knows it by; or None."""
@@ -220,7 +219,7 @@ class WholeModel:
 
 def whole_of(model: nn.Module | None) -> WholeModel | None:
     """What is known of a model that was cut; None if it is whole."""
-    return None if model is None else vars(called_by_steps(model)).get(_KEPT_AS)
+    return None if model is None else vars(called_by_steps(model)).get(CUT)
 
 
 def _does(layer: nn.Module) -> str:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.core.batches.not_counted import no_weight_text
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
+from lightning_asyncpp.core.not_counted import no_weight_text
 from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner

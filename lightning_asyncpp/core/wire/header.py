@@ -85,7 +85,7 @@ class Header:
         weight: the micro-batch's weight w_k.
         fingerprint: of the first stage's micro-batch; 0 where it was not taken.
         tensors: what follows.
-        structure: what was around several tensors, as :func:`lightning_asyncpp.core.batches.structure.flatten`
+        structure: what was around several tensors, as :func:`lightning_asyncpp.core.tree.flatten`
             wrote it; or why the stage before failed.
     """
 

@@ -24,12 +24,10 @@ from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.auxiliary import Collected, collecting
-from lightning_asyncpp.core.batches.micro_batch import BatchOutput, loss_of, or_nan
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
-from lightning_asyncpp.core.cut.materialize import materialize
-from lightning_asyncpp.core.cut.module_as_network import called_by_steps
-from lightning_asyncpp.core.cut.network import name_in_steps, network_in
+from lightning_asyncpp.core.cut.cutting import materialize
+from lightning_asyncpp.core.cut.network import called_by_steps, name_in_steps, network_in
 from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.microbatch import BatchOutput, UserHooks, loss_of, or_nan
 from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import name_parameters

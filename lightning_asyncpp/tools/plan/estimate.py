@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.batches.tree import map_tensors, tensors_of
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import Unit, pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Schedule, StalenessRule
 from lightning_asyncpp.core.simulation import DeadlockError, Pace, pace_of
+from lightning_asyncpp.core.tree import map_tensors, tensors_of
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models.moe import Experts

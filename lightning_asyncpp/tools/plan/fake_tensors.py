@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_asyncpp.core.batches.structure import stands_for_tensors
-from lightning_asyncpp.core.batches.tree import tensors_of
+from lightning_asyncpp.core.tree import stands_for_tensors, tensors_of
 from lightning_asyncpp.models import grouped_linear  # noqa: F401  (registers the operators)
 
 stands_for_tensors(FakeTensor)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_asyncpp.core.batches.tree import tensors_of
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import Flight, Task, stage_runner
 from lightning_asyncpp.core.stage_optimizer import around_step
+from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.core.wire.transport import Arrival

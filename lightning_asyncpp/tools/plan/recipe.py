@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.core.batches.micro_batch import number_of_samples
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import has_layers
+from lightning_asyncpp.core.microbatch import number_of_samples
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.stage_optimizer import StageOptimizer, name_parameters
 from lightning_asyncpp.errors import ConfigurationError

@@ -17,12 +17,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_asyncpp.core.batches.micro_batch import BatchOutput
-from lightning_asyncpp.core.batches.not_counted import nan_loss_text
-from lightning_asyncpp.core.batches.tree import merge_outputs
+from lightning_asyncpp.core.microbatch import BatchOutput
+from lightning_asyncpp.core.not_counted import nan_loss_text
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.core.updates.mini_batch import Payload, Update
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS, ModuleHooks, Replacement

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.cut.cutting import cut
-from lightning_asyncpp.core.cut.materialize import materialize
+from lightning_asyncpp.core.cut.cutting import cut, materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.errors import ConfigurationError
 

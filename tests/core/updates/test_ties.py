@@ -15,17 +15,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
 from lightning_asyncpp.core.cut.cutting import cut
-from lightning_asyncpp.core.cut.tied_state import (
+from lightning_asyncpp.core.cut.ties import (
     CopiesDifferError,
+    Tie,
     check_copies,
+    find_ties,
     keep_once,
 )
-from lightning_asyncpp.core.cut.ties import Tie, find_ties
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings

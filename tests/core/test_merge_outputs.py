@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.tree import merge_outputs
+from lightning_asyncpp.core.tree import merge_outputs
 
 Pair = namedtuple("Pair", ["x", "y"])
 THING = object()

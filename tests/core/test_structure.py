@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.structure import flatten, unflatten
+from lightning_asyncpp.core.tree import flatten, unflatten
 from lightning_asyncpp.errors import ConfigurationError
 
 Pair = namedtuple("Pair", ["x", "y"])

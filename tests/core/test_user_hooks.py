@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_asyncpp.core.batches.micro_batch import number_of_samples, split_batch
-from lightning_asyncpp.core.batches.user_hooks import UserHooks
+from lightning_asyncpp.core.microbatch import UserHooks, number_of_samples, split_batch
 
 
 class Summing:

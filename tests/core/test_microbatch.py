@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_asyncpp.core.batches.micro_batch import (
+from lightning_asyncpp.core.microbatch import (
     checked_weight,
     cut_batch,
     fingerprint,

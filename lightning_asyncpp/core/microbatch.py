@@ -7,7 +7,9 @@ import hashlib
 import itertools
 import math
 import numbers
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,15 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.tree import (
-    children_of,
-    is_named_tuple,
-    map_leaves,
-    map_tensors,
-    merge_outputs,
-    tensors_of,
-)
 from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.tree import children_of, is_named_tuple, map_leaves, map_tensors, merge_outputs, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
 # The fingerprint looks at this many elements of a tensor per micro-batch at most, evenly spread.
@@ -312,3 +307,94 @@ def loss_of(result: Any) -> Tensor:
 def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
     """The mean loss of a batch; NaN for a batch without samples, which has none."""
     return torch.full((), float("nan"), device=device) if loss is None else loss
+
+
+class _Copy(NamedTuple):
+    """A tensor on the device: who it is, how often it had been changed in place, and what it was copied from."""
+
+    reference: weakref.ref[Tensor]
+    version: int
+    source: Tensor
+
+
+class HostBatch:
+    """Knows what the tensors of the newest batch were copied from.
+
+    Attributes:
+        copies: id of a tensor on the device -> what is known of it; empty on a CPU.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[int, _Copy] = {}
+
+    def moved(self, batch: Any, copy: Any) -> None:
+        """Remember a batch that was copied to the device, and nothing else was done to it.
+
+        Args:
+            batch: on the host.
+            copy: the same nesting, on the device; tensors that were there already are those of ``batch``.
+        """
+        sources, copies = list(tensors_of(batch)), list(tensors_of(copy))
+        self.copies = {}
+        if len(sources) == len(copies) and all(map(_alike, sources, copies)):
+            self.copies = {
+                id(there): _Copy(weakref.ref(there), there._version, here)
+                for here, there in zip(sources, copies)
+                if here is not there and not there.is_inference()
+            }
+
+    def of(self, batch: Any) -> Any:
+        """A batch with the host's tensors in place of its own, as far as they are known to be equal."""
+        return map_tensors(self._source, batch) if self.copies else batch
+
+    def _source(self, tensor: Tensor) -> Tensor:
+        copy = self.copies.get(id(tensor))
+        if copy is None or copy.reference() is not tensor or copy.version != tensor._version:
+            return tensor
+        return copy.source
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+Step = Callable[[Any, float | None], Any]
+"""The user's step, called with a micro-batch and its weight; None where it is left at its call of the model."""
+_BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
+
+
+def problems_of_reduction(loss_reduction: object) -> list[str]:
+    """What is wrong with how a step is said to reduce its losses."""
+    return [] if loss_reduction in ("mean", "sum") else [f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'"]
+
+
+@dataclass(frozen=True)
+class UserHooks:
+    """What the user's module decides about batches and losses.
+
+    Attributes:
+        split_batch: (batch, parts) -> that many micro-batches, ``None`` for an empty slot.
+        micro_batch_weight: micro-batch -> its weight w_k in the mini-batch's mean loss.
+        loss_reduction: ``"mean"`` if the step returns the mean over the micro-batch's weight, ``"sum"`` if the sum.
+        forward_context: entered around every forward, for the precision.
+        context_around_step: whether it covers the whole step of the user, or the layers of the model alone.
+        model_name: how the user calls the model, for messages.
+    """
+
+    split_batch: Callable[[Any, int], list[Any]] = split_batch
+    micro_batch_weight: Callable[[Any], float] = number_of_samples
+    loss_reduction: str = "mean"
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context_around_step: bool = True
+    model_name: str = "self.model"
+
+    @classmethod
+    def of(cls, module: object, **others: Any) -> UserHooks:
+        """The user's hooks: the module's attributes of those names, else the defaults.
+
+        Args:
+            module: may have ``split_batch``, ``micro_batch_weight`` and ``loss_reduction``.
+            **others: the other attributes.
+        """
+        own = {name: getattr(module, name) for name in _BY_NAME if hasattr(module, name)}
+        return cls(**own, **others)

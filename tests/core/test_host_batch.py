@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.core.batches.host_batch import HostBatch
-from lightning_asyncpp.core.batches.micro_batch import Slot, cut_batch, fingerprint, split_batch
-from lightning_asyncpp.core.batches.tree import map_tensors
+from lightning_asyncpp.core.microbatch import HostBatch, Slot, cut_batch, fingerprint, split_batch
+from lightning_asyncpp.core.tree import map_tensors
 
 
 def moved() -> tuple[HostBatch, dict[str, Any], dict[str, Any]]:
