@@ -77,9 +77,9 @@ class LocalSession(PipelineSession):
         self.averages = Averages(model, root, averages)
         units = pipeline_units(model) if is_cut else [Unit("", model)]
         partition = partition or choose_partition(model, 0, self.num_stages, "uniform")
-        whole, problems = WholeModel.of(units, partition.counts, around)
-        if problems := [*ownership_problems(around, units), *problems]:
+        if problems := ownership_problems(around, units):
             raise ConfigurationError.from_problems(problems)
+        whole = WholeModel.of(units, partition.counts, around)
         materialize(units, range(len(units)), seed, device, around)
         ends = list(accumulate(partition.counts))
 
@@ -90,7 +90,7 @@ class LocalSession(PipelineSession):
             stage(index, self.num_stages, units[end - count : end], end - count, whole)
             for index, (end, count) in enumerate(zip(ends, partition.counts))
         ]
-        self.stage = stage(0, 1, units, 0, WholeModel.of(units, [len(units)], around)[0])
+        self.stage = stage(0, 1, units, 0, WholeModel.of(units, [len(units)], around))
         for part in (self.stage, *self._stages):
             part.runs_whole_step = not is_cut
         self.partition, self.seed = partition, seed

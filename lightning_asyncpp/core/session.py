@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.cut.averages import Averages
-from lightning_asyncpp.core.cut.cuda_graphs import cuda_graph_problems
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
@@ -24,7 +23,6 @@ from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failures.failure_watch import FailureWatch
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.agreement import (
-    agree_on_problems,
     compare_ranks,
     copy_first_replica,
     finish_together,
@@ -157,14 +155,9 @@ class PipelineSession:
         Args:
             optimizer: made from the whole model: see :meth:`Stage.whole_model`.
             step: clips the gradient of an update, and steps the optimizer.
-
-        Raises:
-            ConfigurationError: a layer cannot be trained on this rank; all of them raise it.
         """
-        engine, mesh, stage = self.running(), self._connected(), self.stage
+        engine, stage = self.running(), self.stage
         assert stage is not None
-        # The last stage runs each backward at once.
-        agree_on_problems(mesh, [] if mesh.is_last else cuda_graph_problems(stage.model, engine.runner.device))
         self._release_optimizer()
         with stage.whole_model():
             name_parameters(optimizer, {p: name for name, p in stage.root.named_parameters()})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -91,11 +90,10 @@ def _prune(
 ) -> WholeModel:
     """Give what this stage holds its values, and take out of the module what it does not hold."""
     units = pipeline_units(model)
-    whole, problems = WholeModel.of(units, counts, root)
-    problems = ownership_problems(root, units) + problems
-    problems += meta_problems(root, units) + collective_problems(units)
+    problems = ownership_problems(root, units) + meta_problems(root, units) + collective_problems(units)
     if problems:
         raise ConfigurationError.from_problems(problems)
+    whole = WholeModel.of(units, counts, root)
     first = sum(counts[:index])
     own = range(first, first + counts[index])
     materialize(units, [*own, *_sharing_with(units, own)], seed, device, root)
@@ -143,7 +141,7 @@ def materialize(
         root: what may have other names for what is in the units.
 
     Raises:
-        ConfigurationError: a tensor was left without a value, with the names of all such tensors.
+        ConfigurationError: a floating-point tensor was left without a value, with the names of all such tensors.
     """
     replaced: dict[Tensor, Tensor] = {}
     problems: list[str] = []
@@ -152,11 +150,12 @@ def materialize(
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
         if not modules:
             continue
-        owners = _with_parents(unit.module, modules)
-        initialize = partial(_initialize, owners, derive(seed, "init", index), device)
-        initialize()
-        masks = _unset_masks(unit.module, modules, initialize)
-        problems += [unit.path(name) for name in [*_unset(unit.module), *masks]]
+        with seeded(derive(seed, "init", index), device), torch.no_grad():
+            for module in _with_parents(unit.module, modules):
+                if callable(reset := getattr(module, "reset_parameters", None)):
+                    reset()
+        tensors = [*unit.module.named_parameters(), *unit.module.named_buffers()]
+        problems += [unit.path(name) for name, t in tensors if not t.is_meta and _is_float(t) and t.isnan().any()]
     for module in root.modules() if root is not None else ():
         for table, key, tensor in places_of(module):
             table[key] = replaced.get(tensor, tensor)
@@ -167,56 +166,31 @@ def materialize(
         )
 
 
-def _initialize(owners: Sequence[nn.Module], seed: int, device: torch.device) -> None:
-    with seeded(seed, device), torch.no_grad():
-        for module in owners:
-            if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
-
-
-def _unset_masks(unit: nn.Module, modules: Sequence[nn.Module], initialize: Callable[[], None]) -> list[str]:
-    """Boolean buffers that the initialiser leaves as they were: no value marks them, so it runs on both."""
-    fresh = {id(buffer) for module in modules for buffer in module.buffers(recurse=False)}
-    masks = {n: b for n, b in unit.named_buffers() if b.dtype == torch.bool and b.numel() and id(b) in fresh}
-    if not masks:
-        return []
-    first = {name: mask.clone() for name, mask in masks.items()}
-    for mask in masks.values():
-        mask.fill_(True)
-    initialize()
-    now = dict(unit.named_buffers())
-    return [name for name, mask in first.items() if not torch.equal(mask, now[name])]
-
-
 def _replace_meta(module: nn.Module, replaced: dict[Tensor, Tensor], device: torch.device) -> bool:
-    """Give the meta tensors that ``module`` itself owns memory, and a mark; returns whether there were any."""
+    """Give the meta tensors that ``module`` itself owns memory; returns whether there were any."""
     found = False
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter.is_meta and parameter not in replaced:
-            marked = _marked(parameter, device)
-            replaced[parameter] = (
-                parameter if fill(parameter, marked) else nn.Parameter(marked, parameter.requires_grad)
-            )
+            blank = _blank(parameter, device)
+            replaced[parameter] = parameter if fill(parameter, blank) else nn.Parameter(blank, parameter.requires_grad)
         if parameter in replaced:
             found = True
             setattr(module, name, replaced[parameter])
     for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
         if buffer.is_meta:
             found = True
-            replaced[buffer] = _marked(buffer, device)
+            replaced[buffer] = _blank(buffer, device)
             setattr(module, name, replaced[buffer])
     return found
 
 
-def _marked(like: Tensor, device: torch.device) -> Tensor:
-    return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype, device=device)
+def _blank(like: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor; floating-point numbers are NaN, so that what no initialiser sets can be told."""
+    return torch.full(like.shape, float("nan") if _is_float(like) else 0, dtype=like.dtype, device=device)
 
 
-def _mark(dtype: torch.dtype) -> float | int | bool:
-    # A value that no initialiser would write into a whole tensor.
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return False if dtype == torch.bool else torch.iinfo(dtype).max - 86
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _with_parents(unit: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
@@ -233,16 +207,3 @@ def _with_parents(unit: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
 def _owns_tensors(module: nn.Module) -> bool:
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return bool(own)
-
-
-def _unset(module: nn.Module) -> list[str]:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return [name for name, tensor in tensors if tensor.numel() and not tensor.is_meta and _still_marked(tensor)]
-
-
-def _still_marked(tensor: Tensor) -> bool:
-    if tensor.dtype == torch.bool:
-        return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(torch.isnan(tensor).any())
-    return bool((tensor == _mark(tensor.dtype)).all())

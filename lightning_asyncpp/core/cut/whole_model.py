@@ -18,7 +18,7 @@ from lightning_asyncpp.auxiliary import Collected, StatisticsLayer
 from lightning_asyncpp.core.cut.network import CUT, called_by_steps
 from lightning_asyncpp.core.cut.pruned import Pruned
 from lightning_asyncpp.core.cut.ties import Tie, find_ties, first_sharing
-from lightning_asyncpp.core.cut.units import Unit, first_names, has_parameters
+from lightning_asyncpp.core.cut.units import Unit, has_parameters
 from lightning_asyncpp.core.schedule import Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 
@@ -130,31 +130,6 @@ def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:
     return {name: layer for layer, name in found.items()}
 
 
-def counting_problems(units: Sequence[Unit], counts: Sequence[int]) -> list[str]:
-    """Layers that count, or keep running statistics, whose buffers would not be one model's, with the mend.
-
-    Args:
-        units: of the whole model, before it is cut.
-        counts: number of units on each stage.
-    """
-    names = first_names(units, counts, nn.Module.named_modules)
-    problems = [
-        f"{next(iter(of_stage.values()))} {_does(layer)}, and layers of the stages {list(of_stage)} share it: each"
-        " stage would count for itself, and its buffers would drift apart; use a partition that keeps these layers on"
-        " one stage, or give each a layer of its own"
-        for layer, of_stage in names.items()
-        if len(of_stage) > 1 and _does(layer)
-    ]
-    for name, layer in counting_layers(units).items():
-        kept = layer.state_dict()
-        if lost := [key for key in layer.versioned_buffers if key not in kept]:
-            problems.append(
-                f"{name} changes {', '.join(lost)} once per update (versioned_buffers), which no checkpoint would hold:"
-                " register it with register_buffer, without persistent=False"
-            )
-    return problems
-
-
 @dataclass(frozen=True)
 class WholeModel:
     """Facts of a model that all stages agree on.
@@ -185,22 +160,25 @@ class WholeModel:
     pruned: Pruned = field(default_factory=Pruned)
 
     @classmethod
-    def of(
-        cls, units: Sequence[Unit], counts: Sequence[int], root: nn.Module | None = None
-    ) -> tuple[WholeModel, list[str]]:
-        """The facts, and problems with what stages share.
+    def of(cls, units: Sequence[Unit], counts: Sequence[int], root: nn.Module | None = None) -> WholeModel:
+        """The facts.
 
         Args:
             units: of the whole model.
             counts: number of them on each stage.
             root: what checkpoints hold: the model, or the module around it.
         """
-        ties, problems = find_ties(units, counts), counting_problems(units, counts)
         return cls(
-            tuple(counts), tuple(map(has_parameters, units)), _sizes(units, counts, trained=True), tuple(ties),
-            StatisticsLayout(units), _shared_names(units), () if root is None else _same(root),
-            _sizes(units, counts, trained=False), tuple(unit.name for unit in units),
-        ), problems  # fmt: skip
+            counts=tuple(counts),
+            has_parameters=tuple(map(has_parameters, units)),
+            num_trained=_sizes(units, counts, trained=True),
+            ties=tuple(find_ties(units, counts)),
+            statistics=StatisticsLayout(units),
+            shared_names=_shared_names(units),
+            same=() if root is None else _same(root),
+            num_parameters=_sizes(units, counts, trained=False),
+            names=tuple(unit.name for unit in units),
+        )
 
     def schedule(self, settings: ResolvedSettings, stage: int) -> Schedule:
         """Order and weights of what a stage of this model runs."""
@@ -220,15 +198,6 @@ class WholeModel:
 def whole_of(model: nn.Module | None) -> WholeModel | None:
     """What is known of a model that was cut; None if it is whole."""
     return None if model is None else vars(called_by_steps(model)).get(CUT)
-
-
-def _does(layer: nn.Module) -> str:
-    """In words, if a layer changes buffers by what it sees."""
-    if isinstance(layer, StatisticsLayer):
-        return "counts"
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    moves = isinstance(layer, norms) and layer.track_running_stats and layer.training
-    return "keeps running statistics" if moves else ""
 
 
 def _sizes(units: Sequence[Unit], counts: Sequence[int], trained: bool) -> tuple[int, ...]:

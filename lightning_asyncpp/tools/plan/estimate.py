@@ -22,7 +22,6 @@ from lightning_asyncpp.core.schedule import Schedule, StalenessRule
 from lightning_asyncpp.core.simulation import DeadlockError, Pace, pace_of
 from lightning_asyncpp.core.tree import map_tensors, tensors_of
 from lightning_asyncpp.core.wire.header import Header
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models.moe import Experts
 from lightning_asyncpp.tools.plan.devices import HOP_SECONDS, Device
 from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, empty_like
@@ -65,9 +64,7 @@ class Estimate:
         self.settings = recipe.settings.resolved(recipe.devices)
         self._units = pipeline_units(recipe.model)
         self.partition = choose_partition(recipe.model, 0, self.settings.num_stages, self.settings.partition)
-        self._whole, problems = WholeModel.of(self._units, self.partition.counts)
-        if problems:
-            raise ConfigurationError.from_problems(problems)
+        self._whole = WholeModel.of(self._units, self.partition.counts)
         hooks = UserHooks.of(recipe.module, forward_context=recipe.trainer.precision_plugin.forward_context)
         self._hooks = replace(hooks, micro_batch_weight=lambda _: 1.0)
         self._micro_batch = hooks.split_batch(recipe.batch, self.settings.micro_batches)[0]  # the largest

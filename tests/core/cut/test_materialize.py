@@ -142,7 +142,6 @@ class Forgetful(nn.Module):
         self.kept = nn.Parameter(torch.empty(3))
         self.lost = nn.Parameter(torch.empty(3))
         self.partly = nn.Parameter(torch.empty(4))
-        self.register_buffer("index", torch.empty(3, dtype=torch.int64))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.kept)
@@ -161,16 +160,6 @@ def test_what_no_initialiser_sets_is_refused_with_all_names() -> None:
     with pytest.raises(ConfigurationError) as caught:
         cut(model, 0, 1, 0, CPU)
     assert str(caught.value) == (
-        "meta tensors without an initialiser: 1.lost, 1.partly, 1.index, 2.weight; give their module, or the unit"
+        "meta tensors without an initialiser: 1.lost, 1.partly, 2.weight; give their module, or the unit"
         " around it, a reset_parameters() that sets all of them, or build the model with real weights"
     )
-
-
-def test_a_forgotten_mask_is_refused() -> None:
-    class Masked(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2)
-            self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
-
-    with pytest.raises(ConfigurationError, match=r"0\.mask"):
-        cut(on_meta(lambda: nn.Sequential(Masked())), 0, 1, 0, CPU)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import StatisticsLayout, counting_layers
-from lightning_asyncpp.errors import ConfigurationError
 from tests.core.cases import DIM, Routed
 
 
@@ -64,33 +62,3 @@ def test_a_layer_that_stands_in_two_places_of_a_stage_counts_once() -> None:
     units = pipeline_units(nn.Sequential(shared, nn.Linear(DIM, DIM), shared, nn.Linear(DIM, 1)))
     assert list(counting_layers(units)) == ["0"]
     assert StatisticsLayout(units).length == 4
-
-
-def test_a_layer_that_counts_on_two_stages_is_refused() -> None:
-    shared = Routed()
-    model = nn.Sequential(shared, nn.Linear(DIM, DIM), shared, nn.Linear(DIM, 1))
-    with pytest.raises(ConfigurationError, match=r"0 counts, and layers of the stages \[0, 1\] share it"):
-        cut(model, 0, 2, 0, torch.device("cpu"))
-
-
-def test_running_statistics_of_two_stages_are_refused() -> None:
-    def build(tracked: bool) -> nn.Sequential:
-        shared = nn.BatchNorm1d(DIM, track_running_stats=tracked)
-        return nn.Sequential(nn.Linear(DIM, DIM), shared, nn.Linear(DIM, DIM), nn.Sequential(shared))
-
-    with pytest.raises(
-        ConfigurationError, match=r"1 keeps running statistics, and layers of the stages \[0, 1\] share"
-    ):
-        cut(build(tracked=True), 0, 2, 0, torch.device("cpu"))
-    cut(build(tracked=False), 0, 2, 0, torch.device("cpu"))
-    cut(build(tracked=True), 0, 1, 0, torch.device("cpu"))
-
-
-def test_a_versioned_buffer_that_no_checkpoint_holds_is_refused() -> None:
-    class Hidden(Routed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("bias", torch.zeros(3), persistent=False)
-
-    with pytest.raises(ConfigurationError, match="0 changes bias once per update"):
-        cut(nn.Sequential(Hidden(), nn.Linear(DIM, 1)), 0, 1, 0, torch.device("cpu"))

@@ -131,7 +131,7 @@ def test_frozen_parameters_have_no_gradient_that_could_be_old() -> None:
     first, second = nn.Linear(2, 3), nn.Linear(3, 1)
     first.bias.requires_grad_(False)
     units = [Unit("0", first), Unit("1", second)]
-    assert WholeModel.of(units, (1, 1))[0].num_trained == (6, 4)
+    assert WholeModel.of(units, (1, 1)).num_trained == (6, 4)
 
 
 @pytest.mark.parametrize(("slack", "by_stage"), [(1, [0.5, 0.25]), ("exact", [0.25, 0.25])])

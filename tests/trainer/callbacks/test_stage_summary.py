@@ -24,7 +24,7 @@ CONFIG = GPTConfig(vocab_size=64, context_length=16, num_layers=4, dim=32, num_h
 def table_of(model: nn.Module, stages: int, replicas: int = 1, asked: Any = "auto") -> list[list[str]]:
     """Cells of the table, without its lines."""
     partition = choose_partition(model, 0, stages, asked)
-    whole, _ = WholeModel.of(pipeline_units(model), partition.counts)
+    whole = WholeModel.of(pipeline_units(model), partition.counts)
     session: Any = SimpleNamespace(whole_model=whole, partition=partition, mesh=Mesh(stages, replicas, 0))
     lines = stage_table(session, model).splitlines()
     return [re.split(r"  +", line.strip()) for line in lines[1:] if not line.startswith(("-", "A rank is"))]
@@ -42,7 +42,7 @@ def table_of(model: nn.Module, stages: int, replicas: int = 1, asked: Any = "aut
 )  # fmt: skip
 def test_a_line_says_how_ranks_and_stages_belong_together(replicas: int, said: str) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    whole, _ = WholeModel.of(pipeline_units(model), (1, 1, 1))
+    whole = WholeModel.of(pipeline_units(model), (1, 1, 1))
     mesh = Mesh(3, replicas, 0)
     session: Any = SimpleNamespace(whole_model=whole, partition=None, mesh=mesh)
     *_, last = stage_table(session, model).splitlines()
