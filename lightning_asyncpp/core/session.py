@@ -29,7 +29,13 @@ from lightning_asyncpp.core.ranks.agreement import (
 )
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
-from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, OptimizerStep, StageOptimizer, name_parameters
+from lightning_asyncpp.core.stage_optimizer import (
+    AttachedOptimizer,
+    OptimizerStep,
+    StageOptimizer,
+    in_words,
+    name_parameters,
+)
 from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.updates.mini_batch import Payload, Update
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
@@ -155,12 +161,17 @@ class PipelineSession:
         Args:
             optimizer: made from the whole model: see :meth:`Stage.whole_model`.
             step: clips the gradient of an update, and steps the optimizer.
+
+        Raises:
+            ConfigurationError: ranks have other parameters, another optimizer or other options.
         """
         engine, stage = self.running(), self.stage
         assert stage is not None
         self._release_optimizer()
         with stage.whole_model():
-            name_parameters(optimizer, {p: name for name, p in stage.root.named_parameters()})
+            names: dict[Tensor, str] = {p: name for name, p in stage.root.named_parameters()}
+            name_parameters(optimizer, names)
+            compare_ranks(self._connected(), in_words(optimizer, names))
         self._stage_optimizer = StageOptimizer(optimizer, stage.parameters.values(), stage.copies())
         self._trains = True
         self._attach_parts(engine, step)

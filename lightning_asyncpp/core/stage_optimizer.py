@@ -249,6 +249,29 @@ def name_of(optimizer: Optimizer) -> str:
     return f"{name}({name_of(inner)})" if isinstance(inner, Optimizer) else name
 
 
+def in_words(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
+    """What all ranks must have alike: the whole model's parameters, and the optimizer with the options of its groups.
+
+    Args:
+        optimizer: made from the whole model.
+        names: of its parameters.
+
+    Returns:
+        What it is -> its value.
+    """
+    found = {f"the shape of {name}": str(tuple(parameter.shape)) for parameter, name in names.items()}
+    found["the optimizer"] = name_of(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        of_group = f"of the optimizer's parameter group {number}"
+        found[f"the number of parameters {of_group}"] = str(len(group["params"]))
+        for key, value in group.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                found[f"{key} {of_group}"] = str(value.item())
+            elif type(value) in _PLAIN or (isinstance(value, tuple) and all(type(entry) in _PLAIN for entry in value)):
+                found[f"{key} {of_group}"] = str(value)
+    return found
+
+
 def name_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Give an optimizer that goes by the names of parameters, or what it wraps, those of the model."""
     inner: Any = optimizer

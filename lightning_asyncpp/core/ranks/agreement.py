@@ -18,6 +18,7 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 
 T = TypeVar("T")
 _FINISHED = "finished"
+_MOST = 8  # differences that an error names
 _REMEDY = "start all ranks with the same script, recipe and arguments"
 
 
@@ -152,4 +153,7 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
         for name in sorted(first.keys() | other.keys()):
             if (expected := first.get(name, "missing")) != (found := other.get(name, "missing")):
                 differing.setdefault(name, f"{name} is {expected} on rank 0 and {found} on rank {rank}")
-    raise raised_alike(ConfigurationError.from_problems(list(differing.values()), _REMEDY), mesh.rank)
+    problems = list(differing.values())
+    if len(problems) > _MOST:
+        problems = [*problems[:_MOST], f"{len(problems) - _MOST} more differ"]
+    raise raised_alike(ConfigurationError.from_problems(problems, _REMEDY), mesh.rank)

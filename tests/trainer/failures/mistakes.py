@@ -103,6 +103,21 @@ class OtherOrder(Net):
         return DataLoader(Samples(40), batch_size=8, shuffle=True, generator=own)
 
 
+class OtherRate(Net):
+    """Has a learning rate of the process's own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1 * (1 + self.global_rank))
+
+
+class OtherSize(Net):
+    """Has a layer of another size in one process."""
+
+    def configure_model(self) -> None:
+        if self.global_rank == 1:
+            self.model = nn.Sequential(*list(self.model)[:-1], nn.Linear(DIM, 2))
+
+
 class Uninitialised(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
+from tests.core.cases import DIM
 from tests.trainer.failures import mistakes as m
 from tests.trainer.pool import Outcome, Pools
 from tests.trainer.runs import Net, Run, fit
@@ -121,6 +122,15 @@ def test_other_batches_on_the_last_stage(pools: Pools) -> None:
     assert_refused(
         refusals(pools, Run(m.OtherOrder)), "first and the last stage were given different batches", "shuffling"
     )
+
+
+def test_other_options_on_one_rank(pools: Pools) -> None:
+    expected = "lr of the optimizer's parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1"
+    assert_refused(refusals(pools, Run(m.OtherRate)), expected, "start all ranks with the same script")
+
+
+def test_another_size_on_one_rank(pools: Pools) -> None:
+    assert_refused(refusals(pools, Run(m.OtherSize)), "the shape of model.", f"on rank 0 and (2, {DIM}) on rank 1")
 
 
 def test_more_names_logged_than_there_is_room_for(pools: Pools) -> None:
