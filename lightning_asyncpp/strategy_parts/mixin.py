@@ -21,12 +21,11 @@ from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.randomness import seed_of_run
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, broadcast
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.ranks.process_groups import unbind_default_group
+from lightning_asyncpp.core.ranks.process_groups import backend_of, join_again, unbind_default_group
 from lightning_asyncpp.core.ranks.rendezvous import use_loopback
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError, lost_peers
-from lightning_asyncpp.strategy_parts.process_group import backend_of, join_again
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_asyncpp.strategy_parts.process_group import backend_of
+from lightning_asyncpp.core.ranks.process_groups import backend_of
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
