@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,53 @@ from lightning_asyncpp.core.ranks.agreement import agree_on_error, broadcast
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import backend_of, join_again, unbind_default_group
 from lightning_asyncpp.core.ranks.rendezvous import use_loopback
+from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError, lost_peers
+from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 
 T = TypeVar("T")
 
 
 class PipelineStrategyMixin:
     """Comes before one of Lightning's DDP strategies, whose launchers and process group it uses.
+
+    Args:
+        micro_batches: micro-batches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
+            one stage). A batch with fewer samples leaves the last ones empty: nothing is computed for them.
+        staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"least"``, the
+            default: those that are under way before that update can be made, P - 1 - s on stage s. Stages then step
+            before all know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first
+            mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all, so that gradients are one update old.
+        slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
+            behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
+            left out.
+        lookahead: extra micro-batches in flight, up to ``micro_batches`` - P + 1, one less with replicas. It hides
+            latency and jitter, costs activation memory, and adds to what ``staleness="least"`` holds back. Default: 0;
+            with ``staleness="uniform"`` 1 where it fits.
+        data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
+        partition: which layers each stage gets. ``"auto"`` makes the largest cost of a stage as small as it can be: by
+            the model's ``pipeline_costs()``, or else by the times of its layers on its ``example_input_array``, or
+            else by numbers of parameters; ``"uniform"`` gives all the same number of layers; a list says how many
+            layers each stage gets, first stage first.
+        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
+            beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
+            ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
+        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
+        state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
+            stage its part.
+        async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
+        timeout: of blocking communication.
+        process_group_backend: default: NCCL on GPUs with one rank each, else gloo.
+        start_method: how Lightning starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in
+            notebooks, ``"spawn"`` where everything can be pickled. With these two the process that starts the others is
+            no rank: after ``fit`` its module is the whole trained one, and ``fabric.launch(function)`` brings back
+            what the function returns on rank 0, and nothing else.
+        parallel_devices: of this machine's ranks, to put several on one GPU; default: what the Trainer or Fabric says.
+
+    Raises:
+        ConfigurationError: arguments are wrong whatever the number of processes is; names all of them.
 
     Attributes:
         delay: of the gradients, in updates: 1 or 0.
@@ -46,14 +84,41 @@ class PipelineStrategyMixin:
     session: PipelineSession
     checkpoints: CheckpointWriter
 
-    def _make_session(
-        self, settings: PipelineSettings, timeout: timedelta | None, state_dict_type: str, async_checkpoints: bool
+    def __init__(
+        self,
+        micro_batches: int | None = None,
+        staleness: Staleness | None = None,
+        slack: Slack = 0,
+        lookahead: int | None = None,
+        data_parallel_size: int = 1,
+        partition: Literal["auto", "uniform"] | list[int] = "auto",
+        weight_dtype: Literal["bf16"] | None = None,
+        nonfinite_gradients: Literal["stop", "skip"] = "stop",
+        state_dict_type: Literal["full", "sharded"] = "full",
+        async_checkpoints: bool = False,
+        timeout: timedelta | None = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        parallel_devices: list[torch.device] | None = None,
     ) -> None:
-        """Make what holds the pipeline.
-
-        Raises:
-            ConfigurationError: arguments are wrong whatever the number of processes is; names all of them.
-        """
+        super().__init__(  # type: ignore[call-arg]
+            parallel_devices=parallel_devices,
+            checkpoint_io=DurableCheckpointIO(),
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        settings = PipelineSettings.chosen(
+            self.delay,
+            staleness,
+            micro_batches=micro_batches,
+            slack=slack,
+            lookahead=lookahead,
+            data_parallel_size=data_parallel_size,
+            partition=partition,
+            weight_dtype=weight_dtype,
+            nonfinite_gradients=nonfinite_gradients,
+        )
         problems = settings.problems()
         if state_dict_type not in ("full", "sharded"):
             problems.append(f"state_dict_type={state_dict_type!r} must be 'full' or 'sharded'")
@@ -63,6 +128,11 @@ class PipelineStrategyMixin:
         self.session.started_with["state_dict_type"] = state_dict_type
         self.session.started_with["async_checkpoints"] = str(async_checkpoints)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
+        self.start_method: str = start_method
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what a strategy keeps beside its session."""
 
     def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
         return (

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
@@ -27,12 +23,9 @@ from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.microbatch import UserHooks, or_nan
 from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
-from lightning_asyncpp.core.schedule import Slack, Staleness
-from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder
@@ -63,38 +56,7 @@ class PipelineStrategy(EvaluationSteps):
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
     to the Trainer's hooks.
 
-    Args:
-        micro_batches: micro-batches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
-            one stage). A batch with fewer samples leaves the last ones empty: nothing is computed for them.
-        staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"least"``, the
-            default: those that are under way before that update can be made, P - 1 - s on stage s. Stages then step
-            before all know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first
-            mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all, so that gradients are one update old.
-        slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
-            behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
-            left out.
-        lookahead: extra micro-batches in flight, up to ``micro_batches`` - P + 1, one less with replicas. It hides
-            latency and jitter, costs activation memory, and adds to what ``staleness="least"`` holds back. Default: 0;
-            with ``staleness="uniform"`` 1 where it fits.
-        data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
-        partition: which layers each stage gets. ``"auto"`` makes the largest cost of a stage as small as it can be: by
-            the model's ``pipeline_costs()``, or else by the times of its layers on its ``example_input_array``, or
-            else by numbers of parameters; ``"uniform"`` gives all the same number of layers; a list says how many
-            layers each stage gets, first stage first.
-        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
-            beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
-            ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
-        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
-        state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
-            stage its part.
-        async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
-        timeout: of blocking communication.
-        process_group_backend: default: NCCL on GPUs with one rank each, else gloo.
-        start_method: how Lightning starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in
-            notebooks, ``"spawn"`` where everything can be pickled: with these two the process that starts the others is
-            no rank, and its module is the whole trained one after ``fit``.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy; the
-            Trainer sets them.
+    Arguments as for :class:`PipelineStrategyMixin`.
 
     Attributes:
         gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
@@ -104,54 +66,12 @@ class PipelineStrategy(EvaluationSteps):
     # PipelineModule leaves its layers on the meta device for a strategy that says so.
     materializes_stages = True
 
-    def __init__(
-        self,
-        micro_batches: int | None = None,
-        staleness: Staleness | None = None,
-        slack: Slack = 0,
-        lookahead: int | None = None,
-        data_parallel_size: int = 1,
-        partition: Literal["auto", "uniform"] | list[int] = "auto",
-        weight_dtype: Literal["bf16"] | None = None,
-        nonfinite_gradients: Literal["stop", "skip"] = "stop",
-        state_dict_type: Literal["full", "sharded"] = "full",
-        async_checkpoints: bool = False,
-        timeout: timedelta | None = timedelta(minutes=30),
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or DurableCheckpointIO(),
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
-        settings = PipelineSettings.chosen(
-            self.delay,
-            staleness,
-            micro_batches=micro_batches,
-            slack=slack,
-            lookahead=lookahead,
-            data_parallel_size=data_parallel_size,
-            partition=partition,
-            weight_dtype=weight_dtype,
-            nonfinite_gradients=nonfinite_gradients,
-        )
-        self._make_session(settings, timeout, state_dict_type, async_checkpoints)
+    @override
+    def _begin(self) -> None:
         self.progress = Progress()
         self.step_metrics = StepMetrics(self.session)
         self._batch_ends: BatchEnds | None = None
         self._until_teardown = ExitStack()
-        self.start_method = start_method
         self._conductor: Conductor | None = None
         self.gradient_norm: float | None = None
         self.weight_seen = 0.0
