@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_asyncpp.core.cut.network import network_in, network_name
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
-from lightning_asyncpp.core.runner import ModelCall
+from lightning_asyncpp.core.model_call import ModelCall
 
 _NO_STATE_DICT = "_pipeline_no_state_dict"  # attribute of a network: why it gives none
 
