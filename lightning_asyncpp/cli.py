@@ -16,10 +16,8 @@ from lightning_asyncpp.lightning_cli.arguments import (
     refuse_without_recipe,
     written_out,
 )
-from lightning_asyncpp.lightning_cli.ending import end_with, refuse
-from lightning_asyncpp.lightning_cli.nearest import advice
-from lightning_asyncpp.lightning_cli.overview import FULL_HELP, GROUPS, SUBCOMMANDS, help_of, overview
-from lightning_asyncpp.lightning_cli.startup import say
+from lightning_asyncpp.lightning_cli.help import FULL_HELP, GROUPS, SUBCOMMANDS, advice, help_of, overview
+from lightning_asyncpp.lightning_cli.messages import end_with, refuse, say
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.version import __version__
 
@@ -41,7 +39,7 @@ _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 TOOLS = {
     "check": "lightning_asyncpp.tools.check.check",
     "checkpoint": "lightning_asyncpp.tools.checkpoint",
-    "doctor": "lightning_asyncpp.tools.doctor.doctor",
+    "doctor": "lightning_asyncpp.tools.doctor",
     "evaluate": "lightning_asyncpp.tools.saved.evaluate",
     "export": "lightning_asyncpp.tools.saved.export",
     "generate": "lightning_asyncpp.tools.saved.generate",

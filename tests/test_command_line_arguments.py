@@ -11,8 +11,8 @@ import yaml
 from lightning_asyncpp.cli import main, read_configuration
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import recipes_first, recipes_in, written_out
-from lightning_asyncpp.lightning_cli.nearest import advice, nearest
-from lightning_asyncpp.lightning_cli.startup import is_first_process
+from lightning_asyncpp.lightning_cli.help import advice, nearest
+from lightning_asyncpp.lightning_cli.messages import is_first_process
 from lightning_asyncpp.tools.parsers import PARSERS
 
 RECIPE = str(Path(__file__).parents[1] / "recipes/quickstart.yaml")

@@ -10,7 +10,7 @@ import pytest
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.lightning_cli import command
-from lightning_asyncpp.lightning_cli.startup import say_what_is_logged
+from lightning_asyncpp.lightning_cli.messages import say_what_is_logged
 
 RECIPE = str(Path(__file__).parents[1] / "recipes/quickstart.yaml")
 

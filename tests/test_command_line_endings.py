@@ -17,7 +17,7 @@ from lightning_asyncpp.cli import main
 from lightning_asyncpp.core.ranks.alike import TRACEBACK, raised_alike
 from lightning_asyncpp.data import DataError
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError
-from lightning_asyncpp.lightning_cli.ending import is_refusal
+from lightning_asyncpp.lightning_cli.messages import is_refusal
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.optional_packages import optional_package

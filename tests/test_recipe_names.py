@@ -13,8 +13,7 @@ import pytest
 from lightning_asyncpp import __version__
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.lightning_cli.arguments import written_out
-from lightning_asyncpp.lightning_cli.recipe_names import package_recipes, recipe_path
+from lightning_asyncpp.lightning_cli.arguments import package_recipes, recipe_path, written_out
 from lightning_asyncpp.tools.recipes import copy_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"

@@ -14,7 +14,7 @@ import pytest
 from lightning_asyncpp import cli
 from lightning_asyncpp.cli import TOOLS
 from lightning_asyncpp.lightning_cli.command import AsyncppCLI, read_configuration
-from lightning_asyncpp.lightning_cli.overview import GROUPS, SUBCOMMANDS
+from lightning_asyncpp.lightning_cli.help import GROUPS, SUBCOMMANDS
 from lightning_asyncpp.tools.parsers import PARSERS
 
 HEAVY = ("litdata", "boto3", "requests", "jsonargparse", "docstring_parser", "matplotlib", "pandas", "transformers")

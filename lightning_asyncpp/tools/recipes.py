@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.lightning_cli.recipe_names import package_recipes, unknown_recipe
+from lightning_asyncpp.lightning_cli.arguments import package_recipes, unknown_recipe
 from lightning_asyncpp.tools.parsers import recipes_parser
 
 _WIDTH = 120

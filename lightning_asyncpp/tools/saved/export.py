@@ -3,23 +3,175 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
+from torch import Tensor, nn
 
 from lightning_asyncpp.data import hf_tokenizer_files
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.hf import write_hf
-from lightning_asyncpp.tools.saved.model_arguments import (
-    DTYPES,
-    check_choice,
-    find_tokenizer,
-    read_model,
-    reported,
-)
-from lightning_asyncpp.tools.saved.parsers import LORA_FORMS, export_parser
+from lightning_asyncpp.models.hf.writing import new_folder
+from lightning_asyncpp.storage.files import StorageError
+from lightning_asyncpp.storage.folders import is_sharded, load
+from lightning_asyncpp.tools.parsers import LORA_FORMS, export_parser
+from lightning_asyncpp.tools.saved.model_arguments import DTYPES, check_choice, find_tokenizer, read_model, reported
+from lightning_asyncpp.trainer.hf.loading import TASKS, transformers_package
+from lightning_asyncpp.trainer.hf.trained import with_adapters
+from lightning_asyncpp.trainer.hf_module import SAVED
+
+_MODEL, _ADAPTED, _BASE = "model.", "base_model.model.", ".base_layer."
+MERGED, ADAPTER = "merged", "adapter"
+
+
+@dataclass(frozen=True)
+class TrainedHF:
+    """A model of `transformers` that an ``HFModule`` trained; its tensors are mapped from their files."""
+
+    origin: str
+    """The checkpoint, for messages."""
+    task: str
+    """Name of the auto class."""
+    config: Mapping[str, Any]
+    """Of the model, in plain values."""
+    lora: Mapping[str, Any] | None
+    """Of its adapters; ``None``: it has none."""
+    model_id: str
+    """What the training began with."""
+    weights: Mapping[str, Tensor]
+    """Name in the model's ``state_dict`` -> tensor."""
+
+
+def read_trained(path: Path) -> TrainedHF | None:
+    """Read a checkpoint of ``HFModule``; ``None`` if it is something else, or cannot be read.
+
+    Raises:
+        WeightsError: it says that it is one, and is none.
+    """
+    if not path.is_file() and not is_sharded(path):
+        return None
+    try:
+        content = load(path)
+    except StorageError:
+        return None
+    said = content.get(SAVED) if isinstance(content, Mapping) else None
+    state = content.get("state_dict") if isinstance(content, Mapping) else None
+    if not isinstance(said, Mapping) or not isinstance(state, Mapping):
+        return None
+    config, lora, task = said.get("config"), said.get("lora"), said.get("task")
+    is_one = isinstance(config, Mapping) and isinstance(config.get("model_type"), str) and task in TASKS
+    if not is_one or not (lora is None or isinstance(lora, Mapping)):
+        raise WeightsError(f"{path} is damaged: what it says of its model is not what HFModule writes")
+    weights = {name[len(_MODEL) :]: tensor for name, tensor in state.items() if name.startswith(_MODEL)}
+    return TrainedHF(str(path), str(task), dict(config), lora, str(said.get("model_id")), weights)  # type: ignore[arg-type]
+
+
+def export_hf(
+    trained: TrainedHF, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, tokenizer: str | None, lora: str
+) -> tuple[str, bool]:
+    """Write the folder: config, weights in safetensors under the names of the hub, tokenizer.
+
+    Args:
+        trained: the model.
+        folder: where to; it must not exist, or be empty. It appears when it is complete.
+        dtype: of the weights; ``None`` for the one that they have.
+        max_shard_bytes: most bytes of weights per file, as long as a single tensor is not larger.
+        tokenizer: folder or name of the tokenizer; ``None`` for that of the model that the training began with, if it
+            is on this machine.
+        lora: ``"merged"`` adds adapters to the weights that they adapt, ``"adapter"`` writes them alone.
+
+    Returns:
+        The class of the model, and whether there is a tokenizer.
+
+    Raises:
+        WeightsError: the weights are not those of the config, the folder is in use, or there is no such tokenizer.
+    """
+    if lora == ADAPTER and trained.lora is None:
+        raise WeightsError(f"--lora adapter: {trained.origin} was trained without adapters; leave it out")
+    with new_folder(folder) as temporary:
+        model = build(trained, merge=lora != ADAPTER)
+        if dtype is not None:
+            model.to(dtype)
+        more = {} if lora == ADAPTER else {"max_shard_size": max_shard_bytes}
+        model.save_pretrained(temporary, **more)  # type: ignore[operator]
+        has_tokenizer = _save_tokenizer(trained, tokenizer, temporary)
+    return type(model).__name__, has_tokenizer
+
+
+def build(trained: TrainedHF, merge: bool = True) -> nn.Module:
+    """The model with its weights, in this process's memory.
+
+    Args:
+        trained: its weights.
+        merge: whether adapters become part of the weights that they adapt.
+
+    Raises:
+        WeightsError: the weights are not those of its config.
+    """
+    transformers = transformers_package()
+    values = {name: value for name, value in trained.config.items() if name != "model_type"}
+    try:
+        config = transformers.AutoConfig.for_model(trained.config["model_type"], **values)
+        with torch.device("meta"):
+            kind = type(getattr(transformers, trained.task).from_config(config))
+        plain = _without_adapters(trained.weights) if trained.lora is not None else dict(trained.weights)
+        model, told = kind.from_pretrained(
+            None, config=config, state_dict=plain, dtype=_dtype_of(plain), output_loading_info=True
+        )
+        problems = sorted(map(str, [*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]]))
+        if trained.lora is not None and not problems:
+            model = _adapted(model, trained, merge)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise WeightsError(f"{trained.origin} does not hold the weights of its config: {error}") from error
+    if problems:
+        raise WeightsError(
+            f"{trained.origin} does not hold the weights of its config: {', '.join(problems[:6])} differ"
+        )
+    with suppress(OSError, ValueError):
+        generation = transformers.GenerationConfig
+        model.generation_config = generation.from_pretrained(trained.model_id, local_files_only=True)
+    return model  # type: ignore[no-any-return]
+
+
+def _adapted(model: nn.Module, trained: TrainedHF, merge: bool) -> Any:
+    assert trained.lora is not None
+    adapted: Any = with_adapters(model, trained.lora, trained.task)
+    adapted.load_state_dict(trained.weights)
+    adapted.peft_config["default"].base_model_name_or_path = trained.model_id
+    return adapted.merge_and_unload() if merge else adapted
+
+
+def _without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the model that has been adapted, under its own names."""
+    found = {}
+    for name, tensor in weights.items():
+        plain = name.removeprefix(_ADAPTED).replace(_BASE, ".")
+        if "lora_" not in plain and ".modules_to_save." not in plain:
+            found[plain.replace(".original_module.", ".")] = tensor
+    return found
+
+
+def _dtype_of(weights: Mapping[str, Tensor]) -> torch.dtype:
+    return next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
+
+
+def _save_tokenizer(trained: TrainedHF, given: str | None, folder: Path) -> bool:
+    auto = transformers_package().AutoTokenizer
+    try:
+        # Of what a checkpoint names nothing is fetched: it may be somebody else's.
+        tokenizer = auto.from_pretrained(given or trained.model_id, local_files_only=given is None)
+    except (OSError, ValueError) as error:
+        if given is not None:
+            raise WeightsError(f"--tokenizer {given}: {next(iter(str(error).splitlines()), error)}") from error
+        return False
+    tokenizer.save_pretrained(folder)
+    return True
+
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -51,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _export_of_transformers(arguments: Namespace, folder: Path, shard: int) -> bool:
     """Write the folder of a checkpoint of ``HFModule``; whether it is one."""
-    from lightning_asyncpp.tools.saved.hf_export import export_hf, read_trained  # what most exports do without
+    from lightning_asyncpp.tools.saved.export import export_hf, read_trained  # what most exports do without
 
     with reported("export"):
         trained = read_trained(Path(arguments.model).expanduser())

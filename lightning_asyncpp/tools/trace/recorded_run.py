@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Span, SpanKind, Wait
-from lightning_asyncpp.strategy_parts.trace_file import PATTERN, PER_MICRO_BATCH, Meta
+from lightning_asyncpp.strategy_parts.recording import PATTERN, PER_MICRO_BATCH, Meta
 
 _KINDS: dict[str, SpanKind] = {kind.value: kind for kinds in (Kind, Wait, Beside) for kind in kinds}
 

@@ -2,16 +2,83 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
+from html import escape
+from importlib import resources
 from pathlib import Path
 
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import BACKGROUND, Beside, Span, SpanKind, Wait
+from lightning_asyncpp.strategy_parts.recording import NAMES, PER_MICRO_BATCH, about, event
 from lightning_asyncpp.tools.parsers import trace_parser
 from lightning_asyncpp.tools.text import write_json
-from lightning_asyncpp.tools.trace.pictures import write_html, write_perfetto
-from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, TraceError, read_run
-from lightning_asyncpp.tools.trace.summary import Summary, summarise
-from lightning_asyncpp.tools.trace.table import table
+from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun, TraceError, read_run
+from lightning_asyncpp.tools.trace.summary import Summary, headline, summarise, table
+
+# The later ones lie on top.
+_COLORS: dict[SpanKind, str] = {
+    Beside.DRAIN: "#98a3b0", Wait.DATA: "#cfe0c0", Beside.EVALUATE: "#bcc7d3", Beside.CHECKPOINT: "#cbb48d",
+    Wait.ACTIVATION: "#c3d9f3", Wait.GRADIENT: "#fae0b5", Wait.AGREEMENT: "#edc2d3", Kind.FORWARD: "#4c8fdb",
+    Kind.BACKWARD: "#f0a136", Kind.UPDATE: "#b02a5b", Beside.SEND: "#159b86",
+}  # fmt: skip
+_LANE, _BAR = 30, 22  # heights
+_MICROSECONDS = 1e6
+
+
+def write_html(run: RecordedRun, summary: Summary, path: Path) -> None:
+    """Write the timeline and the table of a run as one page."""
+    page = resources.files("lightning_asyncpp.tools.trace").joinpath("page.html").read_text(encoding="utf-8")
+    legend = "".join(f'<span><i style="background:{color}"></i>{NAMES[kind]}</span>' for kind, color in _COLORS.items())
+    parts = {
+        "title": escape(headline(run, summary)), "legend": legend, "table": escape(table(run, summary)),
+        "names": "".join(f"<div>{rank.meta.name}</div>" for rank in run.ranks), "picture": picture(run),
+    }  # fmt: skip
+    for name, text in parts.items():
+        page = page.replace(f"<!-- {name} -->", text)
+    path.write_text(page, encoding="utf-8")
+
+
+def picture(run: RecordedRun) -> str:
+    """Return the timeline as SVG: a lane per rank, a unit of width per microsecond."""
+    width, height = run.seconds * _MICROSECONDS, _LANE * len(run.ranks)
+    bars = [_bar(run, rank, span, lane) for lane, rank in enumerate(run.ranks) for span in _by_depth(rank.spans)]
+    box = f'viewBox="0 0 {width:.0f} {height}" height="{height}" preserveAspectRatio="none"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(bars)}</svg>'
+
+
+def _by_depth(spans: Sequence[Span]) -> list[Span]:
+    order = {kind: place for place, kind in enumerate(_COLORS)}
+    return sorted((span for span in spans if span.kind not in BACKGROUND), key=lambda span: order[span.kind])
+
+
+def _bar(run: RecordedRun, rank: RankTrace, span: Span, lane: int) -> str:
+    start, end = max(span.start, run.start), min(span.end, run.end)
+    mini_batch = rank.mini_batch(span)
+    facts = [f"{NAMES[span.kind]} {span.index}", f"{1e3 * (span.end - span.start):.3f} ms", f"mini-batch {mini_batch}"]
+    facts += [f"W{span.version}"] if span.version >= 0 else []
+    facts += [f"{mini_batch - span.version} updates old"] if span.version >= 0 and span.kind is not Kind.UPDATE else []
+    facts += [f"{span.num_bytes} bytes"] if span.num_bytes else []
+    micro_batch = f' data-k="{rank.meta.replica}-{span.index}"' if span.kind in PER_MICRO_BATCH else ""
+    high = _BAR if span.kind is not Beside.SEND else _BAR // 3
+    return (
+        f'<rect x="{(start - run.start) * _MICROSECONDS:.1f}" y="{_LANE * lane + (_LANE - _BAR) // 2}" height="{high}"'
+        f' width="{(end - start) * _MICROSECONDS:.1f}" fill="{_COLORS[span.kind]}"{micro_batch}>'
+        f"<title>{rank.meta.name}: {', '.join(facts)}</title></rect>"
+    )
+
+
+def write_perfetto(run: RecordedRun, summary: Summary, path: Path) -> None:
+    """Write the events of all ranks in one file."""
+    lines = [json.dumps(named) for rank in run.ranks for named in about(rank.meta)]
+    lines += [
+        event(span, rank.meta.process, lambda k, rank=rank: rank.places[k])  # type: ignore[misc]
+        for rank in run.ranks
+        for span in rank.spans
+    ]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
 
 _WRITERS: dict[str, Callable[[RecordedRun, Summary, Path], None]] = {
     "html": write_html,

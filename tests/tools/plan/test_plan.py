@@ -19,9 +19,8 @@ from lightning_asyncpp.core.schedule import Schedule, Slack, StalenessRule
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, Reading, bytes_of, drop_memory
 from lightning_asyncpp.tools.plan.gpu_kernels import kernels_of_gpu
-from lightning_asyncpp.tools.plan.memory import peak_of
 from lightning_asyncpp.tools.plan.plan import main
-from lightning_asyncpp.tools.plan.profile import Profile
+from lightning_asyncpp.tools.plan.profile import Profile, peak_of
 from tests.tools.plan.cases import ADAMW, SGD, Case, feedback
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("[!h]*.yaml"))  # those of HFModule are the hub's

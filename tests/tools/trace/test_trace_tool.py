@@ -12,11 +12,9 @@ import pytest
 
 from lightning_asyncpp.cli import main as asyncpp
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.tools.trace.pictures import picture
 from lightning_asyncpp.tools.trace.recorded_run import TraceError, find_recording, read_run
-from lightning_asyncpp.tools.trace.summary import Summary, summarise
-from lightning_asyncpp.tools.trace.table import table
-from lightning_asyncpp.tools.trace.trace import main
+from lightning_asyncpp.tools.trace.summary import Summary, summarise, table
+from lightning_asyncpp.tools.trace.trace import main, picture
 from tests.tools.trace.synthetic import Recording
 
 SMALL = Recording(stages=2, micro_batches=2, mini_batches=3)

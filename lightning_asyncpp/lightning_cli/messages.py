@@ -1,12 +1,9 @@
-"""How the command ends where something is wrong: with what is wrong, in a line or two.
-
-The traceback of a refusal of this package says nothing to its user: it is shown if it is asked for. Errors of other
-code keep theirs.
-"""
+"""What the command says at its start and its end, on the standard error output; nothing heavy is imported."""
 
 from __future__ import annotations
 
 import dis
+import logging
 import os
 import sys
 import textwrap
@@ -16,6 +13,35 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asyncpp.core.ranks.alike import TRACEBACK, is_alike
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError
+
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+
+
+def is_first_process() -> bool:
+    """Whether this process was started by hand, or as the first of those that torchrun, Slurm or Lightning start."""
+    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
+
+
+def say(text: str) -> None:
+    """Say what is done now, unless another process does."""
+    if is_first_process():
+        sys.stderr.write(f"asyncpp: {text}\n")
+        sys.stderr.flush()
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+def say_what_is_logged() -> None:
+    """Have what the package logs as information said as well, as by the data that are prepared."""
+    logger = logging.getLogger("lightning_asyncpp")
+    if logger.handlers or logger.level:
+        return  # whoever called this has chosen
+    logger.addHandler(_Said())
+    logger.setLevel(logging.INFO)
+
 
 _PACKAGE = "lightning_asyncpp."
 _ARGUMENTS = (ValueError, TypeError, ImportError)

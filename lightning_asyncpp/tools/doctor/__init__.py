@@ -1,1 +1,0 @@
-"""Examines an installation."""
