@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_asyncpp.core.schedule import StalenessRule
-from lightning_asyncpp.tools.doctor import Found, doctor, expected, largest_difference
+from lightning_asyncpp.tools import doctor
+from lightning_asyncpp.tools.doctor import Found, expected, largest_difference
 
 FOUND = Found("tensors travel over sockets", 3.0, 0.0, "gloo")
 
