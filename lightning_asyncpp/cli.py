@@ -40,14 +40,14 @@ TOOLS = {
     "check": "lightning_asyncpp.tools.check.check",
     "checkpoint": "lightning_asyncpp.tools.checkpoint",
     "doctor": "lightning_asyncpp.tools.doctor",
-    "evaluate": "lightning_asyncpp.tools.saved.evaluate",
-    "export": "lightning_asyncpp.tools.saved.export",
-    "generate": "lightning_asyncpp.tools.saved.generate",
-    "import": "lightning_asyncpp.tools.saved.importing",
+    "evaluate": "lightning_asyncpp.tools.evaluate",
+    "export": "lightning_asyncpp.tools.export",
+    "generate": "lightning_asyncpp.tools.generate",
+    "import": "lightning_asyncpp.tools.importing",
     "plan": "lightning_asyncpp.tools.plan.plan",
     "prepare": "lightning_asyncpp.tools.prepare",
     "recipes": "lightning_asyncpp.tools.recipes",
-    "trace": "lightning_asyncpp.tools.trace.trace",
+    "trace": "lightning_asyncpp.tools.trace",
 }
 
 _HELP = frozenset({"-h", "--help"})

@@ -1,10 +1,11 @@
-"""Parsers of the tools: options with hyphens, or underscores; what is wrong in a line or two."""
+"""Parsers of the tools, and what they print: options with hyphens, or underscores; what is wrong in a line or two."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jsonargparse
@@ -123,3 +124,22 @@ def chosen(
         print(f"{said}\n(`asyncpp {tool} --help` lists all)", file=sys.stderr)
         raise SystemExit(2)
     return command, rest
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return rows as lines with columns of one width each, numbers to the right and some columns to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def write_json(path: str, content: Any) -> None:
+    """Write JSON that people can read too."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")

@@ -10,8 +10,8 @@ import numpy as np
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from lightning_asyncpp.tools.trace.recorded_run import read_run
-from lightning_asyncpp.tools.trace.summary import summarise
+from lightning_asyncpp.tools.recorded_run import read_run
+from lightning_asyncpp.tools.trace_summary import summarise
 from tests.core.cases import Case
 from tests.fabric.runs import Run, make_fabric, train
 from tests.trainer.pool import Pools

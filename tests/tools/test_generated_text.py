@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_asyncpp.data import ByteTokenizer, Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
-from lightning_asyncpp.tools.saved.generate import stream
+from lightning_asyncpp.tools.generate import stream
 
 
 def test_text_comes_when_its_characters_are_complete() -> None:

@@ -26,7 +26,7 @@ from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.storage.folders import commit, load, new_target, write_part
-from lightning_asyncpp.tools.saved.export import _size
+from lightning_asyncpp.tools.export import _size
 
 ROOT = Path(__file__).parents[2]
 CONFIG = GPTConfig(vocab_size=256, context_length=32, num_layers=2, dim=32, num_heads=2, mlp_dim=48)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from lightning_asyncpp import GPTModule, PipelineTrace
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.tools.trace.recorded_run import read_run
-from lightning_asyncpp.tools.trace.summary import summarise, table
+from lightning_asyncpp.tools.recorded_run import read_run
+from lightning_asyncpp.tools.trace_summary import summarise, table
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 from tests.core.cases import DIM
 from tests.trainer.pool import Pools

@@ -24,8 +24,7 @@ from lightning_asyncpp.core.tree import map_tensors, tensors_of
 from lightning_asyncpp.core.wire.header import Header
 from lightning_asyncpp.models.moe import Experts
 from lightning_asyncpp.tools.plan.devices import HOP_SECONDS, Device
-from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, empty_like
-from lightning_asyncpp.tools.plan.gpu_kernels import as_on_gpu, kernels_of_gpu
+from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, as_on_gpu, empty_like, kernels_of_gpu
 from lightning_asyncpp.tools.plan.profile import Memory, Profile, StageUnderTest, peak_of
 from lightning_asyncpp.tools.plan.recipe import Recipe
 

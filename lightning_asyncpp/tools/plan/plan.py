@@ -22,7 +22,7 @@ from lightning_asyncpp.tools.parsers import plan_parser
 from lightning_asyncpp.tools.plan.devices import GIB, device_of
 from lightning_asyncpp.tools.plan.estimate import Estimate
 from lightning_asyncpp.tools.plan.recipe import build
-from lightning_asyncpp.tools.text import columns, write_json
+from lightning_asyncpp.tools.tool_parser import columns, write_json
 
 _WIDTH = 120
 

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from lightning_asyncpp.core.schedule import Schedule, Slack, StalenessRule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, Reading, bytes_of, drop_memory
-from lightning_asyncpp.tools.plan.gpu_kernels import kernels_of_gpu
+from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, Reading, bytes_of, drop_memory, kernels_of_gpu
 from lightning_asyncpp.tools.plan.plan import main
 from lightning_asyncpp.tools.plan.profile import Profile, peak_of
 from tests.tools.plan.cases import ADAMW, SGD, Case, feedback

@@ -10,7 +10,7 @@ from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, Staleness, St
 from lightning_asyncpp.core.simulation import simulate
 from lightning_asyncpp.core.trace import Beside, Span, Wait
 from lightning_asyncpp.strategy_parts.recording import Meta, TraceFile
-from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
+from lightning_asyncpp.tools.recorded_run import RecordedRun, read_run
 
 _WAITS = {Kind.FORWARD: Wait.ACTIVATION, Kind.BACKWARD: Wait.GRADIENT, Kind.UPDATE: Wait.AGREEMENT}
 

@@ -12,9 +12,9 @@ import pytest
 
 from lightning_asyncpp.cli import main as asyncpp
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.tools.trace.recorded_run import TraceError, find_recording, read_run
-from lightning_asyncpp.tools.trace.summary import Summary, summarise, table
-from lightning_asyncpp.tools.trace.trace import main, picture
+from lightning_asyncpp.tools.recorded_run import TraceError, find_recording, read_run
+from lightning_asyncpp.tools.trace import main, picture
+from lightning_asyncpp.tools.trace_summary import Summary, summarise, table
 from tests.tools.trace.synthetic import Recording
 
 SMALL = Recording(stages=2, micro_batches=2, mini_batches=3)

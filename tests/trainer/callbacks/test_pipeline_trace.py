@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_asyncpp import ConfigurationError, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Wait
-from lightning_asyncpp.tools.trace.recorded_run import RecordedRun, read_run
-from lightning_asyncpp.tools.trace.summary import summarise
+from lightning_asyncpp.tools.recorded_run import RecordedRun, read_run
+from lightning_asyncpp.tools.trace_summary import summarise
 from tests.trainer.idioms.optimizers import EverySecondBatch
 from tests.trainer.pool import Pools
 from tests.trainer.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, shifted_clock

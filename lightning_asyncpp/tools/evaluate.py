@@ -20,8 +20,7 @@ from tqdm.auto import tqdm
 from lightning_asyncpp.data import TextDataModule, Tokenizer
 from lightning_asyncpp.data.source import is_token_source
 from lightning_asyncpp.models import GPT, SavedGPT, WeightsError
-from lightning_asyncpp.tools.parsers import SPLITS, evaluate_parser
-from lightning_asyncpp.tools.saved.model_arguments import (
+from lightning_asyncpp.tools.model_arguments import (
     DTYPES,
     check_choice,
     check_device,
@@ -30,6 +29,7 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     read_model,
     reported,
 )
+from lightning_asyncpp.tools.parsers import SPLITS, evaluate_parser
 from lightning_asyncpp.trainer.gpt_module import IGNORED
 
 _DATA = ("val_source", "val_fraction", "context_length", "batch_size", "max_bytes", "cache_dir")

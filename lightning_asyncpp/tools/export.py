@@ -19,8 +19,8 @@ from lightning_asyncpp.models.hf import write_hf
 from lightning_asyncpp.models.hf.writing import new_folder
 from lightning_asyncpp.storage.files import StorageError
 from lightning_asyncpp.storage.folders import is_sharded, load
+from lightning_asyncpp.tools.model_arguments import DTYPES, check_choice, find_tokenizer, read_model, reported
 from lightning_asyncpp.tools.parsers import LORA_FORMS, export_parser
-from lightning_asyncpp.tools.saved.model_arguments import DTYPES, check_choice, find_tokenizer, read_model, reported
 from lightning_asyncpp.trainer.hf.loading import TASKS, transformers_package
 from lightning_asyncpp.trainer.hf.trained import with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _export_of_transformers(arguments: Namespace, folder: Path, shard: int) -> bool:
     """Write the folder of a checkpoint of ``HFModule``; whether it is one."""
-    from lightning_asyncpp.tools.saved.export import export_hf, read_trained  # what most exports do without
+    from lightning_asyncpp.tools.export import export_hf, read_trained  # what most exports do without
 
     with reported("export"):
         trained = read_trained(Path(arguments.model).expanduser())

@@ -13,9 +13,9 @@ from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import BACKGROUND, Beside, Span, SpanKind, Wait
 from lightning_asyncpp.strategy_parts.recording import NAMES, PER_MICRO_BATCH, about, event
 from lightning_asyncpp.tools.parsers import trace_parser
-from lightning_asyncpp.tools.text import write_json
-from lightning_asyncpp.tools.trace.recorded_run import RankTrace, RecordedRun, TraceError, read_run
-from lightning_asyncpp.tools.trace.summary import Summary, headline, summarise, table
+from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun, TraceError, read_run
+from lightning_asyncpp.tools.tool_parser import write_json
+from lightning_asyncpp.tools.trace_summary import Summary, headline, summarise, table
 
 # The later ones lie on top.
 _COLORS: dict[SpanKind, str] = {
@@ -29,7 +29,7 @@ _MICROSECONDS = 1e6
 
 def write_html(run: RecordedRun, summary: Summary, path: Path) -> None:
     """Write the timeline and the table of a run as one page."""
-    page = resources.files("lightning_asyncpp.tools.trace").joinpath("page.html").read_text(encoding="utf-8")
+    page = resources.files("lightning_asyncpp.tools").joinpath("trace_page.html").read_text(encoding="utf-8")
     legend = "".join(f'<span><i style="background:{color}"></i>{NAMES[kind]}</span>' for kind, color in _COLORS.items())
     parts = {
         "title": escape(headline(run, summary)), "legend": legend, "table": escape(table(run, summary)),

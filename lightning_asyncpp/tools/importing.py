@@ -12,8 +12,8 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from lightning_asyncpp.models import SavedGPT, WeightsError
 from lightning_asyncpp.models.hf import read_hf
 from lightning_asyncpp.storage.files import save_file
+from lightning_asyncpp.tools.model_arguments import reported
 from lightning_asyncpp.tools.parsers import import_parser
-from lightning_asyncpp.tools.saved.model_arguments import reported
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,8 +10,7 @@ from lightning_asyncpp.data import Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
-from lightning_asyncpp.tools.parsers import generate_parser
-from lightning_asyncpp.tools.saved.model_arguments import (
+from lightning_asyncpp.tools.model_arguments import (
     DTYPES,
     check_choice,
     check_device,
@@ -19,6 +18,7 @@ from lightning_asyncpp.tools.saved.model_arguments import (
     read_model,
     reported,
 )
+from lightning_asyncpp.tools.parsers import generate_parser
 
 _UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are not all there
 

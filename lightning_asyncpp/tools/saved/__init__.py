@@ -1,1 +1,0 @@
-"""Commands on saved models: ``asyncpp export``, ``import``, ``generate`` and ``evaluate``."""

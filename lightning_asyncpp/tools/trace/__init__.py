@@ -1,1 +1,0 @@
-"""`asyncpp trace`: what a recorded pipeline did when, and where its time went."""
