@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_asyncpp.optim import error_feedback, newton_schulz
-from lightning_asyncpp.optim.symmetric import full_product
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def kernels_of_gpu() -> Iterator[None]:
     # Optimizers that handle small pieces on a CPU: the Triton kernel of symmetric products is one operator here.
     replacements += [
         (error_feedback, "CPU_CHUNK_ELEMENTS", error_feedback.CHUNK_ELEMENTS),
-        (newton_schulz, "symmetric_product", full_product),
+        (newton_schulz, "symmetric_product", newton_schulz.full_product),
     ]
     with ExitStack() as stack:
         for owner, name, value in replacements:
