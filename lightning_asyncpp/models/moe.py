@@ -1,18 +1,227 @@
-"""The mixture-of-experts layer: a router, its experts, and what every token goes through beside them."""
+"""The mixture-of-experts layer: a router, its experts, what every token goes through beside them, and their balance."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_asyncpp.models.config import GPTConfig
-from lightning_asyncpp.models.execution import has_autocast
+from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.models.config import GPTConfig, MoEConfig
 from lightning_asyncpp.models.grouped_linear import grouped_linear, serves_grouped
 from lightning_asyncpp.models.layers import SwiGLU
-from lightning_asyncpp.models.router import Routing, balance_loss, count, make_router, z_loss
+
+
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+has_autocast: Callable[[str], bool] = torch.compiler.assume_constant_result(_has_autocast)
+"""Whether ``torch.autocast`` knows a type of device; it does not know "meta". The compiler of torch 2.11 cannot look
+into torch's own function."""
+
+
+class Routing(NamedTuple):
+    """What a router says of T tokens, E experts and k choices; all floating-point tensors are fp32.
+
+    Attributes:
+        experts: (T, k) int64, the experts of each token, the one with the highest score first.
+        weights: (T, k), what their outputs are multiplied with.
+        probabilities: (T, E), the scores of a token divided by their sum.
+        logits: (T, E).
+    """
+
+    experts: Tensor
+    weights: Tensor
+    probabilities: Tensor
+    logits: Tensor
+
+
+class Router(StatisticsLayer):
+    """Scores the experts for each token and chooses ``top_k`` of them.
+
+    The arithmetic is in fp32, whatever the tokens, the weight or autocast are in: in bf16 two scores are often equal.
+
+    Args:
+        config: the model's shape, with experts.
+
+    Attributes:
+        weight: (E, dim).
+        num_statistics: E + 3: how many tokens went to each expert, the number of tokens, of choices (k per token), and
+            the sum of the entropies of the tokens' probabilities, in nats.
+    """
+
+    metrics: ClassVar[Mapping[str, Literal["mean", "max", "min", "sum"]]] = {
+        "moe_load_max": "max",
+        "moe_load_min": "min",
+        "moe_entropy": "mean",
+        "moe_dropped": "sum",
+    }
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.moe: MoEConfig = config.moe
+        self.num_statistics = self.moe.num_experts + 3
+        self.weight = nn.Parameter(torch.empty(self.moe.num_experts, config.dim))
+
+    def initialize(self, std: float) -> None:
+        """Draw the weight from the global generator, normal with this standard deviation."""
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the tokens ``x`` (T, dim)."""
+        logits = self._logits(x)
+        scores = self.scores(logits)  # (T, E)
+        experts = self.preferences(scores.detach()).topk(self.moe.top_k, dim=-1).indices  # (T, k)
+        weights = scores.gather(-1, experts)  # (T, k)
+        if self.moe.normalize_top_k:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # GLM-4.5's term: sigmoids may all vanish
+        return Routing(experts, weights * self.moe.routed_scaling, self.probabilities(scores), logits)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Scores of the experts from ``logits`` (T, E); the same shape, not negative."""
+        raise NotImplementedError
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        """What the choice goes by, from ``scores`` (T, E) without their graph; the same shape."""
+        return scores
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """``scores`` (T, E) so that those of a token sum to 1."""
+        raise NotImplementedError
+
+    def _logits(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        no_autocast = torch.autocast(device, enabled=False) if has_autocast(device) else nullcontext()
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with no_autocast:
+            return F.linear(x.to(dtype), self.weight.to(dtype))  # (T, E)
+
+    @classmethod
+    def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
+        """Largest and smallest load of an expert over the mean one, mean entropy in nats, and choices left undone."""
+        counts, (tokens, choices, entropy) = totals[:-3], totals[-3:].tolist()
+        mean = float(counts.mean()) or 1.0  # of no token at all: loads of 0
+        return {
+            "moe_load_max": float(counts.max()) / mean,
+            "moe_load_min": float(counts.min()) / mean,
+            "moe_entropy": entropy / max(tokens, 1.0),
+            "moe_dropped": choices - float(counts.sum()),
+        }
+
+
+class SoftmaxRouter(Router):
+    """Scores are the softmax over all experts, as in Mixtral (arXiv 2401.04088) and Switch (arXiv 2101.03961)."""
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Softmax of ``logits`` (T, E)."""
+        return logits.softmax(dim=-1)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """The ``scores`` (T, E) themselves."""
+        return scores
+
+
+class SigmoidRouter(Router):
+    """Scores are sigmoids, and a bias that learns from the loads takes part in the choice alone.
+
+    As in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5; the bias and its update are those of Wang et al., "Auxiliary-Loss-
+    Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, Algorithm 1).
+
+    Attributes:
+        balance_bias: (E,) fp32, also when the module is converted to another dtype: steps of 0.001 vanish in bf16.
+    """
+
+    versioned_buffers: ClassVar[tuple[str, ...]] = ("balance_bias",)
+    balance_bias: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("balance_bias", torch.empty(self.moe.num_experts, dtype=torch.float32))
+
+    def initialize(self, std: float) -> None:
+        """Draw the weight as every router does; no expert is preferred."""
+        super().initialize(std)
+        nn.init.zeros_(self.balance_bias)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Sigmoid of ``logits`` (T, E)."""
+        return logits.sigmoid()
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        """``scores`` (T, E) and the bias."""
+        return scores + self.balance_bias
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Each token's ``scores`` (T, E) over their sum."""
+        return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+
+    @torch.no_grad()
+    def update_from_statistics(self, totals: Tensor) -> None:
+        """Move each expert's bias by ``balance_bias_rate`` towards the mean load.
+
+        Args:
+            totals: (E + 3,), see :class:`Router`.
+        """
+        if not self.moe.balance_bias_rate:
+            return
+        counts = totals[:-3]
+        direction = torch.sign(counts.mean() - counts).to(self.balance_bias, non_blocking=True)
+        self.balance_bias.add_(direction, alpha=self.moe.balance_bias_rate)
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> SigmoidRouter:
+        # `module.to(torch.bfloat16)` rounds every floating-point buffer; this one is put back as it was.
+        before = self.balance_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.balance_bias.dtype != torch.float32:
+            self.balance_bias = before.to(self.balance_bias.device, torch.float32)
+        return self
+
+
+def make_router(config: GPTConfig) -> Router:
+    """The router that ``config.moe.router`` names."""
+    assert config.moe is not None
+    return SigmoidRouter(config) if config.moe.router == "sigmoid" else SoftmaxRouter(config)
+
+
+def balance_loss(routing: Routing, counts: Tensor) -> Tensor:
+    """E * sum over experts of f * P; 1 with even loads, up to E where all tokens go to the same expert.
+
+    f is the share of the T * k choices that fell on the expert, P its mean probability. With one choice per token it is
+    the loss of Switch (arXiv 2101.03961, equation 4) without its coefficient; with k choices f sums to 1 as well, as in
+    DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), so that the least value does not depend on k.
+
+    Args:
+        routing: of T tokens.
+        counts: (E,), how many tokens went to each expert.
+    """
+    shares = counts / routing.experts.numel()  # (E,), f
+    return len(counts) * torch.dot(shares.to(routing.probabilities.dtype), routing.probabilities.mean(dim=0))
+
+
+def z_loss(routing: Routing) -> Tensor:
+    """Mean over the tokens of the squared logsumexp of the logits: ST-MoE (arXiv 2202.08906), equation 5."""
+    return routing.logits.logsumexp(dim=-1).square().mean()
+
+
+def count(routing: Routing, counts: Tensor) -> Tensor:
+    """What a :class:`Router` counts, (E + 3,) fp64 without a graph.
+
+    Args:
+        routing: of T tokens.
+        counts: (E,), how many tokens each expert got.
+    """
+    probabilities = routing.probabilities.detach()
+    entropy = torch.special.entr(probabilities).sum(dtype=torch.float64)
+    counts = counts.double()
+    # Filled where they are: a copy from the host would wait for the GPU.
+    tokens, choices = (counts.new_full((1,), size) for size in (probabilities.shape[0], routing.experts.numel()))
+    return torch.cat((counts, tokens, choices, entropy.view(1)))
 
 
 class Experts(nn.Module):
@@ -130,7 +339,7 @@ class MoEOutput(NamedTuple):
     Attributes:
         output: the shape of the input.
         loss: the layer's part of the auxiliary losses, with their coefficients, without dimensions.
-        counts: (E + 3,) fp64, see :class:`~lightning_asyncpp.models.router.Router`.
+        counts: (E + 3,) fp64, see :class:`Router`.
     """
 
     output: Tensor

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.cut.whole_model import update_from_counts
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
-from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
-from lightning_asyncpp.models.opening import start_problems
+from lightning_asyncpp.models.gpt import ActivationCheckpointing
+from lightning_asyncpp.models.saved import start_problems
 from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
@@ -194,7 +194,7 @@ class GPTModule(PipelineModule):
         if self.initial_weights is not None:
             found = start_problems(self.config, self.initial_weights)
             problems += [f"initial_weights={self.initial_weights!r}: {problem}" for problem in found]
-        return problems + execution_problems(self.activation_checkpointing, self.compile_blocks)
+        return problems
 
 
 def _as_config(config: GPTConfig | Mapping[str, Any]) -> GPTConfig:

@@ -14,8 +14,7 @@ from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
 from lightning_asyncpp.models.gpt import Block
 from lightning_asyncpp.models.grouped_linear import serves_grouped
-from lightning_asyncpp.models.moe import MoE, sort_by_expert
-from lightning_asyncpp.models.router import SigmoidRouter
+from lightning_asyncpp.models.moe import MoE, SigmoidRouter, sort_by_expert
 
 SETTINGS = [
     MoEConfig(num_experts=5, top_k=2, expert_dim=24),
