@@ -103,20 +103,15 @@ def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 def tensor_problems(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], limit: int = 8
 ) -> list[str]:
-    """How tensors differ from those that there should be, by name and shape."""
-    missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected]
-    problems = [
-        f"{what}: {', '.join(names[:limit])}{f' and {len(names) - limit} more' if len(names) > limit else ''}"
-        for what, names in (("lacks", missing), ("holds what the model has not", unexpected))
-        if names
-    ]
-    shapes = [
+    """How tensors differ from those that there should be, the first of them by name and shape."""
+    problems = [f"lacks: {name}" for name in expected if name not in found]
+    problems += [f"holds what the model has not: {name}" for name in found if name not in expected]
+    problems += [
         f"{name} has the shape {found[name]} instead of {shape}"
         for name, shape in expected.items()
-        if name in found and found[name] != shape
+        if found.get(name, shape) != shape
     ]
-    return problems + shapes[:limit] + ([f"and {len(shapes) - limit} more shapes"] if len(shapes) > limit else [])
+    return problems[:limit] + ([f"and {len(problems) - limit} more"] if len(problems) > limit else [])
 
 
 def _fill_buffers(module: nn.Module) -> None:
@@ -163,16 +158,12 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
     if (path / "config.json").is_file():
         if config is not None:
             raise WeightsError(f"{path} has a config.json; leave the other config out")
-        from lightning_asyncpp.models.hf import read_hf  # needs a package that checkpoints do not
+        from lightning_asyncpp.models.hf import read_hf  # which imports this file
 
         return read_hf(path)
-    if path.is_dir():
-        raise WeightsError(
-            f"{path} is a folder without index.json and config.json; name a checkpoint, or a folder of transformers"
-        )
-    if path.exists():  # and is neither
-        raise WeightsError(f"{path} is no regular file: name a checkpoint, or a copy of what comes from there")
-    raise WeightsError(f"{path}: there is no such file or folder; models of a hub have to be downloaded first")
+    what = "is a folder without index.json and config.json" if path.is_dir() else "is no checkpoint, and no folder"
+    raise WeightsError(f"{path} {what}; models of a hub have to be downloaded first")
+
 
 
 def start_problems(config: GPTConfig, path: str | Path) -> list[str]:
@@ -202,10 +193,9 @@ def start_from(model: GPT, path: str | Path) -> None:
     """
     if problems := start_problems(model.config, path):
         raise WeightsError.from_problems(f"the model cannot start from {path}", problems)
-    source = _Source(str(path))
     names = {id(module): name for name, module in model.named_modules()}
     for unit in model.pipeline_layers():
-        take = partial(_take, unit, names[id(unit)], source)
+        take = partial(_take, unit, names[id(unit)], path)
         if any(parameter.is_meta for parameter in unit.parameters()):
             # In the place of the method of its class: whoever materialises a unit calls it, and nothing else.
             unit.__dict__["reset_parameters"] = take
@@ -213,30 +203,11 @@ def start_from(model: GPT, path: str | Path) -> None:
             take()
 
 
-class _Source:
-    """Saved weights, opened when they are first read; a copy of a model does not copy them."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._saved: SavedGPT | None = None
-
-    def get(self) -> SavedGPT:
-        if self._saved is None:
-            self._saved = open_saved(self._path)
-        return self._saved
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Source:
-        return self
-
-    def __reduce__(self) -> tuple[type[_Source], tuple[str]]:
-        return _Source, (self._path,)
-
-
 @torch.no_grad()
-def _take(unit: nn.Module, name: str, source: _Source) -> None:
+def _take(unit: nn.Module, name: str, path: str | Path) -> None:
     """Initialise a unit, and put the saved tensors in the place of the random ones."""
     type(unit).reset_parameters(unit)  # type: ignore[attr-defined]  # tables and the like are in no file
-    tensors = source.get().tensors
+    tensors = open_saved(path).tensors
     unit.load_state_dict({own: tensors[f"{name}.{own}"] for own in unit.state_dict()})
 
 
@@ -283,8 +254,9 @@ def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[
         for name in state:
             if (plain := _plain(name)) in (_MARK, f"model.{_MARK}"):
                 return plain.removesuffix(_MARK), state
+    entries = ", ".join(map(str, [*content][:8]))
     raise WeightsError(
-        f"{path} holds no GPT of this package: {_described(content)}. The weights of any model alone are written by"
+        f"{path} holds no GPT of this package: its entries are {entries}. The weights of any model alone are written by"
         f" asyncpp checkpoint convert {shlex.quote(str(path))} weights.safetensors --to weights; asyncpp export takes"
         " checkpoints of GPTModule and HFModule"
     )
@@ -292,15 +264,6 @@ def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[
 
 def _plain(name: object) -> str:
     return str(name).replace(_COMPILED, "")
-
-
-def _described(content: Mapping[str, Any]) -> str:
-    state = content.get("state_dict")
-    if isinstance(state, Mapping):
-        names = [str(name) for name in state]
-        return f"its state_dict has {len(names)} entries, {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-    names = [str(name) for name in content]
-    return f"its entries are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
 def _recorded_values(content: Mapping[str, Any]) -> Mapping[str, Any] | None:

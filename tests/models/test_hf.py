@@ -15,9 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lightning_asyncpp.models import GPTConfig, MoEConfig, WeightsError, open_saved
-from lightning_asyncpp.models.hf import read_hf, write_hf
-from lightning_asyncpp.models.hf.architectures import ARCHITECTURES
-from lightning_asyncpp.models.hf.config import architecture_of, config_from_json
+from lightning_asyncpp.models.architectures import ARCHITECTURES
+from lightning_asyncpp.models.hf import architecture_of, config_from_json, read_hf, write_hf
 from lightning_asyncpp.models.saved import TRAINING_ONLY, values_of
 from tests.models.hf_cases import CASES, GLM, SHAPE, SOFTMAX, exported, make_model, saved, tokens_of
 
@@ -217,7 +216,7 @@ def edited(folder: Path, **changes: Any) -> Path:
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
         ({"hidden_size": "removed"}, "hidden_size: is missing"),
         ({"num_attention_heads": 5, "head_dim": None}, "num_heads=5: must divide dim=32"),
-        ({"num_hidden_layers": 4}, "lacks: blocks.3.attention_norm.weight, blocks.3.attention.query.weight"),
+        ({"num_hidden_layers": 4}, "lacks: blocks.3.attention_norm.weight"),
         ({"num_hidden_layers": 2}, "holds what the model has not: model.layers.2."),
         ({"intermediate_size": 64}, "blocks.0.mlp.gate.weight has the shape (56, 32) instead of (64, 32)"),
     ],
@@ -311,19 +310,15 @@ def test_damaged_folders(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="is damaged, or no safetensors file"):
         read_hf(folder)
     (written("json") / "config.json").write_text("{")
-    with pytest.raises(WeightsError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(WeightsError, match=r"config\.json cannot be read, or is not"):
         read_hf(tmp_path / "json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(WeightsError, match=r"config\.json cannot be found"):
+    with pytest.raises(WeightsError, match=r"config\.json cannot be read"):
         read_hf(tmp_path / "empty")
     exported(CASES["llama"][1], tmp_path / "none")
     (tmp_path / "none" / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"has neither model\.safetensors nor"):
         read_hf(tmp_path / "none")
-    exported(CASES["llama"][1], tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "tokenizer.json").write_bytes(b"\xff")
-    with pytest.raises(WeightsError, match=r"tokenizer\.json is no tokenizer\.json"):
-        read_hf(tmp_path / "tokenizer")
 
 
 def test_an_expert_that_is_missing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.models.hf.reading import HFTensors
+from lightning_asyncpp.models.hf import HFTensors
 from tests.models.hf_cases import exported
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights, mini_batches_of, oracle

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.models import WeightsError
-from lightning_asyncpp.models.hf.writing import new_folder
+from lightning_asyncpp.models.hf import new_folder
 from lightning_asyncpp.storage.files import StorageError
 from lightning_asyncpp.storage.folders import is_sharded, load
 from lightning_asyncpp.trainer.hf.loading import TASKS, transformers_package
