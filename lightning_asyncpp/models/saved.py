@@ -165,7 +165,6 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
     raise WeightsError(f"{path} {what}; models of a hub have to be downloaded first")
 
 
-
 def start_problems(config: GPTConfig, path: str | Path) -> list[str]:
     """What keeps a model of a config from starting with the weights at ``path``: files, sizes, tensors."""
     try:
