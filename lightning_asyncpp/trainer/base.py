@@ -403,8 +403,6 @@ class PipelineStrategy(EvaluationSteps):
                 self.checkpoints.close()
             finally:
                 self.session.leave()
-            if self._conductor is not None:
-                self._conductor.preemption.requeue()
             with without_meta_tensors(self.lightning_module):
                 super().teardown()  # moves the module to the host
             if self.session.engine is not None and self.session.watch.failure is None:

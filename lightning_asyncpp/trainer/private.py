@@ -43,11 +43,6 @@ def drop_sigterm_broadcast(trainer: Trainer) -> None:
     loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
 
 
-def set_received_sigterm(trainer: Trainer) -> None:
-    """Let Lightning end the run after this batch; every rank calls it at the same batch."""
-    required(trainer, "_signal_connector", "end a run on SIGTERM").received_sigterm = True
-
-
 def validation_is_due(trainer: Trainer) -> bool:
     """Whether the training loop validates after the current batch."""
     return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))  # type: ignore[arg-type]
