@@ -39,7 +39,7 @@ from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
-from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
+from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
 
@@ -207,7 +207,7 @@ class PipelineStrategy(PipelineCheckpoints):
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer, self._step_optimizer)
-        mark_as_stepped(optimizer)
+        expect_early_schedulers()
         optimizer.__class__ = _with_zero_grad(type(optimizer), self._drop)
         return optimizer
 

@@ -99,7 +99,7 @@ class AsyncppCLI(LightningCLI):
         Raises:
             ConfigurationError: Lightning refused its arguments, as where there are not as many devices.
         """
-        section = self._get(self.config_init, "trainer") or {}
+        section = self.config_init[self.subcommand]["trainer"] if self.subcommand else self.config_init["trainer"]
         given = section["callbacks"]
         callbacks = given if isinstance(given, list) else [] if given is None else [given]
         if section["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):

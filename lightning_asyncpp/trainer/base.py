@@ -34,7 +34,7 @@ from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
-from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
+from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder
 from lightning_asyncpp.trainer import private
@@ -158,10 +158,6 @@ class PipelineStrategy(EvaluationSteps):
         self.weight_seen = 0.0
         self._draws: drawing_from | None = None
 
-    def __repr__(self) -> str:
-        """What Lightning shows where it does not know the strategy: in another package of the same code."""
-        return f"<{type(self).__name__} for the Trainer of lightning.pytorch, not of pytorch_lightning>"
-
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     @override
@@ -230,7 +226,7 @@ class PipelineStrategy(EvaluationSteps):
         optimizer = self.optimizers[0]
         self.session.attach(optimizer, self._step_optimizer)
         self._hyper_parameters = self.session.stage_optimizer.hyper_parameters
-        mark_as_stepped(optimizer)
+        expect_early_schedulers()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
@@ -291,11 +287,10 @@ class PipelineStrategy(EvaluationSteps):
             self.step_metrics.add_batch(output)
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
             returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
-        if not private.skips_backward(module.trainer):
-            # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
-            seed = derive(engine.runner.seed, "closure", mesh.stage, engine.next_forward)
-            self._draws = drawing_from(seed, self.root_device)
-            self._draws.__enter__()
+        # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
+        seed = derive(engine.runner.seed, "closure", mesh.stage, engine.next_forward)
+        self._draws = drawing_from(seed, self.root_device)
+        self._draws.__enter__()
         return returned
 
     @override

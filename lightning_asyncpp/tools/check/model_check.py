@@ -34,7 +34,6 @@ from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.check.record import GRADIENT, LOSS, OF_ORDER, Record, Rounding, first_difference
 from lightning_asyncpp.tools.check.reference_strategy import ReferenceStrategy
 from lightning_asyncpp.tools.check.report import EQUAL, EQUAL_BUT_FOR_ORDER, CheckReport, Difference
-from lightning_asyncpp.trainer.other_package import check_package
 from lightning_asyncpp.trainer.strategy import DelayedGradientStrategy
 
 _QUIET: Mapping[str, Any] = {
@@ -78,7 +77,6 @@ def check_model(
     Raises:
         ConfigurationError: the pipeline cannot train the module, with every problem that was found.
     """
-    check_package(module)
     accumulated = trainer.get("accumulate_grad_batches", 1)
     batches = list(itertools.islice(data, updates * accumulated))
     if not batches:

@@ -55,7 +55,6 @@ class Conductor(Callback):
         """Stand in front of the trainer's callbacks and take over what Lightning does per batch, and on signals."""
         callbacks = [c for c in trainer.callbacks if not isinstance(c, Conductor)]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
-        private.check_names(trainer)
         private.drop_sigterm_broadcast(trainer)
         private.replace_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
 
