@@ -15,8 +15,7 @@ from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.hf import new_folder
 from lightning_asyncpp.storage.files import StorageError
 from lightning_asyncpp.storage.folders import is_sharded, load
-from lightning_asyncpp.trainer.hf.loading import TASKS, transformers_package
-from lightning_asyncpp.trainer.hf.trained import with_adapters
+from lightning_asyncpp.trainer.hf_model import TASKS, transformers_package, with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
 
 _MODEL, _ADAPTED, _BASE = "model.", "base_model.model.", ".base_layer."
