@@ -33,9 +33,14 @@ from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.clipping import check_norm_type
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.fabric import refusals
+from lightning_asyncpp.fabric.calls import (
+    ONE_MODEL_ONE_OPTIMIZER,
+    Clipping,
+    MiniBatchNote,
+    module_problems,
+    not_set_up,
+)
 from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints
-from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
@@ -171,7 +176,7 @@ class PipelineStrategy(PipelineCheckpoints):
         """
         self._hooks = self._hooks_of(module)
         precision = str(self.precision.precision)
-        problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
+        problems = module_problems(self.session, module, precision, self._hooks.loss_reduction)
         is_cut = self._is_cut(module)
         if not problems and is_cut:
             problems = problems_of_layers(
@@ -200,7 +205,7 @@ class PipelineStrategy(PipelineCheckpoints):
             ConfigurationError: on every rank, with the problems of all ranks.
         """
         if self.session.stage is None or self.session.optimizer is not None:
-            raise ConfigurationError(refusals.ONE_MODEL_ONE_OPTIMIZER)
+            raise ConfigurationError(ONE_MODEL_ONE_OPTIMIZER)
         self.session.whole_model.pruned.show(False)
         with self.session.watch.collective():
             self.session.finish()
@@ -361,7 +366,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _trained_engine(self, caller: str) -> Engine:
         if self.session.optimizer is None:
-            raise ConfigurationError(refusals.not_set_up(caller))
+            raise ConfigurationError(not_set_up(caller))
         return self.session.running()
 
     def _user_step(self, step_fn: StepFunction) -> Step:
@@ -425,7 +430,7 @@ class PipelineStrategy(PipelineCheckpoints):
             ConfigurationError: on every rank; an argument makes no sense, or a rank cannot write there.
         """
         if self.session.optimizer is None:
-            raise ConfigurationError(refusals.not_set_up("strategy.record_trace()"))
+            raise ConfigurationError(not_set_up("strategy.record_trace()"))
         self._end_recording()
         self._recorder = Recorder(self.session, Path(dirpath), Window(first_mini_batch, mini_batches))
         return self._recorder

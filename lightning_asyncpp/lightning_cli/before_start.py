@@ -10,7 +10,7 @@ from lightning_asyncpp.data import DataError, TextDataModule
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.nearest import advice
 from lightning_asyncpp.trainer.base import PipelineStrategy
-from lightning_asyncpp.trainer.refusals import trainer_problems
+from lightning_asyncpp.trainer.set_up import trainer_problems
 
 
 def check_values(configuration: Namespace) -> None:

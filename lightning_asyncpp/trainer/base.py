@@ -44,17 +44,15 @@ from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
-from lightning_asyncpp.trainer.module_facts import (
-    hidden_example,
-    modules_example,
-    without_meta_tensors,
-)
-from lightning_asyncpp.trainer.refusals import (
+from lightning_asyncpp.trainer.set_up import (
     NOTHING_TO_STEP,
     ONE_OPTIMIZER,
+    hidden_example,
     module_problems,
+    modules_example,
     optimizer_problem,
     trainer_problems,
+    without_meta_tensors,
 )
 
 
