@@ -34,7 +34,7 @@ class StatisticsLayer(nn.Module):
     """
 
     num_statistics: int
-    versioned_buffers: ClassVar[tuple[str, ...]] = ()
+    versioned_buffers: tuple[str, ...] = ()
     metrics: ClassVar[Mapping[str, Literal["mean", "max", "min", "sum"]]] = {}
 
     def update_from_statistics(self, totals: Tensor) -> None:

@@ -37,9 +37,6 @@ class MoEConfig:
     balance_loss: float = 0.01
     """Coefficient of the load-balancing loss, E * sum over experts of (share of the choices) * (mean probability),
     which is 1 with even load; a mean over the MoE layers. 0: none."""
-    z_loss: float = 0.0
-    """Coefficient of the router's z-loss, the mean squared logsumexp of the logits; a mean over the MoE layers.
-    0: none; ST-MoE has 0.001."""
     balance_bias_rate: float = 0.0
     """What the bias of an expert changes by per update, upwards with less than the mean load and downwards with more;
     router sigmoid. 0: the biases stay; DeepSeek-V3 has 0.001."""
@@ -98,12 +95,8 @@ class GPTConfig:
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
     head_dim: int | None = None
     """Features per head, an even number; null for dim / num_heads."""
-    rotary_fraction: float = 1.0
-    """Share of a head's features that the rotary embedding turns, the first ones; GLM-4.5 has 0.5."""
     qk_norm: bool = False
     """Normalise each head's query and key (RMSNorm over its features, before the rotation), as Qwen3 and GLM-4.5 do."""
-    qkv_bias: bool = False
-    """Add a bias to queries, keys and values, as GLM-4.5 does; it starts at 0."""
     moe: MoEConfig | None = None
     """Experts instead of the SwiGLU of some blocks; null for a dense model. A mapping of its fields will do."""
 
@@ -123,11 +116,6 @@ class GPTConfig:
     def attention_width(self) -> int:
         """Features of all query heads of a block together."""
         return self.num_heads * self.head_width
-
-    @property
-    def rotary_dim(self) -> int:
-        """Features of a head that the rotary embedding turns."""
-        return int(self.head_width * self.rotary_fraction)
 
     @property
     def kv_heads(self) -> int:
@@ -160,7 +148,6 @@ class GPTConfig:
     def num_parameters(self) -> int:
         """Number of trainable values of the whole model; a shared matrix counts once."""
         vectors = 2 * self.dim + (2 * self.head_width if self.qk_norm else 0)
-        vectors += (self.num_heads + 2 * self.kv_heads) * self.head_width if self.qkv_bias else 0
         matrices = 1 if self.tie_embeddings else 2
         blocks = sum(
             self.attention_weights() + self.mlp_weights(layer, all_experts=True) + vectors
@@ -228,15 +215,12 @@ class GPTConfig:
         return [f"{name}={size}: must be at least 1" for name, size in sizes.items() if size is not None and size < 1]
 
     def _mismatched(self) -> list[str]:
-        turned = self.head_width * self.rotary_fraction
         wrong = {
             f"num_heads={self.num_heads}: must divide dim={self.dim}, or set head_dim": (
                 self.head_dim is None and self.dim % self.num_heads > 0
             ),
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}, rotary_fraction={self.rotary_fraction}: turns"
-            f" {turned} of the {self.head_width} features of a head, and must turn an even number": (
-                turned % 2 > 0 or not 0 < turned <= self.head_width
-            ),
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}: rotary embeddings turn pairs of features of"
+            f" a head, and {self.head_width} is odd": self.head_width % 2 > 0,
             f"num_kv_heads={self.kv_heads}: must divide num_heads={self.num_heads}": self.num_heads % self.kv_heads > 0,
         }
         problems = [problem for problem, found in wrong.items() if found]

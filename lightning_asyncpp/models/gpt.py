@@ -96,8 +96,6 @@ class Block(nn.Module):
             outputs += [mlp.down]
         for linear in linears:
             nn.init.normal_(linear.weight, std=self.init_std)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
         # 2 * num_layers branches add up on the residual stream: scaled so, their sum does not grow with the depth.
         for linear in outputs:
             nn.init.normal_(linear.weight, std=self.output_std)

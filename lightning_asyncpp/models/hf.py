@@ -47,18 +47,15 @@ class HFTensors(Mapping[str, Tensor]):
         config: the GPT's shape.
         architecture: whose names the files have.
         files: name of a tensor there -> the file that holds it.
-        left_out: what names of tensors there begin with that no GPT has, and that need not be read.
 
     Attributes:
         shapes: name -> shape; tensors that no GPT has keep the name that they have there.
     """
 
-    def __init__(
-        self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path], left_out: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path]) -> None:
         if config.num_layers > len(files):
             raise WeightsError(f"num_layers={config.num_layers}, and the files have {len(files)} tensors")
-        self._files = {name: path for name, path in files.items() if not name.startswith(left_out)}
+        self._files = files
         self._names = {name: _name_there(architecture, name, config) for name in expected_shapes(config)}
         self.shapes = self._read_shapes(architecture)
 
@@ -101,16 +98,10 @@ def read_hf(folder: Path) -> SavedGPT:
         config, architecture = config_from_json(content)
     except WeightsError as error:
         raise WeightsError(f"{folder}: {error}") from error
-    tensors = HFTensors(config, architecture, _files(folder), _further_layers(content, config, architecture))
+    tensors = HFTensors(config, architecture, _files(folder))
     tokenizer = folder / TOKENIZER
     definition = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
     return SavedGPT(str(folder), config, tensors, tensors.shapes, definition)
-
-
-def _further_layers(content: Mapping[str, Any], config: GPTConfig, architecture: Architecture) -> tuple[str, ...]:
-    """What the names of layers begin with that predict further tokens."""
-    number = content.get(architecture.further_layers)
-    return tuple(f"model.layers.{config.num_layers + i}." for i in range(number if isinstance(number, int) else 0))
 
 
 def _name_there(architecture: Architecture, name: str, config: GPTConfig) -> str | list[str]:
@@ -299,7 +290,6 @@ def config_json(config: GPTConfig, architecture: Architecture, dtype: str, end: 
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
         **{key: value for key, value in flat.items() if key != "rope_type"},
-        **({architecture.further_layers: 0} if architecture.further_layers else {}),
         "rope_parameters": {key: flat[key] for key in _ROPE},
         "bos_token_id": None,
         "eos_token_id": end,

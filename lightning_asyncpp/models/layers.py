@@ -18,7 +18,7 @@ class RotaryEmbedding(nn.Module):
     numbers in bf16.
 
     Args:
-        dim: features per head that are turned, an even number: the first ones.
+        dim: features per head, an even number.
         context_length: number of positions in the tables.
         base: base of the wavelengths.
     """
@@ -52,9 +52,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Turn ``x`` (batch, heads, time, head_dim), from position 0 on; returns the same shape and dtype."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]  # (time, dim / 2)
-        half, rest = self.dim // 2, x.shape[-1] - self.dim
-        first, second, kept = x.float().split((half, half, rest), dim=-1)  # (batch, heads, time, ...) each
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1)
+        first, second = x.float().chunk(2, dim=-1)  # (batch, heads, time, dim / 2) each
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.to(x.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> RotaryEmbedding:
@@ -74,16 +73,16 @@ class Attention(nn.Module):
         self.kv_heads = config.kv_heads
         self.head_dim = config.head_width
         kv_width = config.kv_heads * config.head_width
-        self.query = nn.Linear(config.dim, config.attention_width, bias=config.qkv_bias)
-        self.key = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
-        self.value = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.query = nn.Linear(config.dim, config.attention_width, bias=False)
+        self.key = nn.Linear(config.dim, kv_width, bias=False)
+        self.value = nn.Linear(config.dim, kv_width, bias=False)
         self.projection = nn.Linear(config.attention_width, config.dim, bias=False)
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()
         if config.qk_norm:
             self.query_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
             self.key_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
-        self.rotary = RotaryEmbedding(config.rotary_dim, config.context_length, config.rope_base)
+        self.rotary = RotaryEmbedding(config.head_width, config.context_length, config.rope_base)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix the positions of ``x`` (batch, time, dim); returns the same shape."""

@@ -21,7 +21,7 @@ from lightning_asyncpp.storage.files import StorageError
 from lightning_asyncpp.storage.folders import is_sharded, load
 
 # Of no meaning to a model that was trained.
-TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.z_loss", "moe.balance_bias_rate"})
+TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.balance_bias_rate"})
 # Two models that differ in these can have the same weights.
 _FREE = TRAINING_ONLY | {"context_length", "init_std"}
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.cut.whole_model import update_from_counts
-from lightning_asyncpp.models import GPT, GPTConfig, start_from
+from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, start_from
 from lightning_asyncpp.models.gpt import ActivationCheckpointing
 from lightning_asyncpp.models.saved import start_problems
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
@@ -85,7 +85,7 @@ class GPTModule(PipelineModule):
         self.initial_weights = initial_weights
         self._counted = Collected()
         if initial_weights is not None and (problems := start_problems(self.config, initial_weights)):
-            raise ValueError(f"initial_weights={initial_weights!r}: " + "; ".join(problems))
+            raise WeightsError.from_problems(f"initial_weights={initial_weights!r}", problems)
         # A checkpoint holds plain values only: it can then be read without unpickling code. How the blocks are computed
         # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
         self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])

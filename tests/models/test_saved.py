@@ -228,16 +228,13 @@ def test_sizes_that_differ_are_refused_with_both_numbers(tmp_path: Path) -> None
     exported(CASES["glm4-moe"][1], tmp_path / "out")
     moe = replace(CASES["glm4-moe"][1].moe, top_k=3, balance_loss=0.5)  # type: ignore[type-var]
     config = replace(CASES["glm4-moe"][1], num_layers=5, norm_eps=1e-6, context_length=8, moe=moe)
-    with pytest.raises(ValueError, match="GPTModule cannot be built") as caught:
-        GPTModule(config, warmup_steps=-1, initial_weights=str(tmp_path / "out"))
+    with pytest.raises(ValueError, match="initial_weights=") as caught:
+        GPTModule(config, initial_weights=str(tmp_path / "out"))
     lines = str(caught.value).splitlines()[1:]
-    assert len(lines) == 4
-    assert "warmup_steps" in lines[0]
-    for line, name, wanted, found in zip(
-        lines[1:], ("num_layers", "norm_eps", "moe.top_k"), (5, 1e-06, 3), (3, 2e-05, 2)
-    ):
+    assert len(lines) == 3
+    for line, name, wanted, found in zip(lines, ("num_layers", "norm_eps", "moe.top_k"), (5, 1e-06, 3), (3, 2e-05, 2)):
         assert f"{name}={wanted!r}, and the weights are those of a model with {name}={found!r}" in line
-    with pytest.raises(ValueError, match=r"initial_weights='/absent': .*is no checkpoint, and no folder"):
+    with pytest.raises(ValueError, match=r"(?s)initial_weights='/absent':.*is no checkpoint, and no folder"):
         GPTModule(config, initial_weights="/absent")
 
 
