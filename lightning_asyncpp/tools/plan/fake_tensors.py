@@ -39,13 +39,14 @@ def drop_memory(module: nn.Module) -> None:
     """Replace all parameters and buffers by :func:`empty_like` ones, shared ones by shared ones."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None and tensor not in made:
+        parameters = part.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = part.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in (*parameters, *buffers):
+            if tensor not in made:
                 new = empty_like(tensor)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[tensor] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
-            if tensor is not None:
-                setattr(part, name, made[tensor])
+            setattr(part, name, made[tensor])
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
