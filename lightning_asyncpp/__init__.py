@@ -29,7 +29,6 @@ from lightning_asyncpp.trainer import (
     TokensPerSecond,
 )
 from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
-from lightning_asyncpp.trainer.other_package import refuse_other_package as _refuse_other_package
 from lightning_asyncpp.version import __version__
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ _register(
     sync_pipeline=_fabric.SyncPipelineStrategy,
     delayed_gradient=_fabric.DelayedGradientStrategy,
 )
-_refuse_other_package(("async_pipeline", "sync_pipeline", "delayed_gradient"))
 
 __all__ = [
     "AsyncPipelineStrategy",

@@ -1,12 +1,13 @@
 """What layers say beside their output: losses of their own, and counts from which they learn without a gradient.
 
 Only the last stage of a pipeline computes the loss, and a layer of another stage cannot add to it. So it says what it
-has to add to whoever runs the model, who :func:`collects <collecting>` it: a pipeline on every stage, an emulated
-pipeline or a plain training step in one process. The meaning is the same everywhere: an auxiliary loss of micro-batch k
+has to add to whoever runs the model, who :func:`collects <collecting>` it: a pipeline on every stage, or a plain
+training step in one process. The meaning is the same everywhere: an auxiliary loss of micro-batch k
 adds to that micro-batch's mean loss, and counts are summed over the micro-batches and the replicas of an update.
 
-What a backward computes again (``torch.utils.checkpoint``) was said in the forward and does not count twice. That needs
-``use_reentrant=False``: the other kind runs its forward without gradients, where nothing is said.
+What nobody collects is left out. So is what a backward computes again (``torch.utils.checkpoint``): it was said in the
+forward, and the backward runs outside of the collection. That needs ``use_reentrant=False``: the other kind runs its
+forward without gradients, where nothing is said.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StatisticsLayer(nn.Module):
     """
 
     num_statistics: int
-    versioned_buffers: ClassVar[tuple[str, ...]] = ()
+    versioned_buffers: tuple[str, ...] = ()
     metrics: ClassVar[Mapping[str, Literal["mean", "max", "min", "sum"]]] = {}
 
     def update_from_statistics(self, totals: Tensor) -> None:
@@ -109,59 +110,35 @@ class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a gen
 
 
 def add_auxiliary_loss(loss: Tensor) -> None:
-    """Add a layer's own loss to the loss of the micro-batch that runs; without gradients it is left out.
+    """Add a layer's own loss to that of the micro-batch that runs; without gradients, or a collection, it is left out.
 
     Args:
         loss: a tensor without dimensions; a mean over the micro-batch, as the loss itself.
-
-    Raises:
-        RuntimeError: a gradient is to be computed, and nobody would add the loss.
     """
-    if not (torch.is_grad_enabled() and loss.requires_grad) or _in_backward():
+    collected = COLLECTED.get()
+    if collected is None or not (torch.is_grad_enabled() and loss.requires_grad):
         return
     if loss.ndim:
         raise ValueError(f"an auxiliary loss must be a tensor without dimensions, got shape {tuple(loss.shape)}")
-    _current("an auxiliary loss").losses.append(loss)
+    collected.losses.append(loss)
 
 
 def add_statistics(layer: StatisticsLayer, counts: Tensor) -> None:
-    """Add what a layer counted in this forward; without gradients it is left out.
+    """Add what a layer counted in this forward; without gradients, or a collection, it is left out.
 
     Args:
         layer: whose counts they are.
         counts: (layer.num_statistics,), on any device.
 
     Raises:
-        RuntimeError: training runs, and nobody would use them.
         ValueError: they have another shape.
     """
-    if not torch.is_grad_enabled() or _in_backward():
+    collected = COLLECTED.get()
+    if collected is None or not torch.is_grad_enabled():
         return
     if counts.shape != (layer.num_statistics,):
         raise ValueError(
             f"{type(layer).__name__} counts in {layer.num_statistics} numbers (num_statistics), but add_statistics got"
             f" a tensor of shape {tuple(counts.shape)}"
         )
-    _current("statistics").add(layer, counts)
-
-
-def _in_backward() -> bool:
-    """Whether a backward runs on this thread: a private name of torch, looked for here alone."""
-    current = getattr(torch._C, "_current_graph_task_id", None)
-    if current is None:
-        raise RuntimeError(
-            "torch._C._current_graph_task_id is gone from this version of torch: lightning_asyncpp needs it to tell"
-            " what activation checkpointing computes again; use another version of torch"
-        )
-    return bool(current() != -1)
-
-
-def _current(what: str) -> Collected:
-    collected = COLLECTED.get()
-    if collected is None:
-        raise RuntimeError(
-            f"a layer has {what} that nobody collects: run the model inside `with lightning_asyncpp.auxiliary"
-            ".collecting() as said:` and add said.total_loss() to the loss (the pipeline strategies and GPTModule do"
-            " so by themselves), or under torch.no_grad()"
-        )
-    return collected
+    collected.add(layer, counts)

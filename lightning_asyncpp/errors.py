@@ -13,28 +13,18 @@ _OWN_DEVICE = re.compile("ncclUnhandledCudaError|Cuda failure|CUDA error")  # NC
 class ConfigurationError(ValueError):
     """Can this run at all? Raised before training, on every rank, with every problem that was found."""
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """What was found, one by one."""
-        found: tuple[str, ...] = self.__dict__.get("_problems", (str(self),))
-        return found
-
     @classmethod
-    def from_problems(cls, problems: Sequence[str], mend: str = "", joint: str = "; ") -> ConfigurationError:
-        """Join all problems into one error, so that nobody mends them one run at a time.
+    def from_problems(cls, problems: Sequence[str], remedy: str = "") -> ConfigurationError:
+        """Join all problems into one error, so that nobody meets them one run at a time.
 
         Args:
             problems: at least one.
-            mend: what there is to say about all of them: after a single one, or on a line of its own.
-            joint: between a single one and that.
+            remedy: what there is to say about all of them: after a single one, or on a line of its own.
         """
-        ends_with_mend = f"{problems[-1]}{joint}{mend}" if mend else problems[-1]
         if len(problems) == 1:
-            return cls(ends_with_mend)
+            return cls("; ".join([*problems, remedy] if remedy else problems))
         lines = [f"{len(problems)} problems:", *(f"  {i}. {p}" for i, p in enumerate(problems, 1))]
-        error = cls("\n".join([*lines, mend[:1].upper() + mend[1:]] if mend else lines))
-        error.__dict__["_problems"] = (*problems[:-1], ends_with_mend)
-        return error
+        return cls("\n".join([*lines, remedy[:1].upper() + remedy[1:]] if remedy else lines))
 
 
 class BatchMismatchError(RuntimeError):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lightning_asyncpp.auxiliary import StatisticsLayer, add_auxiliary_loss, add_statistics, collecting
+from lightning_asyncpp.auxiliary import COLLECTED, StatisticsLayer, add_auxiliary_loss, add_statistics, collecting
 
 
 class Counter(StatisticsLayer):
@@ -51,11 +51,13 @@ def test_statistics_add_up_and_go_outwards_unless_taken() -> None:
     assert outer.statistics[layer].dtype == torch.float64
 
 
-def test_what_nobody_would_add_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="an auxiliary loss that nobody collects"):
-        add_auxiliary_loss(a_loss())
-    with pytest.raises(RuntimeError, match="statistics that nobody collects"):
-        add_statistics(Counter(), torch.zeros(2))
+def test_what_nobody_collects_is_left_out() -> None:
+    add_auxiliary_loss(a_loss())
+    add_statistics(Counter(), torch.zeros(2))
+    with collecting() as said:
+        pass
+    assert said.losses == []
+    assert said.statistics == {}
 
 
 def test_without_gradients_nothing_is_collected() -> None:
@@ -71,8 +73,7 @@ def test_a_loss_with_dimensions_is_refused() -> None:
         add_auxiliary_loss(torch.ones(2, requires_grad=True))
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_what_a_backward_computes_again_is_said_once(inside: bool) -> None:
+def test_what_a_backward_computes_again_is_said_once() -> None:
     layer, weight = Counter(), torch.ones(2, requires_grad=True)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -86,10 +87,7 @@ def test_what_a_backward_computes_again_is_said_once(inside: bool) -> None:
         x = torch.tensor([0.3, 0.7], requires_grad=True)
         with collecting() as said:
             y = checkpoint(forward, x, use_reentrant=False) if again else forward(x)
-            if inside:
-                (y.sum() + said.total_loss()).backward()
-        if not inside:
-            (y.sum() + said.total_loss()).backward()
+        (y.sum() + said.total_loss()).backward()
         assert len(said.losses) == 1
         assert said.statistics[layer].tolist() == [1.0, 1.0]
         gradients.append((x.grad, weight.grad))
@@ -98,17 +96,10 @@ def test_what_a_backward_computes_again_is_said_once(inside: bool) -> None:
         assert torch.equal(first, second)
 
 
-def test_a_torch_without_the_private_name_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    with collecting(), pytest.raises(RuntimeError, match=r"_current_graph_task_id is gone"):
-        add_auxiliary_loss(a_loss())
-
-
 def test_a_failure_inside_ends_the_collection() -> None:
     with pytest.raises(KeyError), collecting():
         raise KeyError
-    with pytest.raises(RuntimeError, match="nobody collects"):
-        add_auxiliary_loss(a_loss())
+    assert COLLECTED.get() is None
 
 
 def test_counts_of_another_shape_are_refused() -> None:

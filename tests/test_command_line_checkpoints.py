@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
 
 SIZES = {"vocab_size": 256, "context_length": 32, "num_layers": 2, "dim": 16, "num_heads": 2}
 
@@ -53,4 +54,4 @@ def test_a_run_is_made_longer(tmp_path: Path) -> None:
     assert content["global_step"] == 4
     assert content["hyper_parameters"]["total_steps"] == 9
     module = GPTModule(GPTConfig(**SIZES), warmup_steps=1, total_steps=9)
-    assert content["lr_schedulers"][0]["_last_lr"] == [module._learning_rate_factor()(4)]
+    assert content["lr_schedulers"][0]["_last_lr"] == [learning_rate_factor(module)(4)]

@@ -102,7 +102,7 @@ def test_errors_of_other_code_are_left_alone(error: Exception, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("call", "is_one"),
     [
-        (lambda: MuonAdamW([nn.Parameter(torch.ones(2, 2))], lr=-1.0), True),
+        (lambda: MuonAdamW([nn.Parameter(torch.ones(2, 2))], adjust_lr="no"), True),
         (lambda: GPTConfig(vocab_size=-1, context_length=8), True),
         (lambda: optional_package("nowhere_to_be_found", "this"), True),
         (lambda: MuonAdamW(), False),  # Python raised it, for arguments that are missing

@@ -47,10 +47,10 @@ def refused(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (["--model.init_args.config.moe.top_k=50"], [r"moe.top_k=50: must be at most num_experts=8"]),
+        (["--model.init_args.config.moe.top_k=50"], [r"moe.top_k=50: must be from 1 to num_experts=8"]),
         (
             ["--model.init_args.config.num_heads=3", "--model.init_args.config.moe.top_k=50"],
-            ["num_heads=3", "num_kv_heads=2", "moe.top_k=50: must be at most num_experts=8"],
+            ["num_heads=3", "num_kv_heads=2", "moe.top_k=50: must be from 1 to num_experts=8"],
         ),
         (["--data.init_args.val_fraction=1"], ["val_fraction=1"]),
     ],

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_asyncpp.adapt.examples import Call, copied
-from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units
@@ -56,7 +55,7 @@ class ModelRuns:
         called = called_by_steps(self.model)
         args, kwargs = copied(*self.call)
         self.model.pipeline_layers = cut  # type: ignore[assignment]
-        with untouched(self.model), collecting(), entering_units(self.model, entered):
+        with untouched(self.model), entering_units(self.model, entered):
             self.seed(-1)
             output = type(called).__call__(called, *args, **kwargs)
             entered(cut.num_units)
@@ -78,7 +77,7 @@ class ModelRuns:
         links: list[tuple[tuple[Tensor, ...], list[Tensor], bytes]] = []
         args, kwargs = copied(*self.call)
         for unit in range(cut.num_units):
-            with untouched(self.model), collecting():
+            with untouched(self.model):
                 self.seed(-1)
                 stage = OwnForwardStage(self.model, cut, unit, unit + 1, self.device, has_all=has_all)
                 value = stage.run(args, kwargs, self.seed)

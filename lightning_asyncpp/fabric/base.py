@@ -27,12 +27,17 @@ from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.core.updates.clipping import check_norm_type
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.fabric import refusals
+from lightning_asyncpp.fabric.calls import (
+    ONE_MODEL_ONE_OPTIMIZER,
+    Clipping,
+    MiniBatchNote,
+    module_problems,
+    not_set_up,
+)
 from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints
-from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
 from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.private_names import required
-from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
+from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
 
@@ -91,7 +96,7 @@ class PipelineStrategy(PipelineCheckpoints):
         """
         self._hooks = self._hooks_of(module)
         precision = str(self.precision.precision)
-        problems = refusals.module_problems(self.session, module, precision, self._hooks.loss_reduction)
+        problems = module_problems(self.session, module, precision, self._hooks.loss_reduction)
         is_cut = self._is_cut(module)
         if not problems and is_cut:
             problems = problems_of_layers(
@@ -120,14 +125,14 @@ class PipelineStrategy(PipelineCheckpoints):
             ConfigurationError: on every rank, with the problems of all ranks.
         """
         if self.session.stage is None or self.session.optimizer is not None:
-            raise ConfigurationError(refusals.ONE_MODEL_ONE_OPTIMIZER)
+            raise ConfigurationError(ONE_MODEL_ONE_OPTIMIZER)
         self.session.whole_model.pruned.show(False)
         with self.session.watch.collective():
             self.session.finish()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer, self._step_optimizer)
-        mark_as_stepped(optimizer)
+        expect_early_schedulers()
         optimizer.__class__ = _with_zero_grad(type(optimizer), self._drop)
         return optimizer
 
@@ -281,7 +286,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _trained_engine(self, caller: str) -> Engine:
         if self.session.optimizer is None:
-            raise ConfigurationError(refusals.not_set_up(caller))
+            raise ConfigurationError(not_set_up(caller))
         return self.session.running()
 
     def _user_step(self, step_fn: StepFunction) -> Step:
@@ -345,7 +350,7 @@ class PipelineStrategy(PipelineCheckpoints):
             ConfigurationError: on every rank; an argument makes no sense, or a rank cannot write there.
         """
         if self.session.optimizer is None:
-            raise ConfigurationError(refusals.not_set_up("strategy.record_trace()"))
+            raise ConfigurationError(not_set_up("strategy.record_trace()"))
         self._end_recording()
         self._recorder = Recorder(self.session, Path(dirpath), Window(first_mini_batch, mini_batches))
         return self._recorder

@@ -21,7 +21,7 @@ from lightning_asyncpp.core.checkpoint.state import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.core.cut.whole_model import whole_of
-from lightning_asyncpp.fabric.clipping import MiniBatchNote
+from lightning_asyncpp.fabric.calls import MiniBatchNote
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 
 

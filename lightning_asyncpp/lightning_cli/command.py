@@ -31,7 +31,7 @@ from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser, missing
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
-from lightning_asyncpp.trainer.refusals import trainer_problems
+from lightning_asyncpp.trainer.set_up import trainer_problems
 
 
 def check_values(configuration: Namespace) -> None:
@@ -141,7 +141,7 @@ class AsyncppCLI(LightningCLI):
         Raises:
             ConfigurationError: Lightning refused its arguments, as where there are not as many devices.
         """
-        section = self._get(self.config_init, "trainer") or {}
+        section = self.config_init[self.subcommand]["trainer"] if self.subcommand else self.config_init["trainer"]
         given = section["callbacks"]
         callbacks = given if isinstance(given, list) else [] if given is None else [given]
         if section["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):

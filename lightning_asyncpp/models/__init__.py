@@ -2,7 +2,6 @@
 
 from lightning_asyncpp.models.config import GPTConfig, MoEConfig
 from lightning_asyncpp.models.gpt import GPT
-from lightning_asyncpp.models.opening import open_saved, start_from
-from lightning_asyncpp.models.saved import SavedGPT, WeightsError
+from lightning_asyncpp.models.saved import SavedGPT, WeightsError, open_saved, start_from
 
 __all__ = ["GPT", "GPTConfig", "MoEConfig", "SavedGPT", "WeightsError", "open_saved", "start_from"]

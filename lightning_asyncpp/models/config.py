@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_PER_WEIGHT = 6.0
+_PER_LOGIT = 10.0
+"""Of the cross-entropy: conversion, maximum, difference, exponential, sum and logarithm; backward about as much."""
 
 
 @dataclass
 class MoEConfig:
     """Which blocks have experts, how a token chooses among them, and what keeps their load even.
 
-    Its values are checked by the :class:`~lightning_asyncpp.models.GPTConfig` around it, together with its own. The
-    formulas, and which settings are those of Mixtral and of GLM-4.5: docs/guides/moe.md.
+    The formulas, and which settings are those of Mixtral and of GLM-4.5: docs/guides/moe.md.
     """
 
     num_experts: int = 8
@@ -35,9 +37,6 @@ class MoEConfig:
     balance_loss: float = 0.01
     """Coefficient of the load-balancing loss, E * sum over experts of (share of the choices) * (mean probability),
     which is 1 with even load; a mean over the MoE layers. 0: none."""
-    z_loss: float = 0.0
-    """Coefficient of the router's z-loss, the mean squared logsumexp of the logits; a mean over the MoE layers.
-    0: none; ST-MoE has 0.001."""
     balance_bias_rate: float = 0.0
     """What the bias of an expert changes by per update, upwards with less than the mean load and downwards with more;
     router sigmoid. 0: the biases stay; DeepSeek-V3 has 0.001."""
@@ -46,105 +45,29 @@ class MoEConfig:
     every: int = 1
     """Behind these, the last one of each group of so many blocks has experts; 1: all of them."""
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> MoEConfig:
-        """Build one from the mapping that a checkpoint or a YAML file holds.
-
-        Raises:
-            ValueError: a name is none of a field.
-        """
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(values) - set(known)):
-            raise ValueError(f"moe: no such field: {', '.join(unknown)}; there are {', '.join(known)}")
-        return cls(**values)
-
     def is_moe_layer(self, layer: int) -> bool:
         """Whether block ``layer``, 0 first, has experts."""
         behind = layer - self.num_dense_layers
         return behind >= 0 and (behind + 1) % self.every == 0
 
-    def problems(self, num_layers: int | None) -> list[str]:
-        """What is wrong in a model of so many blocks (``None``: unknown), with the mend; names begin with ``moe.``."""
-        sizes = self._wrong_sizes() or self._mismatched(num_layers)
-        return [f"moe.{problem}" for problem in [*sizes, *self._wrong_numbers()]]
-
-    def _wrong_sizes(self) -> list[str]:
-        least = {
-            "num_experts": 1,
-            "top_k": 1,
-            "expert_dim": 1,
-            "num_shared_experts": 0,
-            "num_dense_layers": 0,
-            "every": 1,
+    def problems(self, num_layers: int) -> list[str]:
+        """What is wrong in a model of so many blocks, with the mend; names begin with ``moe.``."""
+        wrong = {
+            f"top_k={self.top_k}: must be from 1 to num_experts={self.num_experts}": (
+                not 1 <= self.top_k <= self.num_experts
+            ),
+            f"router={self.router!r}: must be 'softmax' or 'sigmoid'": self.router not in ("softmax", "sigmoid"),
+            f"balance_bias_rate={self.balance_bias_rate!r}: only scores of the sigmoid router take a bias; set router:"
+            " sigmoid, or leave it at 0 and use balance_loss": self.router == "softmax" and self.balance_bias_rate != 0,
+            f"num_dense_layers={self.num_dense_layers}, every={self.every}: none of num_layers={num_layers} blocks has"
+            " experts": not any(map(self.is_moe_layer, range(num_layers))),
         }
-        values = {name: getattr(self, name) for name in least}
-        if self.expert_dim is None:
-            del values["expert_dim"]
-        return [
-            f"{name}={value!r}: must be a whole number of at least {least[name]}"
-            for name, value in values.items()
-            if not isinstance(value, int) or isinstance(value, bool) or value < least[name]
-        ]
-
-    def _mismatched(self, num_layers: int | None) -> list[str]:
-        problems = []
-        if self.top_k > self.num_experts:
-            problems.append(f"top_k={self.top_k}: must be at most num_experts={self.num_experts}")
-        if num_layers is None:
-            return problems
-        behind = num_layers - self.num_dense_layers
-        if behind <= 0:
-            problems.append(
-                f"num_dense_layers={self.num_dense_layers}: must be below num_layers={num_layers}, or no block has "
-                "experts"
-            )
-        elif self.every > behind:
-            problems.append(
-                f"every={self.every}: must be at most {behind}, the number of blocks behind the dense ones "
-                f"(num_layers={num_layers} - num_dense_layers={self.num_dense_layers}), or none has experts"
-            )
-        return problems
-
-    def _wrong_numbers(self) -> list[str]:
-        problems = []
-        if self.router not in ("softmax", "sigmoid"):
-            problems.append(f"router={self.router!r}: must be 'softmax' or 'sigmoid'")
-        if not is_finite(self.routed_scaling) or self.routed_scaling <= 0:
-            problems.append(f"routed_scaling={self.routed_scaling!r}: must be a number above 0, for instance 1.0")
-        for name in ("balance_loss", "z_loss", "balance_bias_rate"):
-            value = getattr(self, name)
-            if not is_finite(value) or value < 0:
-                problems.append(f"{name}={value!r}: must be a number of at least 0, for instance 0.001")
-        if self.router == "softmax" and self.balance_bias_rate:
-            problems.append(
-                f"balance_bias_rate={self.balance_bias_rate!r}: only scores of the sigmoid router take a bias; set "
-                "router: sigmoid, or leave it at 0 and use balance_loss"
-            )
-        return problems
-
-
-def is_finite(value: Any) -> bool:
-    """Whether this is a number, and neither infinite nor NaN."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-class _Number(NamedTuple):
-    allows: Callable[[float], bool]
-    limits: str
-
-
-_NUMBERS = {
-    "rope_base": _Number(lambda value: value > 1, "above 1, for instance 10000.0"),
-    "norm_eps": _Number(lambda value: value > 0, "above 0, for instance 1e-5"),
-    "dropout": _Number(lambda value: 0 <= value < 1, "of at least 0 and below 1"),
-    "init_std": _Number(lambda value: value > 0, "above 0, for instance 0.02"),
-    "rotary_fraction": _Number(lambda value: 0 < value <= 1, "above 0 and at most 1"),
-}
+        return [f"moe.{problem}" for problem, found in wrong.items() if found]
 
 
 @dataclass
 class GPTConfig:
-    """The shape and the initialisation of a GPT; a wrong value is reported when the config is built."""
+    """The shape and the initialisation of a GPT; what does not fit together is reported when the config is built."""
 
     vocab_size: int = 256
     """Number of token ids that the model knows: the rows of the embedding and the width of the logits."""
@@ -172,26 +95,16 @@ class GPTConfig:
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
     head_dim: int | None = None
     """Features per head, an even number; null for dim / num_heads."""
-    rotary_fraction: float = 1.0
-    """Share of a head's features that the rotary embedding turns, the first ones; GLM-4.5 has 0.5."""
     qk_norm: bool = False
     """Normalise each head's query and key (RMSNorm over its features, before the rotation), as Qwen3 and GLM-4.5 do."""
-    qkv_bias: bool = False
-    """Add a bias to queries, keys and values, as GLM-4.5 does; it starts at 0."""
     moe: MoEConfig | None = None
     """Experts instead of the SwiGLU of some blocks; null for a dense model. A mapping of its fields will do."""
 
     def __post_init__(self) -> None:
         given: Any = self.moe
         if isinstance(given, Mapping):  # a checkpoint gives back the mapping that was saved
-            self.moe = given = MoEConfig.from_mapping(given)
-        wrong_sizes = self._wrong_sizes()
-        problems = [*(wrong_sizes or self._mismatched_sizes()), *self._wrong_numbers()]
-        if isinstance(given, MoEConfig):
-            problems += given.problems(None if wrong_sizes else self.num_layers)
-        elif given is not None:
-            problems.append(f"moe={given!r}: must be a MoEConfig, a mapping of its fields, or null for a dense model")
-        if problems:
+            self.moe = MoEConfig(**given)
+        if problems := self._wrong_sizes() or self._mismatched():
             raise ValueError("GPTConfig cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
     @property
@@ -203,11 +116,6 @@ class GPTConfig:
     def attention_width(self) -> int:
         """Features of all query heads of a block together."""
         return self.num_heads * self.head_width
-
-    @property
-    def rotary_dim(self) -> int:
-        """Features of a head that the rotary embedding turns."""
-        return int(self.head_width * self.rotary_fraction)
 
     @property
     def kv_heads(self) -> int:
@@ -240,7 +148,6 @@ class GPTConfig:
     def num_parameters(self) -> int:
         """Number of trainable values of the whole model; a shared matrix counts once."""
         vectors = 2 * self.dim + (2 * self.head_width if self.qk_norm else 0)
-        vectors += (self.num_heads + 2 * self.kv_heads) * self.head_width if self.qkv_bias else 0
         matrices = 1 if self.tie_embeddings else 2
         blocks = sum(
             self.attention_weights() + self.mlp_weights(layer, all_experts=True) + vectors
@@ -261,10 +168,26 @@ class GPTConfig:
         Two per weight that the token is multiplied with forward, twice that backward; attention counts without the half
         that causality saves, as in Chowdhery et al., "PaLM" (2022). Reading the embedding multiplies nothing.
         """
-        matrices = self.dim * self.vocab_size
-        for layer in range(self.num_layers):
-            matrices += self.attention_weights() + self.mlp_weights(layer, all_experts=False)
-        return 6.0 * matrices + 12.0 * self.num_layers * self.attention_width * self.context_length
+        return sum(map(self.block_flops, range(self.num_layers))) + _PER_WEIGHT * self.dim * self.vocab_size
+
+    def block_flops(self, layer: int) -> float:
+        """The same of block ``layer``, 0 first; of its experts those that a token goes to."""
+        weights = self.attention_weights() + self.mlp_weights(layer, all_experts=False)
+        return _PER_WEIGHT * weights + 12.0 * self.attention_width * self.context_length
+
+    def unit_flops(self, recomputes_blocks: bool = False) -> list[float]:
+        """The same of every unit of the model, by which a pipeline balances its stages: embedding, blocks, head.
+
+        The gradient of an embedding is added once; the loss is no unit, but runs where the head does. Norms, rotations,
+        gates and residuals are left out: they are few operations, and as many in every block.
+
+        Args:
+            recomputes_blocks: whether backwards run the forwards of blocks once more, a third of what they cost
+                otherwise.
+        """
+        times = 4 / 3 if recomputes_blocks else 1.0
+        blocks = [times * self.block_flops(layer) for layer in range(self.num_layers)]
+        return [float(self.dim), *blocks, (_PER_WEIGHT * self.dim + _PER_LOGIT) * self.vocab_size]
 
     def attention_weights(self) -> int:
         """Number of weights of a block's four projections."""
@@ -278,44 +201,27 @@ class GPTConfig:
         return self.moe.num_experts * self.dim + experts * 3 * self.dim * self.expert_width
 
     def _wrong_sizes(self) -> list[str]:
-        sizes = {
-            "vocab_size": self.vocab_size,
-            "context_length": self.context_length,
-            "num_layers": self.num_layers,
-            "dim": self.dim,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.kv_heads,
-            "mlp_dim": 1 if self.mlp_dim is None else self.mlp_dim,
-            "head_dim": 1 if self.head_dim is None else self.head_dim,
+        names = (
+            "vocab_size",
+            "context_length",
+            "num_layers",
+            "dim",
+            "num_heads",
+            "num_kv_heads",
+            "mlp_dim",
+            "head_dim",
+        )
+        sizes = {name: getattr(self, name) for name in names}
+        return [f"{name}={size}: must be at least 1" for name, size in sizes.items() if size is not None and size < 1]
+
+    def _mismatched(self) -> list[str]:
+        wrong = {
+            f"num_heads={self.num_heads}: must divide dim={self.dim}, or set head_dim": (
+                self.head_dim is None and self.dim % self.num_heads > 0
+            ),
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}: rotary embeddings turn pairs of features of"
+            f" a head, and {self.head_width} is odd": self.head_width % 2 > 0,
+            f"num_kv_heads={self.kv_heads}: must divide num_heads={self.num_heads}": self.num_heads % self.kv_heads > 0,
         }
-        return [
-            f"{name}={value!r}: must be a whole number of at least 1"
-            for name, value in sizes.items()
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ]
-
-    def _mismatched_sizes(self) -> list[str]:
-        problems = []
-        if self.head_dim is None and self.dim % self.num_heads:
-            problems.append(f"num_heads={self.num_heads}: must divide dim={self.dim}, or set head_dim")
-        elif self.head_width % 2:
-            problems.append(
-                f"num_heads={self.num_heads}, head_dim={self.head_dim}: gives heads of {self.head_width} features, and "
-                "rotary embeddings turn pairs; choose dim / num_heads, or head_dim, even"
-            )
-        elif is_finite(self.rotary_fraction) and self.head_width * self.rotary_fraction % 2:
-            problems.append(
-                f"rotary_fraction={self.rotary_fraction!r}: turns {self.head_width * self.rotary_fraction} of the "
-                f"{self.head_width} features of a head, and must turn an even number"
-            )
-        if self.num_heads % self.kv_heads:
-            problems.append(f"num_kv_heads={self.kv_heads}: must divide num_heads={self.num_heads}")
-        return problems
-
-    def _wrong_numbers(self) -> list[str]:
-        values = {name: getattr(self, name) for name in _NUMBERS}
-        return [
-            f"{name}={value!r}: must be a number {_NUMBERS[name].limits}"
-            for name, value in values.items()
-            if not (is_finite(value) and _NUMBERS[name].allows(value))
-        ]
+        problems = [problem for problem, found in wrong.items() if found]
+        return problems + (self.moe.problems(self.num_layers) if self.moe is not None else [])

@@ -3,19 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_asyncpp.auxiliary import add_auxiliary_loss, add_statistics
 from lightning_asyncpp.models.config import GPTConfig
-from lightning_asyncpp.models.cost import unit_flops
-from lightning_asyncpp.models.execution import ActivationCheckpointing, Execution
 from lightning_asyncpp.models.layers import Attention, SwiGLU
 from lightning_asyncpp.models.moe import MoE, MoEOutput
+
+ActivationCheckpointing = Literal["none", "block", "selective"]
+
+_EXPENSIVE = (
+    *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm", "lightning_asyncpp.loop_linear"),
+    *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu"),
+    *("aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention"),
+    *("aten._scaled_dot_product_attention_math", "aten._scaled_dot_product_fused_attention_overrideable"),
+)
+"""Operators whose results are kept; a release of torch that lacks one of them never calls it."""
+
+
+class Execution:
+    """How the blocks of a GPT are computed; neither choice changes what they compute, so they are no part of the shape.
+
+    Args:
+        activation_checkpointing: ``"none"`` keeps all activations for the backward; ``"block"`` keeps the input of each
+            block and computes the block once more in the backward; ``"selective"`` keeps the results of matrix products
+            and of attention as well, and computes the rest once more.
+        compile_blocks: compile each block with ``torch.compile``; a mapping has arguments for it.
+
+    Raises:
+        ValueError: there is no such checkpointing.
+    """
+
+    def __init__(
+        self,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile_blocks: bool | Mapping[str, Any] = False,
+    ) -> None:
+        if activation_checkpointing not in get_args(ActivationCheckpointing):
+            raise ValueError(f"activation_checkpointing={activation_checkpointing!r}: must be none, block or selective")
+        self.activation_checkpointing = activation_checkpointing
+        self.compile_options = dict(compile_blocks) if isinstance(compile_blocks, Mapping) else {}
+        self.compiles = isinstance(compile_blocks, Mapping) or compile_blocks
+
+    def run(self, function: Callable[..., Any], *args: Any, random: bool) -> Any:
+        """Call ``function``, which has no side effects; ``random``: it draws random numbers."""
+        how = self.activation_checkpointing if torch.is_grad_enabled() else "none"
+        if self.compiles:
+            return _compiled(function, how, random, self.compile_options)(*args)
+        return _checkpointed(function, how, random)(*args)
 
 
 class Block(nn.Module):
@@ -54,8 +96,6 @@ class Block(nn.Module):
             outputs += [mlp.down]
         for linear in linears:
             nn.init.normal_(linear.weight, std=self.init_std)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
         # 2 * num_layers branches add up on the residual stream: scaled so, their sum does not grow with the depth.
         for linear in outputs:
             nn.init.normal_(linear.weight, std=self.output_std)
@@ -179,7 +219,7 @@ class GPT(nn.Module):
         compile_blocks: compile each block with ``torch.compile``; a mapping has arguments for it.
 
     Raises:
-        ValueError: an argument is wrong; all of them are named.
+        ValueError: there is no such checkpointing.
     """
 
     def __init__(
@@ -209,7 +249,7 @@ class GPT(nn.Module):
 
     def pipeline_costs(self) -> list[float]:
         """Return what each unit costs, in floating-point operations per token: by it a pipeline balances its stages."""
-        return unit_flops(self.config, self._recomputes_blocks)
+        return self.config.unit_flops(self._recomputes_blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Predict the token that follows each position.
@@ -233,3 +273,35 @@ class GPT(nn.Module):
         """Initialise all units in their order."""
         for unit in self.pipeline_layers():
             unit.reset_parameters()  # type: ignore[operator]
+
+
+def _checkpointed(function: Callable[..., Any], how: str, random: bool) -> Callable[..., Any]:
+    if how == "none":
+        return function
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
+    if how == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+
+    def run(*args: Any) -> Any:
+        return checkpoint(function, *args, **options)
+
+    return run
+
+
+_known: dict[tuple, Callable[..., Any]] = {}
+
+
+def _compiled(function: Callable[..., Any], how: str, random: bool, options: dict[str, Any]) -> Callable[..., Any]:
+    """The compiled function, one for all blocks and models alike: their weights are its inputs, not part of it.
+
+    It is kept here and not with a model, which may be copied or pickled.
+    """
+    key = function, how, random and how != "none", repr(sorted(options.items()))
+    if key not in _known:
+        _known[key] = torch.compile(_checkpointed(function, how, random), **options)
+    return _known[key]
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = str(getattr(operator, "overloadpacket", operator))
+    return CheckpointPolicy.MUST_SAVE if name in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE

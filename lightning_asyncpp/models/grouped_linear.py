@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_grouped_mm = getattr(F, "grouped_mm", None)  # since torch 2.10
-
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, grouped: bool) -> Tensor:
     """Multiply rows of ``x`` with the transposed weight of their group, as ``F.linear`` does with one.
@@ -30,8 +28,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, grouped: bool) -> Te
         (rows, out).
     """
     if grouped:
-        assert _grouped_mm is not None
-        product: Tensor = _grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+        product: Tensor = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
         return product
     looped: Tensor = loop_linear(x, weight, ends)
     return looped
@@ -93,8 +90,6 @@ def serves_grouped(device: torch.device, dtype: torch.dtype, in_features: int, o
 
 @cache
 def _trial(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> bool:
-    if _grouped_mm is None:
-        return False
     with torch.inference_mode(False), torch.enable_grad():
         try:
             tried = _results(torch.device("meta"), dtype, in_features, out_features, grouped=True)  # a compiler's view

@@ -11,36 +11,6 @@ from torch import Tensor, nn
 from lightning_asyncpp.models.config import GPTConfig
 
 
-class KeyValueCache:
-    """What one attention layer computed for the tokens so far."""
-
-    def __init__(self) -> None:
-        self._keys: Tensor | None = None  # (batch, kv_heads, length, head_dim), turned to their positions
-        self._values: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of tokens in it."""
-        return 0 if self._keys is None else self._keys.shape[-2]
-
-    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of further tokens, (batch, kv_heads, time, head_dim); returns those of all tokens.
-
-        Raises:
-            ValueError: it is not empty, and more than one token comes: attention would let them see each other.
-        """
-        if self._keys is None or self._values is None:
-            self._keys, self._values = key, value
-        elif key.shape[-2] != 1:
-            raise ValueError(
-                f"{key.shape[-2]} tokens for a cache that holds {self.length}: only one may follow at a time"
-            )
-        else:
-            self._keys = torch.cat((self._keys, key), dim=-2)
-            self._values = torch.cat((self._values, value), dim=-2)
-        return self._keys, self._values
-
-
 class RotaryEmbedding(nn.Module):
     """Turns pairs of query and key features by an angle that grows with the position.
 
@@ -48,7 +18,7 @@ class RotaryEmbedding(nn.Module):
     numbers in bf16.
 
     Args:
-        dim: features per head that are turned, an even number: the first ones.
+        dim: features per head, an even number.
         context_length: number of positions in the tables.
         base: base of the wavelengths.
     """
@@ -79,13 +49,11 @@ class RotaryEmbedding(nn.Module):
         self.cos = angles.cos().to(device, torch.float32)
         self.sin = angles.sin().to(device, torch.float32)
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """Turn ``x`` (batch, heads, time, head_dim), from position ``start`` on; returns the same shape and dtype."""
-        end = start + x.shape[-2]
-        cos, sin = self.cos[start:end], self.sin[start:end]  # (time, dim / 2)
-        half, rest = self.dim // 2, x.shape[-1] - self.dim
-        first, second, kept = x.float().split((half, half, rest), dim=-1)  # (batch, heads, time, ...) each
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1)
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``x`` (batch, heads, time, head_dim), from position 0 on; returns the same shape and dtype."""
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]  # (time, dim / 2)
+        first, second = x.float().chunk(2, dim=-1)  # (batch, heads, time, dim / 2) each
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.to(x.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> RotaryEmbedding:
@@ -97,11 +65,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which groups of query heads share a key and a value head.
-
-    Attributes:
-        cache: keys and values of the tokens before those that come in, while text is generated; else ``None``.
-    """
+    """Causal self-attention in which groups of query heads share a key and a value head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -109,30 +73,25 @@ class Attention(nn.Module):
         self.kv_heads = config.kv_heads
         self.head_dim = config.head_width
         kv_width = config.kv_heads * config.head_width
-        self.query = nn.Linear(config.dim, config.attention_width, bias=config.qkv_bias)
-        self.key = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
-        self.value = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.query = nn.Linear(config.dim, config.attention_width, bias=False)
+        self.key = nn.Linear(config.dim, kv_width, bias=False)
+        self.value = nn.Linear(config.dim, kv_width, bias=False)
         self.projection = nn.Linear(config.attention_width, config.dim, bias=False)
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()
         if config.qk_norm:
             self.query_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
             self.key_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
-        self.rotary = RotaryEmbedding(config.rotary_dim, config.context_length, config.rope_base)
-        self.cache: KeyValueCache | None = None
+        self.rotary = RotaryEmbedding(config.head_width, config.context_length, config.rope_base)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix the positions of ``x`` (batch, time, dim); returns the same shape."""
         query = self._split_heads(self.query(x), self.heads)  # (batch, heads, time, head_dim)
         key = self._split_heads(self.key(x), self.kv_heads)  # (batch, kv_heads, time, head_dim)
         value = self._split_heads(self.value(x), self.kv_heads)  # (batch, kv_heads, time, head_dim)
-        start = 0 if self.cache is None else self.cache.length
-        query, key = self.rotary(self.query_norm(query), start), self.rotary(self.key_norm(key), start)
-        if self.cache is not None:
-            key, value = self.cache.extend(key, value)  # (batch, kv_heads, start + time, head_dim) each
+        query, key = self.rotary(self.query_norm(query)), self.rotary(self.key_norm(key))
         grouped = self.kv_heads != self.heads
-        # Behind what is in the cache comes one token, which sees all of it.
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=start == 0, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
         return projected
 

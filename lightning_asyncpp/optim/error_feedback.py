@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_asyncpp.optim.correction import DelayCorrection, Entries, Weights
-from lightning_asyncpp.optim.options import BUFFER_DTYPES, check_options
 
 CPU_CHUNK_ELEMENTS = 2**17
 """Elements handled at a time on a CPU: what the operations share stays in its cache, and memory is read once. The
@@ -75,9 +74,8 @@ class ErrorFeedback(DelayCorrection):
         params: ParamsT,
         base: Callable[[Iterable], Optimizer],
         strength: float = 1.0,
-        buffer_dtype: str | None = None,
+        buffer_dtype: Literal["bfloat16", "float32"] | None = None,
     ) -> None:
-        check_options(self, {"strength": strength, "buffer_dtype": buffer_dtype})
         super().__init__(params, base)
         self.strength = strength
         self.buffer_dtype = buffer_dtype
@@ -103,7 +101,7 @@ class ErrorFeedback(DelayCorrection):
 
     def _feed_back(self, weight: Tensor, before: Tensor | None, known: Tensor | None, strength: float) -> Tensor:
         """Correct a weight, and return its step: 0 where it has no gradient."""
-        dtype = BUFFER_DTYPES[self.buffer_dtype] if self.buffer_dtype else weight.dtype
+        dtype = getattr(torch, self.buffer_dtype) if self.buffer_dtype else weight.dtype
         previous = torch.zeros_like(weight, dtype=dtype) if known is None else known
         feed_back(weight, before, previous, 0.0 if known is None else strength)
         return previous
@@ -137,7 +135,7 @@ class ErrorFeedback(DelayCorrection):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if self.buffer_dtype and "previous_step" in state:
-                state["previous_step"] = state["previous_step"].to(BUFFER_DTYPES[self.buffer_dtype])
+                state["previous_step"] = state["previous_step"].to(getattr(torch, self.buffer_dtype))
 
 
 # -- the arithmetic on one tensor, in pieces, so that it needs no temporary of the tensor's size -----------------------

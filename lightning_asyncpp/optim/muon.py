@@ -1,20 +1,40 @@
-"""One optimizer for a whole model: Muon for hidden matrices, AdamW for everything else."""
+"""One optimizer for a whole model: Muon or NorMuon for hidden matrices, AdamW for everything else.
+
+Muon orthogonalises a matrix that maps hidden features to hidden features. Embeddings and output heads are matrices by
+shape only (their rows are independent vectors), so the rule needs names besides shapes.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.adamw import step_adamw
 from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, orthogonalize
-from lightning_asyncpp.optim.options import check_options
-from lightning_asyncpp.optim.split import DEFAULT_ADAMW_NAMES, is_matrix
+
+DEFAULT_ADAMW_NAMES = (
+    r"embed|(^|[._])emb([._]|$)"  # embedding, tok_embeddings, pos_emb
+    r"|(^|\.)(wte|wpe|lm_head|head|unembed|classifier)(\.|$)|(^|\.)output(\.weight)?$"
+    # of transformers: heads of classifiers and of BERT, the embedding of T5 and BART, T5's biases of distances
+    r"|(^|\.)(score|decoder|shared)\.weight$|relative_attention_bias"
+    r"|bias(es)?$|norm[^.]*(\.[^.]*)?$"  # stacked biases and norm scales of experts and heads are matrices by shape
+)
+"""Searched in the dotted parameter name; a match sends the parameter to AdamW."""
+
+FUSED_DEVICES = ("cpu", "cuda")
+"""Where the fused step of AdamW is known to equal the plain one."""
+
+RMS = 0.2
+"""Root mean square of the entries of an update with ``match_rms_adamw``, in units of the learning rate."""
+
+DTYPES = ("bfloat16", "float32", "float64")
+LR_ADJUSTMENTS = ("match_rms_adamw", "original")
 
 BATCH_ELEMENTS = 2**25
 """Elements joined into one product: enough to fill a GPU, small beside the model (64 MiB in bfloat16)."""
@@ -138,7 +158,9 @@ class MuonAdamW(Optimizer):
                 param_group.setdefault(f"adamw_{key}", None)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        check_options(self, group)
+        for name, known in (("adjust_lr", LR_ADJUSTMENTS), ("newton_schulz_dtype", DTYPES)):
+            if group[name] not in known:
+                raise ValueError(f"{type(self).__name__}: {name}={group[name]!r} must be one of {', '.join(known)}")
         adamw_lr = group.pop("adamw_lr")
         if adamw_lr is not None and not group["lr"]:
             raise ValueError(
@@ -240,6 +262,61 @@ class MuonAdamW(Optimizer):
         return directions, lr_scale(group["adjust_lr"], *stack.weight.shape[-2:])
 
 
+class NorMuonAdamW(MuonAdamW):
+    """Muon whose neurons take steps of equal size, for hidden weight matrices, and AdamW for the rest.
+
+    NorMuon (Li et al. 2025, arXiv 2510.05491, Algorithm 1): orthogonalised updates move some neurons much more than
+    others. So each row of the orthogonalised momentum O is divided by the root of a running mean of its squares, and
+    the matrix is brought back to the size of Muon's update::
+
+        M = momentum * M + (1 - momentum) * G
+        O = NewtonSchulz(M)                                   with nesterov: of (1 - momentum) * G + momentum * M
+        v = beta2 * v + (1 - beta2) * mean_over_row(O * O)    one number per neuron
+        N = O / (sqrt(v) + eps)
+        W = W - lr * weight_decay * W - lr * 0.2 * sqrt(rows * columns) / |N|_F * N
+
+    A bias correction of v would cancel in the last line. Everything but v is as in
+    :class:`~lightning_asyncpp.optim.MuonAdamW`. The paper's listing has no Nesterov momentum, the authors' code does.
+    With ``adjust_lr="original"`` the update keeps the norm of O and is scaled by sqrt(max(1, fan_out / fan_in)), as in
+    the authors' code.
+
+    Memory: that of MuonAdamW and one number per neuron.
+
+    Args:
+        params: ``module.named_parameters()``, ``module.parameters()`` or torch parameter groups.
+        lr: step size of NorMuon; with ``match_rms_adamw`` it is on AdamW's scale.
+        beta2: decay of the average of each neuron's squares, in [0, 1).
+        eps: added to the root of that average.
+        **options: those of MuonAdamW.
+    """
+
+    keeps_second_moment = True
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, beta2: float = 0.95, eps: float = 1e-10, **options: Any
+    ) -> None:
+        super().__init__(params, lr=lr, **options)
+        self.defaults.update(beta2=beta2, eps=eps)
+        for group in self.param_groups:
+            group.setdefault("beta2", beta2)
+            group.setdefault("eps", eps)
+
+    def _scale(self, directions: Tensor, stack: Stack, group: dict[str, Any]) -> tuple[Tensor, float]:
+        """Even out the neurons of ``directions`` and bring each matrix back to Muon's size."""
+        assert stack.second_moment is not None
+        eps, sides = group["eps"], (-2, -1)
+        fan_out, fan_in = directions.shape[-2:]
+        directions = directions.to(stack.weight.dtype)
+        mean_square = directions.square().mean(dim=-1, keepdim=True)
+        stack.second_moment.lerp_(mean_square, 1 - group["beta2"])
+        scaled = directions / stack.second_moment.sqrt().add_(eps)
+        norm = torch.linalg.vector_norm(scaled, dim=sides, keepdim=True).clamp_(min=eps)  # of no gradient at all: 0
+        if group["adjust_lr"] == "original":
+            before = torch.linalg.vector_norm(directions, dim=sides, keepdim=True)
+            return scaled.mul_(before / norm), lr_scale("original", fan_out, fan_in)
+        return scaled.mul_(RMS * math.sqrt(fan_out * fan_in) / norm), 1.0
+
+
 def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
     """Return the factor on a matrix's learning rate, as ``adjust_lr_fn`` of torch.optim.Muon."""
     if adjust_lr == "original":
@@ -276,3 +353,62 @@ def _may_batch(device: torch.device, batched: bool | None) -> bool:
     # On a CPU a batched product is no faster. On a GPU the library may choose another kernel for another batch size,
     # so whoever asks for deterministic results gets them independent of which matrices share a stage.
     return device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Tell whether ``shape`` is a matrix (rows, columns) or a stack of matrices (experts, rows, columns)."""
+    return len(shape) in (2, 3) and min(shape[-2:]) > 1
+
+
+def step_adamw(params: list[Tensor], state: dict[Tensor, dict[str, Any]], lr: float, group: dict[str, Any]) -> None:
+    """Step parameters that have gradients as ``torch.optim.AdamW`` does, fused where possible.
+
+    Args:
+        params: to update in place.
+        state: of each parameter, with the entries of ``torch.optim.AdamW``; made at the first gradient.
+        lr: AdamW's own.
+        group: ``adamw_betas``, ``adamw_eps``, and ``adamw_weight_decay``, which is ``weight_decay`` where it is None.
+    """
+    fused: list[Tensor] = []
+    plain: list[Tensor] = []
+    for p in params:
+        entries = state[p]
+        if "exp_avg" not in entries:
+            entries["step"] = torch.zeros((), dtype=torch.float32)
+            entries["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            entries["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        (fused if _can_be_fused(p, entries) else plain).append(p)
+    for p in fused:  # the kernel reads the count on the parameter's device
+        state[p]["step"] = state[p]["step"].to(p.device)
+    decay = group["adamw_weight_decay"]
+    for some, by_kernel in ((fused, True), (plain, None)):
+        adamw(
+            some,
+            [p.grad for p in some if p.grad is not None],
+            [state[p]["exp_avg"] for p in some],
+            [state[p]["exp_avg_sq"] for p in some],
+            [],
+            [state[p]["step"] for p in some],
+            fused=by_kernel,
+            amsgrad=False,
+            beta1=group["adamw_betas"][0],
+            beta2=group["adamw_betas"][1],
+            lr=lr,
+            weight_decay=group["weight_decay"] if decay is None else decay,
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+
+def _can_be_fused(p: Tensor, entries: dict[str, Any]) -> bool:
+    """Whether the kernel, which takes one pass over memory instead of a dozen, equals the plain step to rounding.
+
+    On CPUs it walks through memory, whatever the strides: with a gradient that is laid out unlike its parameter it
+    silently pairs the wrong elements (torch 2.15).
+    """
+    tensors = (p, p.grad, entries["exp_avg"], entries["exp_avg_sq"])
+    return (
+        p.is_floating_point()
+        and p.device.type in FUSED_DEVICES
+        and all(t.is_contiguous() for t in tensors if t is not None)
+    )

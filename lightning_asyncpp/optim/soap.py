@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_asyncpp.optim.options import check_options
-from lightning_asyncpp.optim.split import is_matrix
+from lightning_asyncpp.optim.muon import is_matrix
 
 
 class SOAP(Optimizer):
@@ -48,9 +47,6 @@ class SOAP(Optimizer):
         weight_decay: decoupled decay per step in units of the learning rate.
         precondition_frequency: updates between two refreshments of the bases.
         max_precondition_dim: longest side of a matrix that is rotated.
-
-    Raises:
-        ValueError: an option cannot be used.
     """
 
     def __init__(
@@ -74,11 +70,6 @@ class SOAP(Optimizer):
             "max_precondition_dim": max_precondition_dim,
         }
         super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group."""
-        super().add_param_group(param_group)
-        check_options(self, self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

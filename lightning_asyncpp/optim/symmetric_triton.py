@@ -1,19 +1,16 @@
 """The symmetric product as a Triton kernel: blocks on and below the diagonal are computed, and mirrored when stored.
 
-Half of the arithmetic of a full product is left out. The reference is
-:func:`lightning_asyncpp.optim.symmetric.full_product`. Block sizes are fixed, so that a matrix's bits depend neither on
-the matrices in its batch nor on a search for the fastest sizes.
+Half of the arithmetic of a full product is left out. The reference is :func:`~lightning_asyncpp.optim.newton_schulz
+.full_product`. Block sizes are fixed, so that a matrix's bits depend neither on the matrices in its batch nor on a
+search for the fastest sizes.
 """
 
 from __future__ import annotations
-
-import subprocess
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import OutOfResources
 
 BLOCK = 128
 """Rows and columns of a block of the result: its accumulator of 64 KiB is spread over the registers of 8 warps."""
@@ -70,16 +67,6 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(mirrored, tl.trans(result), mask=column_mask[:, None] & row_mask[None, :])
 
 
-def is_not_launched(error: Exception) -> bool:
-    """Whether a launch never was: the device has too little shared memory, or the host cannot build the launcher.
-
-    That takes a C compiler and Python's headers, ``apt install gcc python3-dev``.
-    """
-    if isinstance(error, RuntimeError):  # Triton has no class for it
-        return "C compiler" in str(error)
-    return isinstance(error, (OutOfResources, subprocess.CalledProcessError, FileNotFoundError))
-
-
 def triton_symmetric_product(
     a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, beta: float, alpha: float
 ) -> Tensor:
@@ -92,9 +79,6 @@ def triton_symmetric_product(
         addend: (matrices, n, n), symmetric; None for none.
         beta: factor on ``addend``.
         alpha: factor on the product, which is accumulated in float32 and must be symmetric.
-
-    Raises:
-        OutOfResources: the GPU has less shared memory than the kernel needs; nothing was launched.
     """
     matrices, size, inner = a.shape
     added = out if addend is None else addend  # a pointer is needed in any case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -283,9 +284,9 @@ def register(registry: Any, **strategies: type) -> None:
             registry.register(notebook, strategy, description=f"{description} In notebooks.", start_method="fork")
 
 
-def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+def expect_early_schedulers() -> None:
     """Keep torch from warning that a scheduler stepped before the optimizer: the first mini-batch has no update yet."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
 
 
 def launched_processes(launcher: Any) -> list[subprocess.Popen]:

@@ -9,7 +9,7 @@ import torch
 from lightning_asyncpp.data import Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
 from lightning_asyncpp.models import WeightsError
-from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
+from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
 from lightning_asyncpp.tools.model_arguments import (
     DTYPES,
     check_choice,
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         model = saved.build(arguments.device, DTYPES[arguments.dtype])
     tokens = generate_tokens(
-        CachedLogits(model, arguments.device),
+        logits_of(model, arguments.device),
         prompt,
         saved.config.context_length,
         arguments.max_new_tokens,

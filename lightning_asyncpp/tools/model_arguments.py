@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace, get_loader
 from lightning_asyncpp.data import DataError, Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.data.tokenizer import end_of_text_in, load_tokenizer
 from lightning_asyncpp.models import GPTConfig, SavedGPT, WeightsError, open_saved
-from lightning_asyncpp.models.opening import config_of_values
+from lightning_asyncpp.models.saved import config_of_values
 from lightning_asyncpp.tools.parsers import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}

@@ -26,7 +26,7 @@ from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_prob
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
+from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder
 from lightning_asyncpp.trainer import private
@@ -36,17 +36,15 @@ from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
-from lightning_asyncpp.trainer.module_facts import (
-    hidden_example,
-    modules_example,
-    without_meta_tensors,
-)
-from lightning_asyncpp.trainer.refusals import (
+from lightning_asyncpp.trainer.set_up import (
     NOTHING_TO_STEP,
     ONE_OPTIMIZER,
+    hidden_example,
     module_problems,
+    modules_example,
     optimizer_problem,
     trainer_problems,
+    without_meta_tensors,
 )
 
 
@@ -76,10 +74,6 @@ class PipelineStrategy(EvaluationSteps):
         self.gradient_norm: float | None = None
         self.weight_seen = 0.0
         self._draws: drawing_from | None = None
-
-    def __repr__(self) -> str:
-        """What Lightning shows where it does not know the strategy: in another package of the same code."""
-        return f"<{type(self).__name__} for the Trainer of lightning.pytorch, not of pytorch_lightning>"
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -149,7 +143,7 @@ class PipelineStrategy(EvaluationSteps):
         optimizer = self.optimizers[0]
         self.session.attach(optimizer, self._step_optimizer)
         self._hyper_parameters = self.session.stage_optimizer.hyper_parameters
-        mark_as_stepped(optimizer)
+        expect_early_schedulers()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
@@ -210,11 +204,10 @@ class PipelineStrategy(EvaluationSteps):
             self.step_metrics.add_batch(output)
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
             returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
-        if not private.skips_backward(module.trainer):
-            # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
-            seed = derive(engine.runner.seed, "closure", mesh.stage, engine.next_forward)
-            self._draws = drawing_from(seed, self.root_device)
-            self._draws.__enter__()
+        # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
+        seed = derive(engine.runner.seed, "closure", mesh.stage, engine.next_forward)
+        self._draws = drawing_from(seed, self.root_device)
+        self._draws.__enter__()
         return returned
 
     @override
@@ -322,8 +315,6 @@ class PipelineStrategy(EvaluationSteps):
                 self.checkpoints.close()
             finally:
                 self.session.leave()
-            if self._conductor is not None:
-                self._conductor.preemption.requeue()
             with without_meta_tensors(self.lightning_module):
                 super().teardown()  # moves the module to the host
             if self.session.engine is not None and self.session.watch.failure is None:

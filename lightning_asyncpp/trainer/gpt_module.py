@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -15,13 +16,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.cut.whole_model import update_from_counts
-from lightning_asyncpp.models import GPT, GPTConfig, start_from
-from lightning_asyncpp.models.execution import ActivationCheckpointing, execution_problems
-from lightning_asyncpp.models.opening import start_problems
-from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
+from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, start_from
+from lightning_asyncpp.models.gpt import ActivationCheckpointing
+from lightning_asyncpp.models.saved import start_problems
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
 IGNORED = -100
+Decay = Literal["cosine", "wsd", "constant"]
+_COOL_DOWN = 0.2
+"""Of the updates after the warm-up, those in which a learning rate that was constant falls."""
 
 
 def default_optimizer(parameters: Any) -> Optimizer:
@@ -71,7 +74,7 @@ class GPTModule(PipelineModule):
         initial_weights: str | None = None,
     ) -> None:
         super().__init__()
-        self.config = _as_config(config)
+        self.config = GPTConfig(**config) if isinstance(config, Mapping) else config  # as a checkpoint has it
         self.optimizer = optimizer or default_optimizer
         self.warmup_steps = warmup_steps
         self.decay = decay
@@ -81,8 +84,8 @@ class GPTModule(PipelineModule):
         self.compile_blocks = compile_blocks
         self.initial_weights = initial_weights
         self._counted = Collected()
-        if problems := self._wrong_arguments():
-            raise ValueError("GPTModule cannot be built:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        if initial_weights is not None and (problems := start_problems(self.config, initial_weights)):
+            raise WeightsError.from_problems(f"initial_weights={initial_weights!r}", problems)
         # A checkpoint holds plain values only: it can then be read without unpickling code. How the blocks are computed
         # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
         self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])
@@ -148,12 +151,7 @@ class GPTModule(PipelineModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer over this stage's parameters, with their names, and the schedule, stepped per update."""
         assert self.model is not None
-        optimizer = self.optimizer(self.model.named_parameters())
-        scheduler = LambdaLR(optimizer, self._learning_rate_factor())
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "learning_rate"},
-        }
+        return scheduled(self.optimizer(self.model.named_parameters()), self)
 
     @property
     def _counts_itself(self) -> bool:
@@ -180,23 +178,39 @@ class GPTModule(PipelineModule):
         )
         return losses.view(targets.shape), (targets != IGNORED).sum(dim=1)
 
-    def _learning_rate_factor(self) -> Callable[[int], float]:
-        """Return the learning rate of an update as a share of the optimizer's; updates count from 0."""
-        total = self.total_steps
-        if self.decay == "constant":
-            total = None
-        elif total is None:
-            total = last_step(self.trainer, self.decay)
-        return learning_rate_factor(self.warmup_steps, self.decay, self.min_lr_ratio, total)
 
-    def _wrong_arguments(self) -> list[str]:
-        problems = schedule_problems(self.warmup_steps, self.decay, self.min_lr_ratio, self.total_steps)
-        if self.initial_weights is not None:
-            found = start_problems(self.config, self.initial_weights)
-            problems += [f"initial_weights={self.initial_weights!r}: {problem}" for problem in found]
-        return problems + execution_problems(self.activation_checkpointing, self.compile_blocks)
+def scheduled(optimizer: Optimizer, module: Any) -> OptimizerLRScheduler:
+    """An optimizer with the schedule that a module's arguments ask for, stepped per update."""
+    scheduler = LambdaLR(optimizer, learning_rate_factor(module))
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "learning_rate"},
+    }
 
 
-def _as_config(config: GPTConfig | Mapping[str, Any]) -> GPTConfig:
-    # A checkpoint gives back the mapping that was saved.
-    return GPTConfig(**config) if isinstance(config, Mapping) else config
+def learning_rate_factor(module: Any) -> Callable[[int], float]:
+    """Return the learning rate of an update as a share of the optimizer's; updates count from 0.
+
+    Args:
+        module: with ``warmup_steps``, ``decay``, ``min_lr_ratio`` and ``total_steps``, or a Trainer that has an end.
+
+    Raises:
+        ValueError: the decay has no end.
+    """
+    warmup, decay, least, total = module.warmup_steps, module.decay, module.min_lr_ratio, module.total_steps
+    if total is None and decay != "constant":
+        trainer = module.trainer
+        total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
+        if not math.isfinite(total) or total <= 0:
+            raise ValueError(f"decay={decay!r} needs an end: set total_steps, or max_steps of the Trainer")
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return float((step + 1) / warmup)
+        if decay == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        falls = {"wsd": min(1.0, (1 - progress) / _COOL_DOWN), "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+        return float(least + (1 - least) * falls[decay])
+
+    return factor

@@ -14,25 +14,26 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.adapt import pipelined
 from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.hub import fetch
 from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.trainer.gpt_module import default_optimizer
-from lightning_asyncpp.trainer.hf.loading import (
-    DTYPES,
-    TASKS,
+from lightning_asyncpp.trainer.gpt_module import Decay, default_optimizer, scheduled
+from lightning_asyncpp.trainer.hf_model import (
     Dtype,
     Task,
+    example_batch,
+    freeze_parameters,
+    inputs_of,
     load_model,
+    lora_config,
+    mean_loss,
+    number_of_targets,
     read_config,
+    with_adapters,
 )
-from lightning_asyncpp.trainer.hf.loss import example_batch, inputs_of, mean_loss, number_of_targets
-from lightning_asyncpp.trainer.hf.trained import freeze, lora_config, with_adapters
-from lightning_asyncpp.trainer.learning_rate import Decay, last_step, learning_rate_factor, schedule_problems
 
 SAVED = "hf"
 """Entry of a checkpoint: what ``asyncpp export`` needs beside the weights."""
@@ -109,8 +110,6 @@ class HFModule(LightningModule):
         self.warmup_steps, self.decay, self.min_lr_ratio = warmup_steps, decay, min_lr_ratio
         self.total_steps = total_steps
         self.model: nn.Module | None = None
-        if problems := self._wrong_arguments():
-            raise ConfigurationError.from_problems(problems)
         if lora is not None:
             lora_config(lora, task)
         self.config = read_config(model_id, self.config_overrides)
@@ -126,7 +125,7 @@ class HFModule(LightningModule):
             model = load_model(
                 config, self.model_id, self.task, self.pretrained, self.dtype_name, self.attn_implementation
             )
-            freeze(model, self.freeze_patterns)
+            freeze_parameters(model, self.freeze_patterns)
             if self.gradient_checkpointing:
                 _checkpoint_activations(model)
             if self.lora is not None:
@@ -180,14 +179,8 @@ class HFModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer over what this stage trains, with its names, and the schedule, stepped per update."""
         assert self.model is not None
-        optimizer = self.optimizer([(name, p) for name, p in self.model.named_parameters() if p.requires_grad])
-        total = self.total_steps
-        if self.decay == "constant":
-            total = None
-        elif total is None:
-            total = last_step(self.trainer, self.decay)
-        factor = learning_rate_factor(self.warmup_steps, self.decay, self.min_lr_ratio, total)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        return scheduled(self.optimizer(trained), self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down the config of the model, so that ``asyncpp export`` needs nothing but the checkpoint."""
@@ -216,15 +209,6 @@ class HFModule(LightningModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             yield
-
-    def _wrong_arguments(self) -> list[str]:
-        problems = schedule_problems(self.warmup_steps, self.decay, self.min_lr_ratio, self.total_steps)
-        for name, value, choices in (("task", self.task, TASKS), ("dtype", self.dtype_name, DTYPES)):
-            if value not in choices:
-                problems.append(f"{name}={value!r}: must be one of {', '.join(choices)}")
-        if self.lora is not None and self.freeze_patterns:
-            problems.append("freeze and lora: adapters freeze all other weights; leave freeze out")
-        return problems
 
 
 def _checkpoint_activations(model: Any) -> None:

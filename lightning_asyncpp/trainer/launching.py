@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,6 @@ from typing_extensions import override
 from lightning_asyncpp.core.tree import map_tensors
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
-
-NOT_IN_NOTEBOOKS = (
-    "start_method={!r} runs a script again, and this session is interactive, a notebook or a prompt: give the Trainer"
-    " strategy='async_pipeline_notebook' (or 'sync_pipeline_notebook', or start_method='fork'), or run it as a script"
-)
 
 
 class Launching(PipelineCheckpoints):
@@ -34,8 +28,6 @@ class Launching(PipelineCheckpoints):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         launcher: Any = self.launcher
-        if launcher is not None and not launcher.is_interactive_compatible and _is_interactive():
-            raise ConfigurationError(NOT_IN_NOTEBOOKS.format(self.start_method))
         if launcher is not None and self.start_method != "popen":
             launcher.launch = functools.partial(_launch, self, launcher.launch)
 
@@ -89,8 +81,3 @@ def _run_in_child(
         strategy.on_exception(error)
         raise
     return results
-
-
-def _is_interactive() -> bool:
-    """Whether there is no script to run again: as Lightning asks, whose own refusal names other strategies."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -18,34 +18,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_asyncpp.private_names import required
 
 
-def check_names(trainer: Trainer) -> None:
-    """Make sure of the names that functions here use in every batch, where they take them as given."""
-    purpose = "follow the batches of a training"
-    connector, epoch_loop = required(trainer, "_logger_connector", purpose), trainer.fit_loop.epoch_loop
-    required(trainer.fit_loop, "_data_fetcher", purpose)
-    required(epoch_loop, "_should_check_val_fx", purpose)
-    required(epoch_loop, "_batches_that_stepped", purpose)
-    required(epoch_loop.automatic_optimization, "_skip_backward", purpose)
-    required(epoch_loop.automatic_optimization, "optim_progress", purpose)
-    required(trainer.lightning_module, "_current_fx_name", purpose)
-    required(type(trainer), "_results", purpose)
-    required(type(connector), "metrics", purpose)
-    required(connector, "_first_loop_iter", purpose)
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            required(callback, "_every_n_train_steps", "drain the pipeline before a checkpoint")
-
-
 def drop_sigterm_broadcast(trainer: Trainer) -> None:
     """Drop the blocking broadcast before every training batch."""
     loop = trainer.fit_loop.epoch_loop
     required(loop, "_broadcast_sigterm_tensor", "agree on SIGTERM without a broadcast in every batch")
     loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
-
-
-def set_received_sigterm(trainer: Trainer) -> None:
-    """Let Lightning end the run after this batch; every rank calls it at the same batch."""
-    required(trainer, "_signal_connector", "end a run on SIGTERM").received_sigterm = True
 
 
 def validation_is_due(trainer: Trainer) -> bool:
@@ -186,14 +163,9 @@ def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
     connector._prepare_dataloader = prepared
 
 
-def skips_backward(trainer: Trainer) -> bool:
-    """Whether the training loop runs forwards only, as StochasticWeightAveraging has it in its extra epoch."""
-    return trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-
-
 def begins_accumulation(trainer: Trainer) -> bool:
     """Whether the gradients before the current batch are zeroed in it; as Lightning's closure decides."""
-    return not skips_backward(trainer) and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 def batches_ahead(trainer: Trainer) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
-from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
+from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
 from tests.fabric.runs import make_fabric
 from tests.models.hf_cases import exported
 from tests.trainer.pool import Pools
@@ -40,7 +40,7 @@ def test_stages_write_what_one_process_writes(pools: Pools, stages: int, tmp_pat
     model = exported(CONFIG, tmp_path / "out", seed=3)
     sampling = Sampling(0.8, top_k=30, seed=1)
     with torch.no_grad():
-        expected = list(generate_tokens(CachedLogits(model), PROMPT, CONFIG.context_length, 15, sampling))
+        expected = list(generate_tokens(logits_of(model), PROMPT, CONFIG.context_length, 15, sampling))
     results = pools.run(stages, tokens_of_stages, str(tmp_path / "out"), sampling)
     assert results == [expected] * stages
     assert len(set(expected)) > 5

@@ -131,9 +131,6 @@ class Places:
     def _term(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _usr1(self) -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
-
     def _raise(self) -> None:
         raise ArithmeticError(MISTAKE)
 

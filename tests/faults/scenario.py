@@ -23,7 +23,6 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kill", ("call",)),
     ("leave", ANYWHERE),
     ("raise", ("save", "callback", "logger", "evaluation")),
-    ("usr1", ("call",)),
     ("cut", ("call",)),
     ("raise", ("loader", "optimizer", "step")),
     ("small", ()),
@@ -34,7 +33,7 @@ QUICK = ("newest", "behind", "fabric")
 """The jobs of the first of each sort, which the default tests run."""
 GONE = ("kill", "leave", "stop", "cut")
 ERRORS = ("raise", "full", "memory", "nan")
-TOLD = ("term", "usr1")
+TOLD = ("term",)
 _NEEDS_OTHERS = ("stop", "leave", "cut")
 
 

@@ -22,7 +22,6 @@ WORDS = {
     "small": "a small disk",
     "cut": "link between two hosts cut, timeout 25 s",
     "term": "SIGTERM",
-    "usr1": "SIGUSR1",
 }
 
 

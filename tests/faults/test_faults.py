@@ -25,7 +25,7 @@ from tests.trainer.checkpoint.resumable import write_litdata
 
 LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in after it was told
 START_SECONDS = 90.0
-TOLD_CODE = {"term": 143, "usr1": 138}
+TOLD_CODE = {"term": 143}
 MANY = 225
 # A process killed (and left, in a job that saves behind) and a mistake raised in another place of "fabric", another
 # signal, and another error of the user's in a job that saves behind, as "memory" is.

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.optim import MuonAdamW
-from lightning_asyncpp.optim.newton_schulz import orthogonalize
-from lightning_asyncpp.optim.symmetric import full_product, has_kernel, symmetric_product
+from lightning_asyncpp.optim.newton_schulz import full_product, has_kernel, orthogonalize, symmetric_product
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")

@@ -29,14 +29,12 @@ CASES: dict[str, tuple[str, GPTConfig]] = {
     ),
     "glm4-moe": ("Glm4MoeForCausalLM", GPTConfig(**SHAPE, num_kv_heads=2, moe=MoEConfig(**GLM))),
     "qwen3-wide": ("Qwen3ForCausalLM", GPTConfig(**SHAPE, head_dim=12, qk_norm=True, tie_embeddings=True)),
-    "glm4.5": (
+    "glm4-moe-wide": (
         "Glm4MoeForCausalLM",
         GPTConfig(
             **SHAPE | {"num_heads": 6},
             num_kv_heads=2,
             head_dim=12,
-            rotary_fraction=0.5,
-            qkv_bias=True,
             moe=MoEConfig(**GLM),
         ),
     ),

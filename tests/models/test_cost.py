@@ -12,15 +12,6 @@ from hypothesis import strategies as st
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig
-from lightning_asyncpp.models.cost import (
-    attention_flops,
-    block_flops,
-    embedding_flops,
-    head_flops,
-    loss_flops,
-    mlp_flops,
-    unit_flops,
-)
 
 SMALL: dict[str, Any] = {"vocab_size": 100, "context_length": 16, "num_layers": 3, "dim": 8, "num_heads": 4}
 
@@ -33,36 +24,31 @@ def cut(num_stages: int, **shape: Any) -> Partition:
 def test_by_hand() -> None:
     config = GPTConfig(**SMALL, num_kv_heads=2, mlp_dim=24)
     # Query and projection 8 x 8, key and value 8 x 4; scores and mixing 2 * 2 * 8 * 16 forward, twice that backward.
-    assert attention_flops(config) == 6 * (2 * 64 + 2 * 32) + 3 * 2 * 2 * 8 * 16
-    wide = GPTConfig(**SMALL, num_kv_heads=2, head_dim=6)  # 24 x 8 and 12 x 8
-    assert attention_flops(wide) == 6 * (2 * 192 + 2 * 96) + 3 * 2 * 2 * 24 * 16
-    assert mlp_flops(config, 0) == 6 * 3 * 8 * 24
-    assert head_flops(config) == 6 * 8 * 100
-    assert unit_flops(config) == [
-        8.0, *[attention_flops(config) + mlp_flops(config, layer) for layer in range(3)], 4800 + 1000.0,
-    ]  # fmt: skip
+    block = 6 * (2 * 64 + 2 * 32 + 3 * 8 * 24) + 3 * 2 * 2 * 8 * 16
+    wide = GPTConfig(**SMALL, num_kv_heads=2, head_dim=6, mlp_dim=24)  # 24 x 8 and 12 x 8
+    assert wide.block_flops(0) == 6 * (2 * 192 + 2 * 96 + 3 * 8 * 24) + 3 * 2 * 2 * 24 * 16
+    assert config.unit_flops() == [8.0, block, block, block, 6 * 8 * 100 + 10 * 100.0]
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 200), st.integers(1, 500))
 def test_units_add_up_to_the_whole(layers: int, heads: int, context: int, vocabulary: int) -> None:
     config = GPTConfig(vocabulary, context, layers, 4 * heads, num_heads=heads, mlp_dim=40)
-    beside = embedding_flops(config) + loss_flops(config)
-    assert sum(unit_flops(config)) - beside == pytest.approx(config.flops_per_token())
+    beside = config.dim + 10 * config.vocab_size
+    assert sum(config.unit_flops()) - beside == pytest.approx(config.flops_per_token())
 
 
 def test_experts_cost_what_a_token_meets() -> None:
     moe = MoEConfig(num_experts=8, top_k=2, expert_dim=5, num_shared_experts=1, num_dense_layers=1)
     config = GPTConfig(**SMALL, mlp_dim=24, moe=moe)
-    assert mlp_flops(config, 0) == 6 * 3 * 8 * 24
-    assert mlp_flops(config, 1) == 6 * (8 * 8 + 3 * 3 * 8 * 5)
-    beside = embedding_flops(config) + loss_flops(config)
-    assert sum(unit_flops(config)) - beside == pytest.approx(config.flops_per_token())
+    assert config.block_flops(0) - config.block_flops(1) == 6 * (3 * 8 * 24 - (8 * 8 + 3 * 3 * 8 * 5))
+    beside = config.dim + 10 * config.vocab_size
+    assert sum(config.unit_flops()) - beside == pytest.approx(config.flops_per_token())
 
 
 def test_the_model_has_a_cost_for_each_of_its_layers() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(**SMALL))
-    assert model.pipeline_costs() == unit_flops(model.config)
+    assert model.pipeline_costs() == model.config.unit_flops()
     assert len(model.pipeline_costs()) == len(model.pipeline_layers())
 
 
@@ -78,8 +64,7 @@ def test_blocks_that_run_twice_cost_a_third_more() -> None:
 
 def test_longer_contexts_make_blocks_dearer_and_the_head_not() -> None:
     short, long = (GPTConfig(**SMALL | {"context_length": context}) for context in (16, 1024))
-    assert block_flops(long, 0) > 2 * block_flops(short, 0)
-    assert head_flops(long) == head_flops(short)
+    assert long.block_flops(0) > 2 * short.block_flops(0)
 
 
 @pytest.mark.parametrize(("vocabulary", "counts"), [(256, (7, 7)), (8192, (8, 6)), (100_000, (13, 1))])

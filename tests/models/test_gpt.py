@@ -31,20 +31,17 @@ def written_out(model: GPT, tokens: Tensor) -> Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps) * weights[name]
 
     def turn(x: Tensor) -> Tensor:  # (time, head_dim)
-        half = config.rotary_dim // 2
-        pairs = torch.complex(x[:, :half], x[:, half : 2 * half])
+        half = config.head_width // 2
+        pairs = torch.complex(x[:, :half], x[:, half:])
         for position in range(len(x)):
             for pair in range(half):
                 angle = position * config.rope_base ** (-pair / half)
                 pairs[position, pair] *= complex(math.cos(angle), math.sin(angle))
-        return torch.cat((pairs.real, pairs.imag, x[:, 2 * half :]), dim=-1)
+        return torch.cat((pairs.real, pairs.imag), dim=-1)
 
     def attend(x: Tensor, prefix: str) -> Tensor:  # (time, dim)
         size, group = config.head_width, config.num_heads // config.kv_heads
-        query, key, value = (
-            x @ weights[f"{prefix}.{name}.weight"].T + weights.get(f"{prefix}.{name}.bias", 0.0)
-            for name in ("query", "key", "value")
-        )
+        query, key, value = (x @ weights[f"{prefix}.{name}.weight"].T for name in ("query", "key", "value"))
         heads = []
         for head in range(config.num_heads):
             own, shared = slice(head * size, (head + 1) * size), slice(head // group * size, (head // group + 1) * size)
@@ -77,8 +74,7 @@ def written_out(model: GPT, tokens: Tensor) -> Tensor:
         {"num_kv_heads": 2},
         {"num_kv_heads": 1},
         {"head_dim": 10},
-        {"rotary_fraction": 1 / 3, "qkv_bias": True},
-        {"num_heads": 5, "num_kv_heads": 1, "head_dim": 8, "rotary_fraction": 0.25},
+        {"num_heads": 5, "num_kv_heads": 1, "head_dim": 8},
     ],
 )
 @torch.no_grad()

@@ -15,9 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lightning_asyncpp.models import GPTConfig, MoEConfig, WeightsError, open_saved
-from lightning_asyncpp.models.hf import read_hf, write_hf
-from lightning_asyncpp.models.hf.architectures import ARCHITECTURES
-from lightning_asyncpp.models.hf.config import architecture_of, config_from_json
+from lightning_asyncpp.models.architectures import ARCHITECTURES
+from lightning_asyncpp.models.hf import architecture_of, config_from_json, read_hf, write_hf
 from lightning_asyncpp.models.saved import TRAINING_ONLY, values_of
 from tests.models.hf_cases import CASES, GLM, SHAPE, SOFTMAX, exported, make_model, saved, tokens_of
 
@@ -91,7 +90,7 @@ def test_what_was_written_is_read_bit_for_bit(name: str, tmp_path: Path) -> None
     assert torch.equal(found.build()(tokens_of(config)), model(tokens_of(config)))
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen3-wide", "mixtral", "qwen3-moe", "glm4-moe", "glm4.5"])
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-wide", "mixtral", "qwen3-moe", "glm4-moe", "glm4-moe-wide"])
 @torch.no_grad()
 def test_a_model_that_transformers_made(name: str, tmp_path: Path) -> None:
     """Its own random weights, in files that it wrote, sharded."""
@@ -217,7 +216,7 @@ def edited(folder: Path, **changes: Any) -> Path:
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
         ({"hidden_size": "removed"}, "hidden_size: is missing"),
         ({"num_attention_heads": 5, "head_dim": None}, "num_heads=5: must divide dim=32"),
-        ({"num_hidden_layers": 4}, "lacks: blocks.3.attention_norm.weight, blocks.3.attention.query.weight"),
+        ({"num_hidden_layers": 4}, "lacks: blocks.3.attention_norm.weight"),
         ({"num_hidden_layers": 2}, "holds what the model has not: model.layers.2."),
         ({"intermediate_size": 64}, "blocks.0.mlp.gate.weight has the shape (56, 32) instead of (64, 32)"),
     ],
@@ -254,46 +253,25 @@ GLM_4_5_AIR = {
 }  # fmt: skip
 
 
-def test_a_published_glm() -> None:
-    """Its sizes are those that it is known by; what the class itself takes where a key is missing is known."""
-    config, _ = config_from_json(GLM_4_5_AIR)
-    assert (config.rotary_fraction, config.rotary_dim, config.qkv_bias, config.qk_norm) == (0.5, 64, True, False)
+def test_the_sizes_of_a_published_glm() -> None:
+    """Those that it is known by, with what no GPT has changed."""
+    plain = {"attention_bias": False, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0}
+    config, _ = config_from_json(GLM_4_5_AIR | plain)
     assert config.num_parameters() == pytest.approx(106e9, rel=0.01)
     embeddings = 2 * config.vocab_size * config.dim
     assert config.num_active_parameters() - embeddings == pytest.approx(12e9, rel=0.02)
-    without = {key: value for key, value in GLM_4_5_AIR.items() if key not in ("partial_rotary_factor", "use_qk_norm")}
-    assert config_from_json(without) == config_from_json(GLM_4_5_AIR)
 
 
 def test_what_glm_says_that_no_gpt_is() -> None:
-    """Groups of experts and another rotation, by name and value."""
+    """Groups of experts, another rotation, biases and further layers, by name and value."""
     changes = {"n_group": 2, "topk_group": 2, "rope_scaling": {"type": "yarn", "factor": 2.0}, "hidden_act": "gelu"}
     with pytest.raises(WeightsError, match="a Glm4MoeForCausalLM that no GPT is") as caught:
         config_from_json(GLM_4_5_AIR | changes)
-    for named in ("n_group=2", "topk_group=2", "rope_type='yarn'", "hidden_act='gelu'"):
+    for named in (
+        "n_group=2", "topk_group=2", "rope_type='yarn'", "hidden_act='gelu'", "attention_bias=True",
+        "partial_rotary_factor=0.5", "num_nextn_predict_layers=1",
+    ):  # fmt: skip
         assert f"{named}: a GPT has" in str(caught.value)
-    with pytest.raises(WeightsError, match=r"rotary_fraction=0\.3: turns 38\.4 of the 128 features"):
-        config_from_json(GLM_4_5_AIR | {"partial_rotary_factor": 0.3})
-
-
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    """As many as config.json says; others are refused as ever."""
-    model = exported(CASES["glm4.5"][1], tmp_path / "out")
-    path = tmp_path / "out" / "model.safetensors"
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    further = {
-        "model.layers.3.eh_proj.weight": torch.ones(32, 64),
-        "model.layers.3.self_attn.q_proj.bias": torch.ones(72),
-    }
-    save_file(tensors | further, path)
-    with pytest.raises(WeightsError, match=r"holds what the model has not: model\.layers\.3\.eh_proj\.weight"):
-        read_hf(tmp_path / "out").check()
-    found = read_hf(edited(tmp_path / "out", num_nextn_predict_layers=1))
-    assert torch.equal(found.build()(tokens_of(model.config)), model(tokens_of(model.config)))
-    save_file(tensors | further | {"model.layers.4.norm.weight": torch.ones(32)}, path)
-    with pytest.raises(WeightsError, match=r"holds what the model has not: model\.layers\.4\.norm\.weight"):
-        read_hf(tmp_path / "out").check()
 
 
 def test_damaged_folders(tmp_path: Path) -> None:
@@ -311,19 +289,15 @@ def test_damaged_folders(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="is damaged, or no safetensors file"):
         read_hf(folder)
     (written("json") / "config.json").write_text("{")
-    with pytest.raises(WeightsError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(WeightsError, match=r"config\.json cannot be read, or is not"):
         read_hf(tmp_path / "json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(WeightsError, match=r"config\.json cannot be found"):
+    with pytest.raises(WeightsError, match=r"config\.json cannot be read"):
         read_hf(tmp_path / "empty")
     exported(CASES["llama"][1], tmp_path / "none")
     (tmp_path / "none" / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"has neither model\.safetensors nor"):
         read_hf(tmp_path / "none")
-    exported(CASES["llama"][1], tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "tokenizer.json").write_bytes(b"\xff")
-    with pytest.raises(WeightsError, match=r"tokenizer\.json is no tokenizer\.json"):
-        read_hf(tmp_path / "tokenizer")
 
 
 def test_an_expert_that_is_missing(tmp_path: Path) -> None:

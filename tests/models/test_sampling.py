@@ -1,4 +1,4 @@
-"""Drawing tokens: by the definitions, with and without a cache, and as transformers generates."""
+"""Drawing tokens: by the definitions, and as transformers generates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.models import WeightsError
-from lightning_asyncpp.models.layers import KeyValueCache
-from lightning_asyncpp.models.sampling import CachedLogits, Sampling, draw, generate_tokens
-from tests.models.hf_cases import CASES, exported, make_model
+from lightning_asyncpp.models.sampling import Sampling, draw, generate_tokens, logits_of
+from tests.models.hf_cases import CASES, exported
 
 PROMPT = [3, 14, 15, 92, 65, 35]
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.0, 2.5, float("-inf")])
@@ -79,60 +78,6 @@ def test_the_window_slides_and_the_end_ends() -> None:
         next(generate_tokens(never, [], 3, 3, Sampling()))
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "qwen3", "glm4.5"])
-@pytest.mark.parametrize(
-    "sampling", [Sampling(0), Sampling(0.8, top_k=40, top_p=0.95, seed=3)], ids=["greedy", "drawn"]
-)
-@torch.no_grad()
-def test_the_cache_changes_nothing(name: str, sampling: Sampling) -> None:
-    """Also where the window slides; and every token is computed once as long as it does not."""
-    config = CASES[name][1]
-    model = make_model(config)
-    computed: list[int] = []
-    model.embedding.register_forward_hook(lambda module, args, output: computed.append(args[0].shape[1]))
-    cached = CachedLogits(model)
-    compared: list[float] = []
-
-    def both(tokens: Tensor) -> Tensor:
-        ours, plain = cached(tokens), model(tokens)[:, -1]
-        compared.append(float((ours - plain).abs().max() / plain.abs().max()))
-        return ours
-
-    count = config.context_length
-    found = list(generate_tokens(both, PROMPT, config.context_length, count, sampling))
-    assert max(compared) < 1e-5
-    computed.clear()
-    assert found == list(generate_tokens(CachedLogits(model), PROMPT, config.context_length, count, sampling))
-    within = config.context_length - len(PROMPT)
-    assert computed == [len(PROMPT), *[1] * within, *[config.context_length] * (count - within - 1)]
-    plain = generate_tokens(lambda tokens: model(tokens)[:, -1], PROMPT, config.context_length, count, sampling)
-    assert found == list(plain)
-    assert all(block.attention.cache is None for block in model.blocks)  # type: ignore[union-attr]
-
-
-def test_several_tokens_behind_cached_ones() -> None:
-    """At once they are refused; a sequence that grew by several is computed one by one."""
-    cache = KeyValueCache()
-    keys = torch.randn(1, 2, 3, 4)
-    cache.extend(keys, keys)
-    with pytest.raises(ValueError, match="3 tokens for a cache that holds 3"):
-        cache.extend(keys, keys)
-    model = make_model(CASES["llama"][1])
-    cached = CachedLogits(model)
-    cached(torch.tensor([PROMPT[:2]]))
-    with torch.no_grad():
-        torch.testing.assert_close(cached(torch.tensor([PROMPT])), model(torch.tensor([PROMPT]))[:, -1])
-
-
-def test_no_more_tokens_than_the_model_takes() -> None:
-    model = make_model(CASES["llama"][1])
-    cached = CachedLogits(model)
-    tokens = torch.arange(model.config.context_length + 1).unsqueeze(0)
-    cached(tokens[:, :-1])
-    with pytest.raises(ValueError, match="sequences of 49 tokens do not fit context_length=48"):
-        cached(tokens)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("highest", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_nothing_can_be_drawn_from(highest: float, temperature: float) -> None:
@@ -151,6 +96,6 @@ def test_greedy_is_what_transformers_generates(name: str, tmp_path: Path, caplog
     with caplog.at_level(logging.ERROR):
         output = theirs.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=40)
     expected = output[0].tolist()
-    found = generate_tokens(CachedLogits(model), PROMPT, config.context_length, 40, Sampling(0))
+    found = generate_tokens(logits_of(model), PROMPT, config.context_length, 40, Sampling(0))
     assert [*PROMPT, *found] == expected
     assert len(set(expected)) > 10

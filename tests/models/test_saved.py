@@ -96,7 +96,7 @@ def test_names_of_a_compiled_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"state_dict": {"net.0.weight": torch.ones(2)}}, "its state_dict has 1 entries, net.0.weight"),
+        ({"state_dict": {"net.0.weight": torch.ones(2)}}, "its entries are state_dict"),
         ({"epoch": 1, "model": {"weight": torch.ones(2)}}, "its entries are epoch, model"),
         ([1, 2], "holds a list, and a checkpoint is a dictionary"),
         (
@@ -133,7 +133,7 @@ def test_weights_that_are_not_those_of_the_config(tmp_path: Path) -> None:
         open_saved(tmp_path / "a.ckpt").build()
     assert "lacks: head.norm.weight" in str(caught.value)
     assert "embedding.token.weight has the shape (96, 32) instead of (96, 64)" in str(caught.value)
-    assert "more shapes" in str(caught.value)
+    assert "more" in str(caught.value)
 
 
 def test_sizes_that_no_tensor_has(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     torch.save({"run": Code()}, tmp_path / "code")
     with pytest.raises(WeightsError, match="cannot be read without running code"):
         open_saved(tmp_path / "code")
-    with pytest.raises(WeightsError, match="there is no such file or folder"):
+    with pytest.raises(WeightsError, match="is no checkpoint, and no folder"):
         open_saved(tmp_path / "absent")
     with pytest.raises(WeightsError, match=r"folder without index\.json and config\.json"):
         open_saved(tmp_path)
@@ -228,16 +228,13 @@ def test_sizes_that_differ_are_refused_with_both_numbers(tmp_path: Path) -> None
     exported(CASES["glm4-moe"][1], tmp_path / "out")
     moe = replace(CASES["glm4-moe"][1].moe, top_k=3, balance_loss=0.5)  # type: ignore[type-var]
     config = replace(CASES["glm4-moe"][1], num_layers=5, norm_eps=1e-6, context_length=8, moe=moe)
-    with pytest.raises(ValueError, match="GPTModule cannot be built") as caught:
-        GPTModule(config, warmup_steps=-1, initial_weights=str(tmp_path / "out"))
+    with pytest.raises(ValueError, match="initial_weights=") as caught:
+        GPTModule(config, initial_weights=str(tmp_path / "out"))
     lines = str(caught.value).splitlines()[1:]
-    assert len(lines) == 4
-    assert "warmup_steps" in lines[0]
-    for line, name, wanted, found in zip(
-        lines[1:], ("num_layers", "norm_eps", "moe.top_k"), (5, 1e-06, 3), (3, 2e-05, 2)
-    ):
+    assert len(lines) == 3
+    for line, name, wanted, found in zip(lines, ("num_layers", "norm_eps", "moe.top_k"), (5, 1e-06, 3), (3, 2e-05, 2)):
         assert f"{name}={wanted!r}, and the weights are those of a model with {name}={found!r}" in line
-    with pytest.raises(ValueError, match=r"initial_weights='/absent': .*there is no such file or folder"):
+    with pytest.raises(ValueError, match=r"(?s)initial_weights='/absent':.*is no checkpoint, and no folder"):
         GPTModule(config, initial_weights="/absent")
 
 

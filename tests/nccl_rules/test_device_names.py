@@ -33,7 +33,7 @@ from lightning_asyncpp.core.wire.handover import Way
 from lightning_asyncpp.core.wire.header import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, symmetric
+from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, newton_schulz
 from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode  # which cross cuts
 
 CUDA = torch.device("cuda", 0)
@@ -49,7 +49,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(fake, "item", lambda self: 1.0 if self.is_floating_point() else 1)
         monkeypatch.setattr(fake, "tolist", lambda self: [1.0] * self.numel())
         monkeypatch.setattr(fake, "__bool__", lambda self: False, raising=False)
-        monkeypatch.setattr(symmetric, "_may_have_kernel", lambda *_: False)
+        monkeypatch.setattr(newton_schulz, "_may_have_kernel", lambda *_: False)
         for module in [m for n, m in sys.modules.items() if n.startswith("lightning_asyncpp.core")]:
             for name in ("seed_generators", "generator_states", "set_generator_states"):
                 if hasattr(module, name):

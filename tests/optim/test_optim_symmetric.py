@@ -11,8 +11,8 @@ import warnings
 import pytest
 import torch
 
-from lightning_asyncpp.optim import symmetric
-from lightning_asyncpp.optim.symmetric import full_product, symmetric_product
+from lightning_asyncpp.optim import newton_schulz
+from lightning_asyncpp.optim.newton_schulz import full_product, symmetric_product
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -48,7 +48,7 @@ def run(program: str, **environment: str) -> None:
 INTERPRETED = """
 import torch
 from lightning_asyncpp.optim import symmetric_triton as kernel
-from lightning_asyncpp.optim.symmetric import full_product
+from lightning_asyncpp.optim.newton_schulz import full_product
 
 torch.set_num_threads(1)
 kernel.BLOCK, kernel.BLOCK_INNER = 32, 16
@@ -86,8 +86,8 @@ def test_where_the_kernel_cannot_run_full_products_are_computed_with_one_warning
         launches.append(1)
         raise error
 
-    monkeypatch.setattr(symmetric, "_without_kernel", set())
-    monkeypatch.setattr(symmetric, "_may_have_kernel", lambda *_: True)
+    monkeypatch.setattr(newton_schulz, "_without_kernel", set())
+    monkeypatch.setattr(newton_schulz, "_may_have_kernel", lambda *_: True)
     monkeypatch.setattr(symmetric_triton, "triton_symmetric_product", fails)
     x = torch.empty(2, 512, 700, dtype=torch.bfloat16, device="meta")
     out = torch.empty(2, 512, 512, dtype=torch.bfloat16, device="meta")

@@ -97,8 +97,3 @@ def test_it_goes_on_along_the_trajectory_of_the_base_when_a_delay_begins(ahead, 
         optimizer.step()
         base -= 0.1 * (t + 1)
         torch.testing.assert_close(p.detach(), base - (delay + ahead) * 0.1 * (t + 1))
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match=r"WeightPrediction cannot use ahead=-1\. It must be at least 0\."):
-        WeightPrediction(make_params().items(), BASES["adamw"], ahead=-1)

@@ -337,7 +337,7 @@ def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command:
     error = command("generate", by_bytes.checkpoint, "--temperature", "-1", "--top-p", "3", fails=True)
     assert "temperature=-1.0: must be" in error
     assert "top_p=3.0: must be" in error
-    assert "there is no such file or folder" in command("generate", tmp_path / "absent", fails=True)
+    assert "is no checkpoint, and no folder" in command("generate", tmp_path / "absent", fails=True)
     (tmp_path / "config.yaml").write_text("width: 3")
     assert "holds the config of another model" in command(*known, fails=True)
 
@@ -349,7 +349,7 @@ def test_what_cannot_be_exported_or_imported(by_bytes: Trained, command: Any, tm
     assert "out exists already" in command("export", by_bytes.checkpoint, *out, fails=True)
     (tmp_path / "in.ckpt").touch()
     assert "exists already" in command("import", tmp_path / "out", "--output", tmp_path / "in.ckpt", fails=True)
-    assert "config.json cannot be found" in command("import", tmp_path, fails=True)
+    assert "config.json cannot be read" in command("import", tmp_path, fails=True)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "in.ckpt"}
 
 

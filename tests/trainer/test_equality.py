@@ -13,6 +13,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
 from tests.trainer.modules import (
     CarryingNet,
     FrozenStatisticsNet,
@@ -199,7 +200,7 @@ def test_gpt_from_the_meta_device_is_the_same_for_every_number_of_stages(pools: 
     (initial,) = pools.run(1, initial_weights, replace(run, strategy="plain"))
 
     def schedule(optimizer: Any) -> Callable[[], None]:
-        return LambdaLR(optimizer, small_gpt(run)._learning_rate_factor()).step
+        return LambdaLR(optimizer, learning_rate_factor(small_gpt(run))).step
 
     for stages in (1, 2, 3):
         assert_equal_weights(joined_parts(pools.run(stages, initial_weights, run)), initial)

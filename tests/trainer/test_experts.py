@@ -19,7 +19,7 @@ from tests.trainer.runs import Run, Tokens, fit, make_trainer, report
 
 MOE = {
     "num_experts": 4, "top_k": 2, "expert_dim": 8, "router": "sigmoid", "num_shared_experts": 1, "num_dense_layers": 1,
-    "balance_loss": 0.1, "z_loss": 0.01, "balance_bias_rate": 0.01,
+    "balance_loss": 0.1, "balance_bias_rate": 0.01,
 }  # fmt: skip
 
 

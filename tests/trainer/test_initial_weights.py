@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.models.hf.reading import HFTensors
+from lightning_asyncpp.models.hf import HFTensors
+from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
 from tests.models.hf_cases import exported
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights, mini_batches_of, oracle
@@ -70,7 +71,7 @@ def test_training_goes_on_as_in_a_single_process(pools: Pools, tie: bool, tmp_pa
     results = pools.run(2, fit, run)
 
     def schedule(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        return LambdaLR(optimizer, run.module(run)._learning_rate_factor()).step  # type: ignore[operator]
+        return LambdaLR(optimizer, learning_rate_factor(run.module(run))).step  # type: ignore[operator]
 
     weights, _ = oracle(run, 4, list(mini_batches_of(run)), after_update=schedule)
     if tie:  # its copy is on the last stage, too

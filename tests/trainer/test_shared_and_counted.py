@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
 from tests.core.cases import make_model
 from tests.core.random_layers import make
 from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
@@ -104,7 +105,7 @@ def test_a_gpt_with_tied_embeddings(pools: Pools, stages: int) -> None:
     results = pools.run(stages, fit, run)
 
     def schedule(optimizer: Any) -> Callable[[], None]:
-        return LambdaLR(optimizer, tied_gpt(run)._learning_rate_factor()).step
+        return LambdaLR(optimizer, learning_rate_factor(tied_gpt(run))).step
 
     weights, _ = oracle(run, 3, list(mini_batches_of(run)), max_norm=0.4, after_update=schedule)
     joined = joined_weights(results, stages)

@@ -20,7 +20,6 @@ import torch
 from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.core.cut.network import network_in, prefix_of
@@ -32,9 +31,8 @@ from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.tools.check.record import GRADIENT, LOSS, OF_ORDER, Record, Rounding, first_difference
-from lightning_asyncpp.tools.check.reference_strategy import ReferenceStrategy
+from lightning_asyncpp.tools.check.reference_strategy import BATCH_NORMS, ReferenceStrategy
 from lightning_asyncpp.tools.check.report import EQUAL, EQUAL_BUT_FOR_ORDER, CheckReport, Difference
-from lightning_asyncpp.trainer.other_package import check_package
 from lightning_asyncpp.trainer.strategy import DelayedGradientStrategy
 
 _QUIET: Mapping[str, Any] = {
@@ -78,7 +76,6 @@ def check_model(
     Raises:
         ConfigurationError: the pipeline cannot train the module, with every problem that was found.
     """
-    check_package(module)
     accumulated = trainer.get("accumulate_grad_batches", 1)
     batches = list(itertools.islice(data, updates * accumulated))
     if not batches:
@@ -134,7 +131,7 @@ class _Check:
         print("check_model: comparing whole ...", file=sys.stderr, flush=True)
         apart = self._apart_from_whole()
         if apart is None:
-            norms = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
+            norms = any(isinstance(layer, BATCH_NORMS) for layer in self.module.modules())
             of = "; not compared: BatchNorm, which normalises over the samples of a microbatch" if norms else ""
             return f"losses and gradients are equal up to rounding{of}"
         if first_difference(self._plain(1)[0], *self._plain(1, seed=1)):

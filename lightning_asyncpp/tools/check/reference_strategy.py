@@ -16,8 +16,7 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -34,6 +33,8 @@ from lightning_asyncpp.core.stage_optimizer import name_parameters
 from lightning_asyncpp.core.updates.clipping import clip_by_norm
 from lightning_asyncpp.reference import MeanGradient, Trajectory, gradient_of, load, update_buffers
 from lightning_asyncpp.trainer.private import begins_accumulation
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ReferenceStrategy(SingleDeviceStrategy):
@@ -79,7 +80,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         exact_norm = settings.schedule(0).agrees_first
         self.run = Trajectory(self.network, settings.delay, held, exact_norm, settings.synchronous_start)
         for layer in module.modules() if self.at_first else ():
-            if isinstance(layer, _BatchNorm):
+            if isinstance(layer, BATCH_NORMS):
                 layer.eval()
         # Losses that layers add are kept from the step, which may add them itself in a plain training.
         collection, called = collecting(), called_by_steps(self.network)

@@ -26,7 +26,6 @@ from torch.utils.flop_counter import flop_registry
 from lightning_asyncpp.core.tree import stands_for_tensors, tensors_of
 from lightning_asyncpp.models import grouped_linear  # noqa: F401  (registers the operators)
 from lightning_asyncpp.optim import error_feedback, newton_schulz
-from lightning_asyncpp.optim.symmetric import full_product
 
 stands_for_tensors(FakeTensor)
 
@@ -48,13 +47,14 @@ def drop_memory(module: nn.Module) -> None:
     """Replace all parameters and buffers by :func:`empty_like` ones, shared ones by shared ones."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None and tensor not in made:
+        parameters = part.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = part.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in (*parameters, *buffers):
+            if tensor not in made:
                 new = empty_like(tensor)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[tensor] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
-            if tensor is not None:
-                setattr(part, name, made[tensor])
+            setattr(part, name, made[tensor])
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -158,7 +158,7 @@ def kernels_of_gpu() -> Iterator[None]:
     # Optimizers that handle small pieces on a CPU: the Triton kernel of symmetric products is one operator here.
     replacements += [
         (error_feedback, "CPU_CHUNK_ELEMENTS", error_feedback.CHUNK_ELEMENTS),
-        (newton_schulz, "symmetric_product", full_product),
+        (newton_schulz, "symmetric_product", newton_schulz.full_product),
     ]
     with ExitStack() as stack:
         for owner, name, value in replacements:

@@ -27,8 +27,7 @@ from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.recipe_parser import instantiated
 from lightning_asyncpp.tools.plan.fake_tensors import drop_memory
 from lightning_asyncpp.trainer.base import PipelineStrategy
-from lightning_asyncpp.trainer.module_facts import optimizers_in
-from lightning_asyncpp.trainer.refusals import module_problems
+from lightning_asyncpp.trainer.set_up import module_problems, optimizers_in
 
 
 @dataclass

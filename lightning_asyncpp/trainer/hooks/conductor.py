@@ -16,7 +16,7 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
-from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception, save_on_exception_again
+from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception
 
 
 class Conductor(Callback):
@@ -55,8 +55,6 @@ class Conductor(Callback):
         """Stand in front of the trainer's callbacks and take over what Lightning does per batch, and on signals."""
         callbacks = [c for c in trainer.callbacks if not isinstance(c, Conductor)]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
-        private.check_names(trainer)
-        save_on_exception_again(trainer)
         private.drop_sigterm_broadcast(trainer)
         private.replace_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
 
@@ -86,7 +84,7 @@ class Conductor(Callback):
         if engine.updates.agreed.interrupted:
             self._is_preempted = True
             if not _is_finished(trainer, batch_idx):
-                private.set_received_sigterm(trainer)  # Lightning ends the run after this batch, or after its epoch
+                self.preemption.stop()
         if engine.updates.agreed.finished:
             self._stopping = trainer.should_stop = True
 

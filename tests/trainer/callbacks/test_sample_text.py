@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_asyncpp import ConfigurationError, GPTModule, SampleText
 from lightning_asyncpp.data import ByteTokenizer, DataError, TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.models.sampling import CachedLogits, Sampling, generate_tokens
+from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
 from tests.trainer.modules import small_gpt
 from tests.trainer.pool import Pools
 from tests.trainer.runs import Net, Run, fit, make_trainer
@@ -61,7 +61,7 @@ def texts_of(weights: dict[str, np.ndarray]) -> list[list[str]]:
     texts = []
     for prompt in PROMPTS:
         start = list(prompt.encode()) or [0]
-        tokens = generate_tokens(CachedLogits(model), start, CONFIG.context_length, 12, SAMPLING, end=0)
+        tokens = generate_tokens(logits_of(model), start, CONFIG.context_length, 12, SAMPLING, end=0)
         texts.append([prompt + tokenizer.decode(torch.tensor([t for t in tokens if t], dtype=torch.int64))])
     return texts
 

@@ -133,16 +133,6 @@ def under_slurm(run: Run, folder: str, **options: Any) -> dict[str, Any]:
         os.environ.update(before)
 
 
-def with_own_handler(run: Run) -> dict[str, Any]:
-    """:func:`preempted` in a process that has a handler for SIGUSR1."""
-    received: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
-    try:
-        return {**preempted(run), "received": received}
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 def preempted(run: Run, what: str = "fit") -> dict[str, Any]:
     """Run, and report with which exit code it ended and what was seen until then."""
     records = Records()

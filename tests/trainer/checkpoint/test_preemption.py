@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from tests.trainer.checkpoint.preempted import Resumable, Signals, preempted, under_slurm, with_own_handler
+from tests.trainer.checkpoint.preempted import Resumable, Signals, preempted, under_slurm
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, saving
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
@@ -176,19 +176,6 @@ def test_where_the_checkpoint_lies(pools: Pools, case: str, tmp_path: Path) -> N
         assert torch.load(path, weights_only=True)["global_step"] == step
 
 
-def test_sigusr1_ends_a_run_too(pools: Pools, tmp_path: Path) -> None:
-    tell = (Signals, {"ranks": (0,), "hook": "on_train_batch_end", "index": 1, "number": signal.SIGUSR1})
-    broken = pools.run(2, preempted, run_of(tmp_path, {}, (), tell))
-    assert [result["code"] for result in broken] == [138, 138]
-    assert (tmp_path / "last.ckpt").exists()
-
-
-def test_a_handler_of_the_users_for_sigusr1_stays(pools: Pools, tmp_path: Path) -> None:
-    tell = (Signals, {"ranks": (0,), "hook": "on_train_batch_end", "number": signal.SIGUSR1})
-    results = pools.run(2, with_own_handler, run_of(tmp_path, {"max_epochs": 1}, (), tell))
-    assert [(result["code"], len(result["received"])) for result in results] == [(0, 2), (0, 0)]
-
-
 def fake_scontrol(folder: Path, code: int = 0) -> Path:
     """A program that notes its arguments and which checkpoints there are by then."""
     script = folder / "scontrol"
@@ -210,19 +197,14 @@ def test_slurm_requeues_after_the_checkpoint_and_resumes_from_it(pools: Pools, t
     check_resumed(whole, resumed, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "number"),
-    [({}, signal.SIGTERM), ({"auto_requeue": False}, signal.SIGUSR1)],
-)
-def test_slurm_does_not_requeue_what_nobody_asked_for(
-    pools: Pools, options: dict[str, Any], number: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("options", [{}, {"auto_requeue": False}])
+def test_sigterm_does_not_requeue(pools: Pools, options: dict[str, Any], tmp_path: Path) -> None:
     fake_scontrol(tmp_path)
     root = tmp_path / "root"
     trainer = {"max_epochs": 2, "default_root_dir": str(root)}
-    tell = (Signals, {"ranks": (0,), "hook": "on_train_batch_end", "index": 1, "number": number})
+    tell = (Signals, {"ranks": (0,), "hook": "on_train_batch_end", "index": 1})
     broken = pools.run(2, _under_slurm_with, run_of(root, trainer, (), tell), str(tmp_path), options)
-    assert [result["code"] for result in broken] == [128 + number] * 2
+    assert [result["code"] for result in broken] == [143] * 2
     assert os.listdir(root) == ["last.ckpt"]
     assert not (tmp_path / "calls").exists()
 

@@ -122,14 +122,11 @@ def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model_id": "no/such/folder"}, "no such folder"),
+        ({"model_id": "no/such/folder"}, "is no file or folder here"),
         ({"model_id": "nobody/nothing"}, "the Hugging Face Hub gives no config.json of it"),
         ({"task": "AutoModelForSeq2SeqLM"}, "Unrecognized configuration class"),
-        ({"task": "AutoModel"}, "task='AutoModel': must be one of"),
-        ({"dtype": "float8"}, "dtype='float8': must be one of float32, bfloat16"),
         ({"lora": {"rank": 2}}, "argument 'rank'"),
         ({"lora": {"r": 2, "target_modules": ["nothing"]}}, "Target modules"),
-        ({"lora": {"r": 2}, "freeze": ["model.*"]}, "leave freeze out"),
         ({"freeze": ["embed"]}, "no parameter fits 'embed'"),
         ({"freeze": ["*"]}, "leaves nothing to train"),
         ({"config_overrides": {"size": 3}}, "LlamaConfig has no size"),
@@ -138,7 +135,6 @@ def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
             "or some of other shapes, for lm_head|or some of other shapes, for model",
         ),
         ({"config_overrides": {"output_router_logits": True}}, "has no output_router_logits"),
-        ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"config_overrides": {"num_hidden_layers": 4}}, "has no weights, or some of other shapes"),
     ],
 )

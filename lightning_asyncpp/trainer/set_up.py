@@ -1,8 +1,10 @@
-"""Configurations of a Trainer that cannot be run right, each with the mend; all are found before training starts."""
+"""What is asked of a Trainer and its module at set-up: what a pipeline cannot run, each with what to do; an example."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import lightning as L
 from lightning.pytorch import LightningModule
@@ -15,11 +17,15 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins import Precision
+from torch import device, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.core.cut.network import name_in_steps, network_in, no_network
+from lightning_asyncpp.core.cut.network import name_in_steps, network_in, network_name, no_network
+from lightning_asyncpp.core.cut.partition_choice import Example, example_of
 from lightning_asyncpp.core.cut.units import model_problems
 from lightning_asyncpp.core.microbatch import problems_of_reduction
+from lightning_asyncpp.core.model_call import ModelCall
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 
 ONE_OPTIMIZER = (
@@ -91,3 +97,58 @@ def _callback_problems(trainer: L.Trainer) -> list[str]:
                 problems.append(f"{type(callback).__name__} cannot work under a pipeline: {reason}; leave it out")
                 break
     return problems
+
+
+def modules_example(
+    module: LightningModule, network: nn.Module, micro_batches: int, precision: Precision, device: device
+) -> Example | None:
+    """The call of ``network`` that the module's ``example_input_array`` leads to; None without one.
+
+    The module's ``forward`` is run up to its call of the network; without one, the example is the network's own.
+    """
+
+    def through(*args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        return ModelCall(network).capture(lambda: module(*args, **kwargs))
+
+    has_forward = type(module).forward is not LightningModule.forward
+    given = module.example_input_array
+    return example_of(given, micro_batches, precision, device, through if has_forward else None)
+
+
+@contextmanager
+def hidden_example(module: LightningModule) -> Iterator[None]:
+    """Take ``example_input_array`` from a module meanwhile: the summary and loggers would run the whole with it."""
+    example, module.example_input_array = module.example_input_array, None
+    try:
+        yield
+    finally:
+        module.example_input_array = example
+
+
+def optimizers_in(configured: Any) -> list[Optimizer]:
+    """The optimizers among what a ``configure_optimizers`` returned, in any of Lightning's forms."""
+    if isinstance(configured, Optimizer):
+        return [configured]
+    if isinstance(configured, Mapping):
+        return optimizers_in(configured.get("optimizer"))
+    if isinstance(configured, (list, tuple)):
+        if configured and isinstance(configured[0], (list, tuple)):
+            configured = configured[0]  # optimizers and schedulers
+        return [optimizer for entry in configured for optimizer in optimizers_in(entry)]
+    return []
+
+
+@contextmanager
+def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
+    """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
+    network = network_in(module)
+    is_attribute = module is not None and network is getattr(module, network_name(module), None)
+    if module is None or network is None or not is_attribute or not any(p.is_meta for p in network.parameters()):
+        yield
+        return
+    name = network_name(module)
+    setattr(module, name, None)
+    try:
+        yield
+    finally:
+        setattr(module, name, network)

@@ -41,9 +41,6 @@ class Architecture:
     """Key in config.json -> what the class takes where it is missing."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Another name of a key in config.json, which some releases write -> the key."""
-    further_layers: str = ""
-    """Key in config.json that says how many layers the files have behind the last one: they predict further tokens, and
-    no GPT has them."""
     unused: frozenset[str] = frozenset()
     """Values of the GPT's config that nothing in such a model depends on."""
     always_fp32: tuple[str, ...] = ()
@@ -65,10 +62,6 @@ _SWIGLU = {
     "blocks.{layer}.mlp.gate.weight": "model.layers.{layer}.mlp.gate_proj.weight",
     "blocks.{layer}.mlp.up.weight": "model.layers.{layer}.mlp.up_proj.weight",
     "blocks.{layer}.mlp.down.weight": "model.layers.{layer}.mlp.down_proj.weight",
-}
-_QKV_BIAS = {
-    f"blocks.{{layer}}.attention.{ours}.bias": f"model.layers.{{layer}}.self_attn.{theirs}_proj.bias"
-    for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"))
 }
 _QK_NORM = {
     "blocks.{layer}.attention.query_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
@@ -109,7 +102,6 @@ _VALUES = {
 }
 _CONSTANTS = {"hidden_act": "silu", "rope_type": "default"}
 _WHOLE_HEADS = {"partial_rotary_factor": 1.0}
-_PLAIN_ATTENTION = {"rotary_fraction": 1.0, "qkv_bias": False}
 _DEFAULTS = {
     "hidden_act": "silu",
     "rope_type": "default",
@@ -128,7 +120,7 @@ LLAMA = Architecture(
     "llama",
     tensors=_COMMON | _SWIGLU,
     values=_VALUES,
-    required=_PLAIN_ATTENTION | {"qk_norm": False},
+    required={"qk_norm": False},
     constants=_CONSTANTS | _WHOLE_HEADS | {"attention_bias": False, "mlp_bias": False},
     defaults=_DEFAULTS | {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
 )
@@ -137,7 +129,7 @@ QWEN3 = Architecture(
     "qwen3",
     tensors=_COMMON | _SWIGLU | _QK_NORM,
     values=_VALUES,
-    required=_PLAIN_ATTENTION | {"qk_norm": True},
+    required={"qk_norm": True},
     constants=_CONSTANTS | _WHOLE_HEADS | _NO_SLIDING,
     defaults=_DEFAULTS | {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
 )
@@ -151,8 +143,7 @@ MIXTRAL = Architecture(
         "moe.num_experts": "num_local_experts",
         "moe.top_k": "num_experts_per_tok",
     },
-    required=_PLAIN_ATTENTION
-    | {
+    required={
         "qk_norm": False,
         "moe.router": "softmax",
         "moe.normalize_top_k": True,
@@ -177,8 +168,7 @@ QWEN3_MOE = Architecture(
         "moe.normalize_top_k": "norm_topk_prob",
         "moe.every": "decoder_sparse_step",
     },
-    required=_PLAIN_ATTENTION
-    | {
+    required={
         "qk_norm": True,
         "moe.router": "softmax",
         "moe.routed_scaling": 1.0,
@@ -193,11 +183,9 @@ QWEN3_MOE = Architecture(
 GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM",
     "glm4_moe",
-    tensors=_COMMON | _SWIGLU | _QKV_BIAS | _QK_NORM | _EXPERTS | _GLMS_OWN,
+    tensors=_COMMON | _SWIGLU | _QK_NORM | _EXPERTS | _GLMS_OWN,
     values=_VALUES
     | {
-        "rotary_fraction": "partial_rotary_factor",
-        "qkv_bias": "attention_bias",
         "qk_norm": "use_qk_norm",
         "moe.expert_dim": "moe_intermediate_size",
         "moe.num_experts": "n_routed_experts",
@@ -209,10 +197,11 @@ GLM4_MOE = Architecture(
     },
     required={"moe.router": "sigmoid", "moe.every": 1},
     least={"moe.num_experts": 2, "moe.num_shared_experts": 1},
-    constants=_CONSTANTS | {"n_group": 1, "topk_group": 1},
+    constants=_CONSTANTS
+    | _WHOLE_HEADS
+    | {"attention_bias": False, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     defaults=_DEFAULTS
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5, "use_qk_norm": False},
-    further_layers="num_nextn_predict_layers",
     always_fp32=(_BALANCE_BIAS.rpartition(".")[2],),
 )
 

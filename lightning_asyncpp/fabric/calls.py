@@ -1,13 +1,23 @@
-"""Gradient clipping that is asked for with a mini-batch and applied with its update, one call later."""
+"""What calls of Fabric ask for an update that comes one call later, and those that a pipeline cannot follow."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import nn
+
+from lightning_asyncpp.core.cut.units import model_problems
 from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.microbatch import problems_of_reduction
 from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.errors import ConfigurationError
+
+ONE_MODEL_ONE_OPTIMIZER = (
+    "fabric.setup_optimizers: a pipeline has one model, which is set up first, and one optimizer. Call"
+    " model = fabric.setup_module(model), then fabric.setup_optimizers with an optimizer that has parameter groups"
+)
 
 
 @dataclass(frozen=True)
@@ -55,3 +65,24 @@ class MiniBatchNote:
                 " the norm over all stages is that of the gradient before either; use one of them"
             )
         self.clipping = clipping
+
+
+def not_set_up(caller: str) -> str:
+    """Message for a call before the optimizer was set up."""
+    return (
+        f"{caller} needs a model and an optimizer: call model = fabric.setup_module(model) and then"
+        " optimizer = fabric.setup_optimizers(make_optimizer(model)) first"
+    )
+
+
+def module_problems(session: PipelineSession, module: nn.Module, precision: str, loss_reduction: str) -> list[str]:
+    """What is wrong with the model that is set up, or with how it is to be trained."""
+    problems = []
+    if session.stage is not None:
+        problems.append(
+            f"a second model ({type(module).__name__}) was set up: one strategy runs one pipeline; put both into one"
+            " module with pipeline_layers(), or use a second Fabric with a strategy of its own"
+        )
+    problems += problems_of_precision(precision) + problems_of_weight_dtype(session.settings.weight_dtype, precision)
+    problems += model_problems(module, "the model")
+    return problems + problems_of_reduction(loss_reduction)

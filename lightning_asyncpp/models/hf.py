@@ -1,0 +1,385 @@
+"""Models of this package as folders of `transformers`, and back; `transformers` itself is not imported.
+
+Reading is one tensor at a time: every stage reads its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lightning_asyncpp.models.architectures import ARCHITECTURES, Architecture, name_there
+from lightning_asyncpp.models.config import GPTConfig
+from lightning_asyncpp.models.saved import TRAINING_ONLY, SavedGPT, WeightsError, expected_shapes, values_of
+from lightning_asyncpp.storage.durable import replace_durably
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+GENERATION_CONFIG = "generation_config.json"
+_IGNORED = "rotary_emb.inv_freq"  # a table that old releases saved
+_ROPE = ("rope_type", "rope_theta", "partial_rotary_factor")
+_FOLLOWING = ("num_key_value_heads", "head_dim")  # where they are missing, they follow from num_attention_heads
+_ABSENT = object()
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+class HFTensors(Mapping[str, Tensor]):
+    """The tensors of a GPT by its own names, each read from the folder when it is asked for, in fp32.
+
+    It holds names and paths alone: a copy can be sent to other processes.
+
+    Args:
+        config: the GPT's shape.
+        architecture: whose names the files have.
+        files: name of a tensor there -> the file that holds it.
+
+    Attributes:
+        shapes: name -> shape; tensors that no GPT has keep the name that they have there.
+    """
+
+    def __init__(self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path]) -> None:
+        if config.num_layers > len(files):
+            raise WeightsError(f"num_layers={config.num_layers}, and the files have {len(files)} tensors")
+        self._files = files
+        self._names = {name: _name_there(architecture, name, config) for name in expected_shapes(config)}
+        self.shapes = self._read_shapes(architecture)
+
+    def __getitem__(self, name: str) -> Tensor:
+        theirs = self._names[name]
+        tensor = self._read(theirs) if isinstance(theirs, str) else torch.stack([self._read(n) for n in theirs])
+        return tensor.float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _read(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def _read_shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+        there = _shapes_there(self._files)
+        shapes = {name: shape for name, theirs in self._names.items() if (shape := _shape(theirs, there)) is not None}
+        known = {name for theirs in self._names.values() for name in ([theirs] if isinstance(theirs, str) else theirs)}
+        known.add(architecture.tensors["head.weight"])  # some keep a copy of a shared matrix
+        unknown = {name: s for name, s in there.items() if name not in known and not name.endswith(_IGNORED)}
+        return shapes | unknown
+
+
+def read_hf(folder: Path) -> SavedGPT:
+    """Read what a folder of `transformers` says, and where its tensors lie; they are read when they are asked for.
+
+    Args:
+        folder: with ``config.json`` and ``model.safetensors``, or shards of it with their index.
+
+    Raises:
+        WeightsError: it is none, or its model is no GPT; the reasons are named.
+    """
+    content = _json(folder / CONFIG)
+    try:
+        config, architecture = config_from_json(content)
+    except WeightsError as error:
+        raise WeightsError(f"{folder}: {error}") from error
+    tensors = HFTensors(config, architecture, _files(folder))
+    tokenizer = folder / TOKENIZER
+    definition = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
+    return SavedGPT(str(folder), config, tensors, tensors.shapes, definition)
+
+
+def _name_there(architecture: Architecture, name: str, config: GPTConfig) -> str | list[str]:
+    shared = config.tie_embeddings and name == "head.weight"
+    return name_there(architecture, "embedding.token.weight" if shared else name, config)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Name of a tensor -> the file that holds it."""
+    if (folder / INDEX).is_file():
+        content = _json(folder / INDEX).get("weight_map")
+        if not isinstance(content, dict):
+            raise WeightsError(f"{folder / INDEX} is damaged: it has no weight_map")
+        files = {str(name): folder / str(file) for name, file in content.items()}
+        missing = sorted({path.name for path in files.values() if not path.is_file()})
+        if missing:
+            raise WeightsError(f"{folder}: {', '.join(missing)}, which {INDEX} lists, cannot be found")
+        return files
+    if not (folder / WEIGHTS).is_file():
+        raise WeightsError(f"{folder} has neither {WEIGHTS} nor {INDEX}; other formats have to be converted first")
+    return dict.fromkeys(_headers(folder / WEIGHTS), folder / WEIGHTS)
+
+
+def _shapes_there(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(set(files.values())):
+        shapes |= {name: shape for name, shape in _headers(path).items() if files.get(name) == path}
+    return shapes
+
+
+def _headers(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors of a file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise WeightsError(f"{path} is damaged, or no safetensors file: {error}") from error
+
+
+def _shape(name: str | list[str], there: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Shape of a tensor of the GPT; ``None`` if it is not there, or its parts do not fit together."""
+    if isinstance(name, str):
+        return there.get(name)
+    shapes = {there.get(part) for part in name}
+    only = shapes.pop() if len(shapes) == 1 else None
+    return None if only is None else (len(name), *only)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise WeightsError(f"{path} cannot be read, or is not the JSON that it should be: {error}") from error
+
+
+def write_hf(
+    model: SavedGPT,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    end: int | None = None,
+    files: Mapping[str, str] | None = None,
+) -> Architecture:
+    """Write config.json, generation_config.json and the weights of a model.
+
+    Args:
+        model: what to write.
+        folder: where to; it must not exist, or be empty.
+        dtype: of the weights; ``None`` for the one that they have, or the widest that any has.
+        max_shard_bytes: most bytes of tensors per file, as long as a single tensor is not larger.
+        end: id of the token that ends a document; ``None`` if there is none.
+        files: further files to write, name -> content.
+
+    Returns:
+        The class of `transformers` that loads it.
+
+    Raises:
+        WeightsError: no class computes what the model computes, the weights are not those of its config, or the folder
+            is in use.
+    """
+    architecture = architecture_of(model.config)
+    model.check()
+    _check_tie(model)
+    with new_folder(folder) as temporary:
+        dtype = dtype or _widest_dtype(model, architecture)
+        save_torch_state_dict(dict(_tensors(model, architecture, dtype)), temporary, max_shard_size=max_shard_bytes)
+        config = config_json(model.config, architecture, str(dtype).removeprefix("torch."), end)
+        generation = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
+        _write_json(temporary / CONFIG, config)
+        _write_json(temporary / GENERATION_CONFIG, generation)
+        for name, content in (files or {}).items():
+            (temporary / name).write_text(content, encoding="utf-8")
+    return architecture
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Write a folder under another name, and give it its own at the end; nothing is left behind otherwise.
+
+    Raises:
+        WeightsError: there is something of that name.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightsError(f"{folder} exists already; name another folder, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp keeps other users out, and safetensors does
+        for file in temporary.iterdir():
+            file.chmod(0o644)
+        replace_durably(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_tie(model: SavedGPT) -> None:
+    if not model.config.tie_embeddings:
+        return
+    embedding, head = model.tensors["embedding.token.weight"], model.tensors["head.weight"]
+    if not torch.equal(embedding, head):
+        raise WeightsError(
+            f"{model.origin}: tie_embeddings=True, and embedding.token.weight and head.weight differ by up to "
+            f"{float((embedding.float() - head.float()).abs().max()):.3g}; only one of them could be written"
+        )
+
+
+def _tensors(model: SavedGPT, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name in expected_shapes(model.config):
+        if name == "head.weight" and model.config.tie_embeddings:
+            continue  # transformers shares the matrix by itself
+        tensor = model.tensors[name].to(_dtype_there(architecture, name, dtype)).contiguous()
+        theirs = name_there(architecture, name, model.config)
+        if isinstance(theirs, str):
+            yield theirs, tensor
+        else:
+            yield from ((name, part.clone()) for name, part in zip(theirs, tensor.unbind()))
+
+
+def _dtype_there(architecture: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith(architecture.always_fp32) else dtype
+
+
+def _widest_dtype(model: SavedGPT, architecture: Architecture) -> torch.dtype:
+    """The dtype that all weights can be written in without rounding any."""
+    names = [name for name in model.shapes if not name.endswith(architecture.always_fp32)]
+    return functools.reduce(torch.promote_types, (model.tensors[name].dtype for name in names))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# -- config.json -------------------------------------------------------------------------------------------------------
+
+
+def architecture_of(config: GPTConfig) -> Architecture:
+    """The class of `transformers` that a GPT is.
+
+    Raises:
+        WeightsError: none is, with what each of them lacks.
+    """
+    values = values_of(config)
+    lacking = {architecture: _lacking(architecture, values) for architecture in ARCHITECTURES}
+    for architecture, problems in lacking.items():
+        if not problems:
+            return architecture
+    listed = [f"{a.class_name} {problem}" for a, problems in lacking.items() for problem in problems]
+    raise WeightsError.from_problems("no class of transformers computes what this model computes", listed)
+
+
+def config_json(config: GPTConfig, architecture: Architecture, dtype: str, end: int | None) -> dict[str, Any]:
+    """What config.json holds.
+
+    Args:
+        config: the GPT's.
+        architecture: what it is there.
+        dtype: of the weights, as torch names it.
+        end: id of the token that ends a document; ``None`` if there is none.
+    """
+    values = values_of(config)
+    flat = dict(architecture.constants) | {theirs: values[ours] for ours, theirs in architecture.values.items()}
+    # Two values have two names, `rope_theta` and `torch_dtype` for releases before 5. Ids of special tokens that are
+    # missing would be those of the class.
+    return {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        **{key: value for key, value in flat.items() if key != "rope_type"},
+        "rope_parameters": {key: flat[key] for key in _ROPE},
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": None,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def config_from_json(content: Mapping[str, Any]) -> tuple[GPTConfig, Architecture]:
+    """The GPT that a config.json describes, and the class that it names.
+
+    Raises:
+        WeightsError: it is of a class that is not known here, or of a model that no GPT is; all reasons are named.
+    """
+    architecture = _named_architecture(content)
+    flat = dict(architecture.defaults) | _flattened(content, architecture)
+    problems = [f"{key}: is missing" for key in architecture.values.values() if key not in (*flat, *_FOLLOWING)]
+    problems += [
+        f"{key}={flat[key]!r}: a GPT has {expected!r} only"
+        for key, expected in architecture.constants.items()
+        if flat.get(key, _ABSENT) not in (expected, _ABSENT)
+    ]
+    if content.get("quantization_config"):
+        problems.append(
+            "quantization_config: the weights are quantised; give the model in float32, bfloat16 or float16"
+        )
+    if problems:
+        raise WeightsError.from_problems(f"config.json of a {architecture.class_name} that no GPT is", problems)
+    given = {ours: flat[theirs] for ours, theirs in architecture.values.items() if theirs in flat}
+    return _built({**architecture.required, **given}), architecture
+
+
+def _lacking(architecture: Architecture, values: Mapping[str, Any]) -> list[str]:
+    """What a model has that a class of `transformers` lacks."""
+    has_experts = "moe.num_experts" in architecture.values
+    if has_experts != ("moe.num_experts" in values):
+        return ["has experts, and the model none" if has_experts else "has no experts, and the model has"]
+    problems = []
+    for name, value in values.items():
+        if name in architecture.values or name in TRAINING_ONLY | architecture.unused | {"moe"}:
+            continue
+        if name not in architecture.required:
+            problems.append(f"does not know {name}={value!r}")
+        elif value != architecture.required[name]:
+            problems.append(f"has {name}={architecture.required[name]!r} only, and the model {value!r}")
+    return problems + [
+        f"has a {name} of at least {least}, and the model {values[name]!r}"
+        for name, least in architecture.least.items()
+        if values[name] < least
+    ]
+
+
+def _named_architecture(content: Mapping[str, Any]) -> Architecture:
+    known = {a.model_type: a for a in ARCHITECTURES}
+    listed = ", ".join(f"{a.model_type!r} ({a.class_name})" for a in ARCHITECTURES)
+    model_type = str(content.get("model_type"))
+    if model_type not in known:
+        raise WeightsError(f"config.json has model_type={model_type!r}, and these can be read: {listed}")
+    architecture = known[model_type]
+    classes = content.get("architectures") or [architecture.class_name]
+    if not isinstance(classes, list) or architecture.class_name not in classes:
+        raise WeightsError(f"config.json has architectures={classes!r}, and these can be read: {listed}")
+    return architecture
+
+
+def _flattened(content: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """config.json without nulls, and with what it says of rotary positions under keys of their own, as old releases."""
+    given = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    rope = dict(given) if isinstance(given, Mapping) else {"rope_type": given}
+    if "type" in rope:
+        rope.setdefault("rope_type", rope["type"])
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        rope = {"rope_type": "another for every type of layer"}
+    flat = dict(content) | {key: rope[key] for key in _ROPE if key in rope}
+    renamed = {key: flat[alias] for alias, key in architecture.aliases.items() if alias in flat}
+    return {key: value for key, value in (renamed | flat).items() if value is not None}
+
+
+def _built(values: Mapping[str, Any]) -> GPTConfig:
+    """A config from its values."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            nested.setdefault(outer, {})[inner] = value
+        else:
+            nested[name] = value
+    try:
+        return GPTConfig(**nested)
+    except (TypeError, ValueError) as error:
+        raise WeightsError(f"config.json describes no GPT: {error}") from error

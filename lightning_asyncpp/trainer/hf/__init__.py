@@ -1,1 +1,0 @@
-"""Models of Hugging Face `transformers`: read, prepared for training, and their loss; imported when used."""
