@@ -10,12 +10,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
-
-if TYPE_CHECKING:
-    from litdata import StreamingDataLoader
 
 
 def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
@@ -82,55 +79,6 @@ def reads_streams(loader: object) -> bool:
     return is_litdata(loader) or (isinstance(loader, DataLoader) and isinstance(loader.dataset, combinations))
 
 
-def leave_where_it_was(loader: object) -> None:
-    """Have the next iteration of a litdata loader that was resumed be another epoch, though this one was not finished.
-
-    It forgets where it was resumed only when an epoch is read to its end.
-    """
-    if isinstance(loader, classes_of_litdata("StreamingDataLoader")):
-        loader.restore = False
-
-
-def set_epoch_before(loader: StreamingDataLoader, state: Mapping[str, Any], again: bool = False) -> None:
-    """Have the next iteration of a litdata loader be the epoch after the one that it was in when it said its state.
-
-    Args:
-        loader: before it is iterated.
-        state: of such a loader.
-        again: have it be that epoch, from its beginning.
-    """
-    loader.current_epoch = state["current_epoch"] - again
-
-
-def with_own_place(loader: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state of a litdata loader with this one's folders and URLs, which litdata compares, in place of the writer's.
-
-    That it reads the same data is for the caller to know.
-    """
-    if not isinstance(loader, classes_of_litdata("StreamingDataLoader")) or not state.get("dataset"):
-        return state
-    saved = state["dataset"]
-    if isinstance(loader.dataset, classes_of_litdata("StreamingDataset")):
-        return {**state, "dataset": _with_place_of(loader.dataset, saved)}
-    parts = {name: _with_place_of(part, saved[name]) for name, part in _numbered_parts(loader.dataset) if name in saved}
-    return {**state, "dataset": {**saved, **parts}}
-
-
-def _numbered_parts(combination: Any) -> list[tuple[str, Any]]:
-    return [(str(number), part) for number, part in enumerate(getattr(combination, "_datasets", []))]
-
-
-def _with_place_of(dataset: Any, saved: Any) -> Any:
-    if not isinstance(saved, dict) or "input_dir_path" not in saved:
-        return saved
-    own = dataset.input_dir
-    # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
-    path = own.path if own.url is None else None
-    place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
-    # Without shuffling the seed decides nothing, and litdata compares it, too.
-    return {**saved, **place, **({} if dataset.shuffle else {"seed": dataset.seed})}
-
-
 def _parts(source: Any) -> list[Any]:
     return [source] if isinstance(source, classes_of_litdata("StreamingDataset")) else list(source._datasets)
 
@@ -144,16 +92,29 @@ def _distributed_env(num_replicas: int, rank: int) -> Any:
 
 
 def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:
-    """On resuming, let the loader compare a checkpoint with the world of replicas, and keep its own cache folder."""
+    """Let a loader that resumes compare a checkpoint with the world of replicas, and not with the writer's folders."""
     load_state_dict = type(loader).load_state_dict
 
     def load_for_replica(state: dict[str, Any]) -> None:
-        dataset: Any = loader.dataset
-        if isinstance(dataset, classes_of_litdata("StreamingDataset")) and dataset.input_dir.url is not None:
-            # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
-            own_folders = {"input_dir_path": None, "cache_dir_path": dataset.cache_dir.path}
-            state = {**state, "dataset": {**state["dataset"], **own_folders}}
         with replica_environment(num_replicas, rank):
-            load_state_dict(loader, state)
+            load_state_dict(loader, {**state, "dataset": _with_own_place(loader.dataset, state.get("dataset") or {})})
 
     loader.load_state_dict = load_for_replica
+
+
+def _with_own_place(dataset: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a dataset, or of each of several, with this one's folders and URLs, which litdata compares.
+
+    That it reads the same data is for the caller to know.
+    """
+    if not isinstance(dataset, classes_of_litdata("StreamingDataset")):
+        parts = ((str(number), part) for number, part in enumerate(_parts(dataset)))
+        return {**saved, **{name: _with_own_place(part, saved[name]) for name, part in parts if name in saved}}
+    if "input_dir_path" not in saved:
+        return saved
+    own = dataset.input_dir
+    # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
+    path = own.path if own.url is None else None
+    place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
+    # Without shuffling the seed decides nothing, and litdata compares it, too.
+    return {**saved, **place, **({} if dataset.shuffle else {"seed": dataset.seed})}

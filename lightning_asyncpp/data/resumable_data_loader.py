@@ -45,8 +45,6 @@ class ResumableDataLoader(DataLoader):
         """Iterate over the batches of the rest of the epoch."""
         self._given = self.sampler.skipped  # type: ignore[attr-defined]
         for batch in super().__iter__():
-            self._given += self._size_of(batch)
+            self._given += len(next(iter(batch.values())))
             yield batch
-
-    def _size_of(self, batch: Any) -> int:
-        return len(next(iter(batch.values())))
+        self._given = 0

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, set_epoch, warn_if_inexact
-from lightning_asyncpp.strategy_parts.shuffling import shuffle_by_epoch
-from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderBatch, PlaceholderLoader
+from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderBatch, PlaceholderLoader, shuffle_by_epoch
 
 
 class FabricLoader(ResumableLoader):

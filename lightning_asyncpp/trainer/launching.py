@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.core.batches.tree import map_tensors
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
+from lightning_asyncpp.trainer.checkpoint import PipelineCheckpoints
 
 NOT_IN_NOTEBOOKS = (
     "start_method={!r} runs a script again, and this session is interactive, a notebook or a prompt: give the Trainer"

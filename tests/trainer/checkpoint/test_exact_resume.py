@@ -79,7 +79,6 @@ def check(
         pytest.param("plain", EPOCHS, 3, marks=pytest.mark.slow),
         pytest.param("plain own sampler", EPOCHS, 2, marks=pytest.mark.slow),
         pytest.param("plain generator", EPOCHS, 2, marks=pytest.mark.slow),
-        pytest.param("plain generator own sampler", EPOCHS, 2, marks=pytest.mark.slow),
     ],
 )
 def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stages: int, tmp_path: Path) -> None:
