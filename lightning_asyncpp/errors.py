@@ -37,6 +37,10 @@ class ConfigurationError(ValueError):
         return error
 
 
+class DataError(ValueError):
+    """The data, or what was asked of it, is wrong; the message names the file or the argument, and what would work."""
+
+
 class BatchMismatchError(RuntimeError):
     """Do the first and the last stage of a replica see the same batch?"""
 

@@ -16,14 +16,19 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp.data.chat_examples import ChatExamples, Padded, Row, encode, read_rows
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import fetch, is_hub_name
-from lightning_asyncpp.data.model_sizes import size_of_model
-from lightning_asyncpp.data.replica import replica_of
-from lightning_asyncpp.data.resumable_data_loader import DealtOut, ResumableDataLoader
-from lightning_asyncpp.data.source import default_cache_dir
-from lightning_asyncpp.data.tokenizer import load_tokenizer
+from lightning_asyncpp.data.chat_examples import (
+    ChatExamples,
+    DealtOut,
+    Padded,
+    ResumableDataLoader,
+    Row,
+    encode,
+    read_rows,
+)
+from lightning_asyncpp.data.replica import replica_of, size_of_model
+from lightning_asyncpp.data.token_dataset import default_cache_dir
+from lightning_asyncpp.data.tokenizer import fetch, is_hub_name, load_tokenizer
+from lightning_asyncpp.errors import DataError
 from lightning_asyncpp.optional_packages import optional_package
 
 _FORM = 1

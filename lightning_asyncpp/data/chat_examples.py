@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.errors import DataError
 
 IGNORED = -100
+_GIVEN = "samples_given"
 ASSISTANT = "assistant"
 _FORMS = '{"messages": [{"role": "user", "content": ...}, ...]} or {"prompt": ..., "response": ...}'
 _MARKED = "{% generation", "{%- generation"  # a template that says itself what the assistant writes
@@ -184,3 +185,43 @@ class Padded:
             "attention_mask": pad([torch.ones_like(tokens) for tokens, _ in examples], True, 0),
             "labels": pad([labels for _, labels in examples], True, IGNORED),
         }
+
+
+class DealtOut(DistributedSampler):
+    """The share of a replica, in an order that follows from seed and epoch; its next iteration may begin later.
+
+    Attributes:
+        skipped: how many samples of this replica the next iteration leaves out at its beginning.
+    """
+
+    skipped = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of the epoch."""
+        skipped, self.skipped = self.skipped, 0
+        return iter(list(super().__iter__())[skipped:])
+
+
+class ResumableDataLoader(DataLoader):
+    """Batches of the samples that a :class:`DealtOut` sampler orders; the same for any number of worker processes.
+
+    Its state counts the samples of the batches that were given out, and not those that workers have read ahead.
+    """
+
+    _given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """How many samples of the epoch this replica has been given."""
+        return {_GIVEN: self._given}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next iteration go on behind these samples."""
+        self._given = self.sampler.skipped = int(state[_GIVEN])  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Any:
+        """Iterate over the batches of the rest of the epoch."""
+        self._given = self.sampler.skipped  # type: ignore[attr-defined]
+        for batch in super().__iter__():
+            self._given += len(next(iter(batch.values())))
+            yield batch
+        self._given = 0

@@ -1,4 +1,4 @@
-"""Telling litdata which share of the data this process reads.
+"""Reading with litdata the share of the data that is this process's.
 
 litdata divides a dataset by the world size. In a pipeline all stages of a replica must read the same batches, so the
 division has to go by replicas instead.
@@ -6,13 +6,26 @@ division has to go by replicas instead.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
+
+from lightning_asyncpp.errors import DataError
+
+if TYPE_CHECKING:
+    from litdata import StreamingDataLoader
+
+
+_OTHER_NAMES = {"context_length": "max_position_embeddings"}  # of transformers
 
 
 def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
@@ -46,6 +59,21 @@ def replica_of(trainer: Any) -> tuple[int, int]:
     return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
 
 
+def size_of_model(trainer: Any, name: str) -> int | None:
+    """Read a size from the ``config`` of a trainer's model; ``None`` if there is no such size.
+
+    Args:
+        trainer: of the data module; ``None`` for none.
+        name: ``"vocab_size"`` or ``"context_length"``, as ``GPTConfig`` calls them.
+    """
+    model = None if trainer is None else getattr(trainer, "lightning_module", None)
+    config = getattr(model, "config", None)
+    if callable(text := getattr(config, "get_text_config", None)):
+        config, name = text(), _OTHER_NAMES.get(name, name)
+    size = getattr(config, name, None)
+    return size if isinstance(size, int) else None
+
+
 def use_replica(source: Any, num_replicas: int, rank: int) -> None:
     """Make a litdata loader or dataset read the share of one replica.
 
@@ -77,6 +105,64 @@ def reads_streams(loader: object) -> bool:
     """Whether it is a loader of a streaming dataset, or of several, of which one may not know how long they are."""
     combinations = classes_of_litdata("CombinedStreamingDataset", "ParallelStreamingDataset")
     return is_litdata(loader) or (isinstance(loader, DataLoader) and isinstance(loader.dataset, combinations))
+
+
+def token_loader(
+    split: str,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    num_workers: int,
+    shuffle: bool,
+    drop_last: bool,
+    seed: int,
+    replica: tuple[int, int],
+    download_folder: str | None,
+) -> StreamingDataLoader:
+    """Return the batches of one replica: (batch_size, sequence_length) int64 each.
+
+    Args:
+        split: folder or URI of a litdata dataset of tokens.
+        sequence_length: tokens per sample.
+        batch_size: sequences per replica and batch.
+        num_workers: processes that load; 0 loads in this one.
+        shuffle: whether the order differs from epoch to epoch.
+        drop_last: whether to leave out an incomplete last batch.
+        seed: of the order.
+        replica: number of replicas, and the index of this one.
+        download_folder: where the chunks of a URI go.
+
+    Raises:
+        DataError: a chunk lies outside of the dataset.
+    """
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader  # see classes_of_litdata
+
+    # litdata reads tokens from a read-only map, which torch warns of, and copies them at once.
+    warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
+    windows = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
+    with replica_environment(*replica):
+        dataset = StreamingDataset(
+            split,
+            cache_dir=download_folder,
+            item_loader=TokensLoader(block_size=sequence_length),
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            transform=as_int64,
+            # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
+            **({"item_shuffle_window": 0} if windows else {}),
+        )
+        _check_names(dataset, split)
+        pinned = torch.cuda.is_available()
+        loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, pin_memory=pinned)
+    _shuffle_as_everywhere(dataset)
+    use_replica(loader, *replica)
+    return loader
+
+
+def as_int64(tokens: Tensor) -> Tensor:
+    """Return tokens as embeddings take them; a function of a module, since litdata's workers are sent a pickled one."""
+    return tokens.long()
 
 
 def _parts(source: Any) -> list[Any]:
@@ -118,3 +204,17 @@ def _with_own_place(dataset: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]
     place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
     # Without shuffling the seed decides nothing, and litdata compares it, too.
     return {**saved, **place, **({} if dataset.shuffle else {"seed": dataset.seed})}
+
+
+def _check_names(dataset: Any, split: str) -> None:
+    # Before a chunk is read, or downloaded: litdata joins their names to its folders.
+    for name in dataset.subsampled_files:
+        if name != os.path.basename(name):
+            raise DataError(f"{split} names a chunk {name!r} outside of its folder. Do not use this dataset")
+
+
+def _shuffle_as_everywhere(dataset: Any) -> None:
+    # Where files are on NFS, Lustre or the like, newer releases deal out whole chunks, nearly in their order, and cut
+    # all shares to the smallest: replicas may get nothing, windows are lost, a chunk without a window is an IndexError.
+    if (profile := getattr(dataset, "posix_fast", None)) is not None:
+        dataset.posix_fast = replace(profile, kind="posix")

@@ -10,20 +10,18 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS, find_text_files
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.model_sizes import size_of_model
-from lightning_asyncpp.data.replica import replica_of
-from lightning_asyncpp.data.source import (
+from lightning_asyncpp.data.replica import replica_of, size_of_model, token_loader
+from lightning_asyncpp.data.token_dataset import (
     TextSource,
     TokenSource,
+    count_sequences,
     default_cache_dir,
     existing_tokens,
     is_token_source,
     is_uri,
 )
-from lightning_asyncpp.data.token_dataset import count_sequences
-from lightning_asyncpp.data.token_loader import token_loader
 from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_asyncpp.errors import DataError
 
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader

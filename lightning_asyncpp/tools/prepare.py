@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.data.corpus import Named, split
-from lightning_asyncpp.data.errors import DataError
 from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, INDEX, finish_token_dataset, joined
 from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_definition
+from lightning_asyncpp.errors import DataError
 from lightning_asyncpp.optional_packages import optional_package
 from lightning_asyncpp.tools.parsers import prepare_parser
 

@@ -17,10 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.adapt import pipelined
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import fetch
-from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.data.tokenizer import Tokenizer, fetch, tokenizer_of_definition
+from lightning_asyncpp.errors import ConfigurationError, DataError
 from lightning_asyncpp.trainer.gpt_module import default_optimizer
 from lightning_asyncpp.trainer.hf.loading import (
     DTYPES,

@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import fetch, is_hub_name
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.data.tokenizer import fetch, is_hub_name
+from lightning_asyncpp.errors import ConfigurationError, DataError
 from lightning_asyncpp.optional_packages import optional_package
 
 Task = Literal[
