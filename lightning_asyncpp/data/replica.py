@@ -10,13 +10,12 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.errors import DataError
@@ -107,62 +106,60 @@ def reads_streams(loader: object) -> bool:
     return is_litdata(loader) or (isinstance(loader, DataLoader) and isinstance(loader.dataset, combinations))
 
 
-def token_loader(
+def replica_loader(
     split: str,
-    *,
-    sequence_length: int,
     batch_size: int,
+    *,
+    replica: tuple[int, int],
     num_workers: int,
     shuffle: bool,
     drop_last: bool,
     seed: int,
-    replica: tuple[int, int],
-    download_folder: str | None,
+    download_folder: str | None = None,
+    item_loader: Any = None,
+    transform: Callable[[Any], Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
 ) -> StreamingDataLoader:
-    """Return the batches of one replica: (batch_size, sequence_length) int64 each.
+    """Return a loader of one replica's share of a litdata dataset, in the same order on every machine.
 
     Args:
-        split: folder or URI of a litdata dataset of tokens.
-        sequence_length: tokens per sample.
-        batch_size: sequences per replica and batch.
+        split: folder or URI of the dataset.
+        batch_size: samples per replica and batch.
+        replica: number of replicas, and the index of this one.
         num_workers: processes that load; 0 loads in this one.
         shuffle: whether the order differs from epoch to epoch.
         drop_last: whether to leave out an incomplete last batch.
         seed: of the order.
-        replica: number of replicas, and the index of this one.
         download_folder: where the chunks of a URI go.
+        item_loader, transform, collate_fn: as litdata takes them.
 
     Raises:
         DataError: a chunk lies outside of the dataset.
     """
-    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader  # see classes_of_litdata
+    from litdata import StreamingDataLoader, StreamingDataset  # see classes_of_litdata
 
-    # litdata reads tokens from a read-only map, which torch warns of, and copies them at once.
+    # litdata reads tensors from a read-only map, which torch warns of, and copies them at once.
     warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
     windows = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
     with replica_environment(*replica):
         dataset = StreamingDataset(
             split,
             cache_dir=download_folder,
-            item_loader=TokensLoader(block_size=sequence_length),
+            item_loader=item_loader,
             shuffle=shuffle,
             drop_last=drop_last,
             seed=seed,
-            transform=as_int64,
+            transform=transform,
             # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
             **({"item_shuffle_window": 0} if windows else {}),
         )
         _check_names(dataset, split)
+        more = {} if collate_fn is None else {"collate_fn": collate_fn}
         pinned = torch.cuda.is_available()
-        loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, pin_memory=pinned)
+        loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, pin_memory=pinned, **more)
     _shuffle_as_everywhere(dataset)
     use_replica(loader, *replica)
     return loader
-
-
-def as_int64(tokens: Tensor) -> Tensor:
-    """Return tokens as embeddings take them; a function of a module, since litdata's workers are sent a pickled one."""
-    return tokens.long()
 
 
 def _parts(source: Any) -> list[Any]:

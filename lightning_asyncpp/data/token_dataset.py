@@ -9,7 +9,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ CHUNK_BYTES = 64 * 2**20
 INDEX = "index.json"
 METADATA = "metadata.json"
 _FORMAT = 3  # of a prepared folder; raised whenever an older one must not be taken for a new one
-_GROUP_BYTES = 4 * 2**20
+_GROUP = 256
 _log = logging.getLogger(__name__)
 
 
@@ -44,29 +46,52 @@ class Metadata:
     """Tokens to validate on; 0 without validation."""
 
 
-def write_token_dataset(
-    folder: Path, train: Sequence[TextFile], validation: Sequence[TextFile], tokenizer: Tokenizer
-) -> None:
-    """Tokenise the files and write ``folder``.
-
-    All is written to a temporary folder beside it and renamed when complete, so that a crash leaves no half dataset
-    behind. If another process was faster, its folder stays.
-    """
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Let a folder be filled that is there whole or not at all; if another process was faster, its folder stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        for name, files in (("train", train), ("val", validation)):
-            if files:
-                _write_split(temporary / name, files, tokenizer)
-        finish_token_dataset(temporary, tokenizer)
+        yield temporary
         temporary.chmod(0o755)  # mkdtemp keeps other users out, who may share the cache
         try:
             os.rename(temporary, folder)
         except OSError:
-            if not (folder / METADATA).is_file():
+            if not folder.is_dir():
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_split(folder: Path, samples: Iterable[Any], item_loader: Any = None) -> None:
+    """Write a litdata dataset, in this process.
+
+    ``litdata.optimize`` would spawn others, which run the user's script once more where it has no ``if __name__ ==
+    "__main__"``.
+    """
+    # Imported where it is used: litdata brings clients of object stores, which take as long as the rest of the package.
+    from litdata.streaming import Cache
+
+    with replica_environment(num_replicas=1, rank=0):
+        cache = Cache(str(folder), chunk_bytes=CHUNK_BYTES, item_loader=item_loader)
+        for index, sample in enumerate(samples):
+            cache[index] = sample
+        cache.done()
+        cache.merge()
+
+
+def write_token_dataset(
+    folder: Path, train: Sequence[TextFile], validation: Sequence[TextFile], tokenizer: Tokenizer
+) -> None:
+    """Tokenise the files and write ``folder``; a crash leaves no half dataset behind."""
+    from litdata import TokensLoader
+
+    with new_folder(folder) as partial:
+        for name, files in (("train", train), ("val", validation)):
+            if files:
+                texts = (file.read() for file in tqdm(files, desc="tokenising", unit="file", leave=False))
+                write_split(partial / name, token_groups(texts, tokenizer), TokensLoader())
+        finish_token_dataset(partial, tokenizer)
 
 
 def finish_token_dataset(folder: Path, tokenizer: Tokenizer) -> Metadata:
@@ -128,6 +153,14 @@ def joined(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
     ending = torch.tensor(end, dtype=dtype)
     encoded = tokenizer.encode_batch(texts)
     return torch.cat([part for document in encoded for part in (document.to(dtype), ending)] or [ending[:0]])
+
+
+def token_groups(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tensor]:
+    """Token ids of documents, of many at a time, which are encoded in parallel: (length,) each."""
+    texts = iter(texts)
+    while group := list(islice(texts, _GROUP)):
+        if (tokens := joined(group, tokenizer)).numel():
+            yield tokens
 
 
 @dataclass(frozen=True)
@@ -242,36 +275,6 @@ def default_cache_dir() -> Path:
 
 def _expanded(source: str) -> str:
     return source if is_uri(source) else str(Path(source).expanduser())
-
-
-def _write_split(folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer) -> None:
-    # Imported where it is used: litdata brings clients of object stores, which take as long as the rest of the package.
-    from litdata import TokensLoader
-    from litdata.streaming import Cache
-
-    # Written in this process: litdata.optimize would spawn others, which run the user's script once more where it has
-    # no `if __name__ == "__main__"`.
-    with replica_environment(num_replicas=1, rank=0):
-        cache = Cache(str(folder), chunk_bytes=CHUNK_BYTES, item_loader=TokensLoader())
-        groups = _groups(tqdm(files, desc="tokenising", unit="file", leave=False))
-        parts = (joined([file.read() for file in group], tokenizer) for group in groups)
-        for index, tokens in enumerate(part for part in parts if part.numel()):
-            cache[index] = tokens
-        cache.done()
-        cache.merge()
-
-
-def _groups(files: Iterable[TextFile]) -> Iterator[list[TextFile]]:
-    group: list[TextFile] = []
-    size = 0
-    for file in files:
-        group.append(file)
-        size += file.size
-        if size >= _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _read_json(path: Path) -> dict[str, Any]:
