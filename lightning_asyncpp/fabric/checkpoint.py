@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.state import (
+from lightning_asyncpp.core.checkpoint import (
     PIPELINE,
     gathered,
     load_model_state,

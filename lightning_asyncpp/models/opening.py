@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.gpt import GPT
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError, differences
-from lightning_asyncpp.storage.files import StorageError
-from lightning_asyncpp.storage.folders import is_sharded, load
+from lightning_asyncpp.storage import StorageError, is_sharded, load
 
 _MARK = "embedding.token.weight"  # what the state_dict of a GPT has and no other model
 _COMPILED = "_orig_mod."

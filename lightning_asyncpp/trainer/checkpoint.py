@@ -15,9 +15,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_asyncpp.core.checkpoint.gathering import gather
-from lightning_asyncpp.core.checkpoint.state import (
+from lightning_asyncpp.core.checkpoint import (
     PIPELINE,
+    gather,
     gathered,
     load_model_state,
     load_pipeline_state,

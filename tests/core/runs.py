@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
+from lightning_asyncpp.core import checkpoint as state
 from lightning_asyncpp.core.batches.micro_batch import BatchOutput
 from lightning_asyncpp.core.batches.tree import tensors_of
 from lightning_asyncpp.core.batches.user_hooks import UserHooks
-from lightning_asyncpp.core.checkpoint import state
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.units import pipeline_units, stages_of_parameters
 from lightning_asyncpp.core.engine import Engine

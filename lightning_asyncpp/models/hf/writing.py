@@ -18,7 +18,7 @@ from lightning_asyncpp.models.hf.architectures import Architecture, name_there
 from lightning_asyncpp.models.hf.config import architecture_of, config_json
 from lightning_asyncpp.models.hf.reading import CONFIG, INDEX, WEIGHTS, safetensors
 from lightning_asyncpp.models.saved import SavedGPT, WeightsError, expected_shapes
-from lightning_asyncpp.storage.durable import replace_durably, usual_mode
+from lightning_asyncpp.storage import replace_durably, usual_mode
 
 GENERATION_CONFIG = "generation_config.json"
 _FOR_TORCH = {"format": "pt"}

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.hf.writing import new_folder
-from lightning_asyncpp.storage.files import StorageError
-from lightning_asyncpp.storage.folders import is_sharded, load
+from lightning_asyncpp.storage import StorageError, is_sharded, load
 from lightning_asyncpp.trainer.hf.loading import TASKS, transformers_package
 from lightning_asyncpp.trainer.hf.trained import with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
