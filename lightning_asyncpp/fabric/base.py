@@ -34,9 +34,8 @@ from lightning_asyncpp.core.updates.clipping import check_norm_type
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import refusals
-from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints
+from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints, resumable
 from lightning_asyncpp.fabric.clipping import Clipping, MiniBatchNote
-from lightning_asyncpp.fabric.loader import resumable
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
 from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped

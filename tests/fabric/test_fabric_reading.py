@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.fabric.loader import FabricLoader
+from lightning_asyncpp.fabric.checkpoint import FabricLoader
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
 from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
 from tests.trainer.checkpoint.resumable import training_loader, write_litdata
