@@ -27,6 +27,10 @@ class ConfigurationError(ValueError):
         return cls("\n".join([*lines, remedy[:1].upper() + remedy[1:]] if remedy else lines))
 
 
+class DataError(ValueError):
+    """The data, or what was asked of it, is wrong; the message names the file or the argument, and what would work."""
+
+
 class BatchMismatchError(RuntimeError):
     """Do the first and the last stage of a replica see the same batch?"""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.storage.durable import replace_durably
+from lightning_asyncpp.storage import replace_durably
 
 
 @pytest.fixture

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_asyncpp.data.chat_examples import ChatExamples, Padded, Row, encode, read_rows
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import fetch, is_hub_name
-from lightning_asyncpp.data.model_sizes import size_of_model
-from lightning_asyncpp.data.replica import replica_of
-from lightning_asyncpp.data.resumable_data_loader import DealtOut, ResumableDataLoader
-from lightning_asyncpp.data.source import default_cache_dir
-from lightning_asyncpp.data.tokenizer import load_tokenizer
+from lightning_asyncpp.data.chat_examples import Example, Padded, Row, encode, read_rows
+from lightning_asyncpp.data.replica import replica_loader, replica_of, size_of_model
+from lightning_asyncpp.data.token_dataset import default_cache_dir, new_folder, write_split
+from lightning_asyncpp.data.tokenizer import fetch, is_hub_name, load_tokenizer
+from lightning_asyncpp.errors import DataError
 from lightning_asyncpp.optional_packages import optional_package
 
-_FORM = 1
+if TYPE_CHECKING:
+    from litdata import StreamingDataLoader
+
+_FORM = 2
 """Of what is kept in the cache; another number has it made again."""
 _SPLITS = ("train", "val")
+_FOUND = "found.json"  # how many conversations a split has, and the largest token id
 
 
 class ChatDataModule(L.LightningDataModule):
@@ -36,7 +34,7 @@ class ChatDataModule(L.LightningDataModule):
 
     The tokenizer's chat template writes a conversation; targets are what the assistant says, with what ends its turn,
     and all else is -100. A batch is padded on the right to its longest conversation: ``input_ids``, ``attention_mask``
-    and ``labels``, (batch, time) int64 each. The rows are tokenised once, by :meth:`prepare_data`, into a file of
+    and ``labels``, (batch, time) int64 each. The rows are tokenised once, by :meth:`prepare_data`, into a folder of
     ``cache_dir`` that is named after all that decides it. The order depends on ``seed``, the epoch and the replicas,
     and never on the number of pipeline stages.
 
@@ -75,7 +73,8 @@ class ChatDataModule(L.LightningDataModule):
         self.val_source, self.val_fraction = val_source, val_fraction
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.num_workers, self.shuffle, self.seed = num_workers, shuffle, seed
-        self._examples: dict[str, ChatExamples] = {}
+        self._prepared: Path | None = None
+        self._found: dict[str, int] = {}
         self._padding = 0
         self._definition: str | None = None
         self.save_hyperparameters(logger=False)
@@ -97,10 +96,9 @@ class ChatDataModule(L.LightningDataModule):
             DataError: a row is no conversation, or all are too long; or a file cannot be read or written.
         """
         tokenizer = read_tokenizer(self.tokenizer_name)
-        file = self._file(tokenizer)
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._write(tokenizer, file)
+        folder = self._folder(tokenizer)
+        if not folder.exists():
+            self._write(tokenizer, folder)
 
     def setup(self, stage: str | None = None) -> None:
         """Open what was tokenised, and compare it with the trainer's model.
@@ -109,82 +107,61 @@ class ChatDataModule(L.LightningDataModule):
             DataError: it is not there, there are too few conversations, or the model has a smaller vocabulary.
         """
         tokenizer = read_tokenizer(self.tokenizer_name)
-        file = self._file(tokenizer)
-        if not file.is_file():
-            raise DataError(f"{file} is not there; call prepare_data() before setup(), on every node")
-        from safetensors.torch import load_file
-
-        arrays = load_file(file)
-        self._examples = {
-            split: ChatExamples(*(arrays[f"{split}.{name}"] for name in ("tokens", "is_target", "ends")))
-            for split in _SPLITS
-        }
+        folder = self._folder(tokenizer)
+        if not folder.is_dir():
+            raise DataError(f"{folder} is not there; call prepare_data() before setup(), on every node")
+        self._prepared, self._found = folder, json.loads((folder / _FOUND).read_text())
         first = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self._padding = int(next(token for token in first if token is not None))
         self._definition = _definition(self.tokenizer_name)
-        self._check_sizes(arrays)
+        self._check_sizes()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the tokenizer, which a module may compare with its model's."""
         return {} if self._definition is None else {"tokenizer": self._definition}
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> StreamingDataLoader:
         """Return the training batches of this process's replica."""
         return self._loader("train", training=True)
 
-    def val_dataloader(self) -> DataLoader | list[Any]:
+    def val_dataloader(self) -> StreamingDataLoader | list[Any]:
         """Return the validation batches of this process's replica; an empty list without validation."""
-        return self._loader("val", training=False) if len(self._split("val")) else []
+        return self._loader("val", training=False) if self._found.get("val") else []
 
-    def test_dataloader(self) -> DataLoader | list[Any]:
+    def test_dataloader(self) -> StreamingDataLoader | list[Any]:
         """Return the validation batches."""
         return self.val_dataloader()
 
-    def _split(self, name: str) -> ChatExamples:
-        if not self._examples:
+    def _loader(self, split: str, training: bool) -> StreamingDataLoader:
+        if self._prepared is None:
             raise DataError("the data is not set up; call prepare_data() and setup() first, or give it to a Trainer")
-        return self._examples[name]
-
-    def _loader(self, split: str, training: bool) -> DataLoader:
-        examples, (replicas, rank) = self._split(split), replica_of(self.trainer)
-        # Told in full, so that a single process has the order that stages have.
-        sampler = DealtOut(
-            examples, replicas, rank, shuffle=training and self.shuffle, seed=self.seed, drop_last=replicas > 1
-        )
-        return ResumableDataLoader(
-            examples, self.batch_size, sampler=sampler, collate_fn=Padded(self._padding), drop_last=training,
-            num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
+        replicas, rank = replica_of(self.trainer)
+        return replica_loader(
+            str(self._prepared / split), self.batch_size, replica=(replicas, rank), num_workers=self.num_workers,
+            shuffle=training and self.shuffle, drop_last=training or replicas > 1, seed=self.seed,
+            collate_fn=Padded(self._padding),
         )  # fmt: skip
 
-    def _write(self, tokenizer: Any, file: Path) -> None:
-        from safetensors.torch import save_file
-
-        arrays: dict[str, Tensor] = {}
-        encoded: dict[str, list[Any]] = {split: [] for split in _SPLITS}
-        seen = left_out = 0
+    def _write(self, tokenizer: Any, folder: Path) -> None:
+        encoded: dict[str, list[Example]] = {split: [] for split in _SPLITS}
+        seen = 0
         for split, row in self._rows():
             example = encode(tokenizer, row)
             seen += 1
-            if len(example.tokens) > self.max_length or not any(example.is_target):
-                left_out += 1
-            else:
+            if len(example.tokens) <= self.max_length and any(example.is_target):
                 encoded[split].append(example)
-        if left_out:
+        if left_out := seen - sum(map(len, encoded.values())):
             rank_zero_info(
                 f"{left_out:,} of {seen:,} conversations are longer than max_length={self.max_length} tokens, or say"
                 " nothing, and are left out"
             )
-        for split, examples in encoded.items():
-            found = ChatExamples.of(examples)
-            arrays |= {
-                f"{split}.tokens": found.tokens,
-                f"{split}.is_target": found.is_target,
-                f"{split}.ends": found.ends,
-            }
-        with tempfile.TemporaryDirectory(prefix=f".{file.stem}-", dir=file.parent) as folder:
-            save_file(arrays, Path(folder) / file.name)
-            (Path(folder) / file.name).chmod(0o644)  # others may share the cache
-            os.replace(Path(folder) / file.name, file)
+        largest = max((max(example.tokens) for examples in encoded.values() for example in examples), default=0)
+        with new_folder(folder) as partial:
+            for split, examples in encoded.items():
+                if examples:
+                    write_split(partial / split, (example.sample() for example in examples))
+            found = {split: len(examples) for split, examples in encoded.items()}
+            (partial / _FOUND).write_text(json.dumps({**found, "largest": largest}))
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
         for row in read_rows(Path(self.source).expanduser(), self.val_fraction):
@@ -192,24 +169,24 @@ class ChatDataModule(L.LightningDataModule):
         if self.val_source is not None:
             yield from (("val", row) for row in read_rows(Path(self.val_source).expanduser()))
 
-    def _file(self, tokenizer: Any) -> Path:
-        """The file of the cache: named after the rows and all that makes tokens of them."""
+    def _folder(self, tokenizer: Any) -> Path:
+        """The folder of the cache: named after the rows and all that makes tokens of them."""
         decides = [_FORM, self.max_length, self.val_fraction, tokenizer.chat_template, tokenizer.eos_token]
         digest = hashlib.sha256(json.dumps(decides, default=str).encode())
         digest.update(tokenizer.backend_tokenizer.to_str().encode())
         for place in (self.source, self.val_source):
             if place is not None:
                 digest.update(Path(place).expanduser().read_bytes() + b"\0")
-        return self.cache_dir / f"chat-{digest.hexdigest()[:24]}.safetensors"
+        return self.cache_dir / f"chat-{digest.hexdigest()[:24]}"
 
-    def _check_sizes(self, arrays: dict[str, Tensor]) -> None:
-        needed, found = self.batch_size * replica_of(self.trainer)[0], len(self._examples["train"])
+    def _check_sizes(self) -> None:
+        needed, found = self.batch_size * replica_of(self.trainer)[0], self._found["train"]
         if found < needed:
             raise DataError(
                 f"{self.source} has {found} conversations of at most max_length={self.max_length} tokens, and at least"
                 f" {needed} are needed for a batch; raise max_length, lower batch_size, or give more"
             )
-        largest = max(int(arrays[f"{split}.tokens"].max()) for split in _SPLITS if len(arrays[f"{split}.tokens"]))
+        largest = self._found["largest"]
         for name, needs in (("vocab_size", max(largest, self._padding) + 1), ("context_length", self.max_length)):
             has = size_of_model(self.trainer, name)
             if has is not None and needs > has:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.nn.utils.rnn import pad_sequence
 
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.errors import DataError
 
 IGNORED = -100
 ASSISTANT = "assistant"
@@ -26,6 +27,11 @@ class Example(NamedTuple):
 
     tokens: list[int]
     is_target: list[bool]
+
+    def sample(self) -> dict[str, Tensor]:
+        """What is kept of it: (length,) int32 each, -100 as a label where nothing is to be learnt."""
+        tokens = torch.tensor(self.tokens, dtype=torch.int32)
+        return {"input_ids": tokens, "labels": tokens.masked_fill(~torch.tensor(self.is_target), IGNORED)}
 
 
 class Row(NamedTuple):
@@ -135,37 +141,6 @@ def _rendered(tokenizer: Any, row: Row, messages: Messages, tokenize: bool = Fal
         raise DataError(f"{row.where}: the tokenizer's chat template refuses it: {error}") from error
 
 
-class ChatExamples(Dataset):
-    """Conversations in three arrays.
-
-    Args:
-        tokens: of all, one after the other: (total,) int32.
-        is_target: which of them are to be learnt: (total,) bool.
-        ends: where each conversation ends: (conversations,) int64.
-    """
-
-    def __init__(self, tokens: Tensor, is_target: Tensor, ends: Tensor) -> None:
-        self.tokens, self.is_target, self.ends = tokens, is_target, ends
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Token ids and labels, -100 where nothing is to be learnt: (length,) int64 each."""
-        begin = int(self.ends[index - 1]) if index else 0
-        part = slice(begin, int(self.ends[index]))
-        tokens = self.tokens[part].long()
-        return tokens, tokens.masked_fill(~self.is_target[part], IGNORED)
-
-    @classmethod
-    def of(cls, examples: Sequence[Example]) -> ChatExamples:
-        """Put conversations into arrays."""
-        lengths = torch.tensor([len(example.tokens) for example in examples], dtype=torch.int64)
-        tokens = torch.tensor([token for example in examples for token in example.tokens], dtype=torch.int32)
-        is_target = torch.tensor([value for example in examples for value in example.is_target], dtype=torch.bool)
-        return cls(tokens, is_target, lengths.cumsum(0))
-
-
 class Padded:
     """Makes a batch of conversations, each padded on the right to the longest one.
 
@@ -176,11 +151,12 @@ class Padded:
     def __init__(self, padding: int) -> None:
         self.padding = padding
 
-    def __call__(self, examples: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    def __call__(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """``input_ids``, ``attention_mask`` and ``labels``: (batch, longest) int64 each."""
-        pad = torch.nn.utils.rnn.pad_sequence
+        tokens, labels = ([example[name].long() for example in examples] for name in ("input_ids", "labels"))
+        pad = partial(pad_sequence, batch_first=True)
         return {
-            "input_ids": pad([tokens for tokens, _ in examples], True, self.padding),
-            "attention_mask": pad([torch.ones_like(tokens) for tokens, _ in examples], True, 0),
-            "labels": pad([labels for _, labels in examples], True, IGNORED),
+            "input_ids": pad(tokens, padding_value=self.padding),
+            "attention_mask": pad([torch.ones_like(one) for one in tokens]),
+            "labels": pad(labels, padding_value=IGNORED),
         }

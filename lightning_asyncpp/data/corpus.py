@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.errors import DataError
 
 LIBRARIES = {"stdlib": "stdlib", "packages": "purelib"}
 """Name of a source -> what `sysconfig` calls its folder: the standard library, and what pip has installed."""

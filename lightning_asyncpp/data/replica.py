@@ -1,4 +1,4 @@
-"""Telling litdata which share of the data this process reads.
+"""Reading with litdata the share of the data that is this process's.
 
 litdata divides a dataset by the world size. In a pipeline all stages of a replica must read the same batches, so the
 division has to go by replicas instead.
@@ -6,16 +6,25 @@ division has to go by replicas instead.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader
+
+from lightning_asyncpp.errors import DataError
 
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader
+
+
+_OTHER_NAMES = {"context_length": "max_position_embeddings"}  # of transformers
 
 
 def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
@@ -47,6 +56,21 @@ def replica_of(trainer: Any) -> tuple[int, int]:
     """Number of replicas, and the index of this process's; a single one without a trainer."""
     sampler = None if trainer is None else trainer.distributed_sampler_kwargs
     return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
+
+
+def size_of_model(trainer: Any, name: str) -> int | None:
+    """Read a size from the ``config`` of a trainer's model; ``None`` if there is no such size.
+
+    Args:
+        trainer: of the data module; ``None`` for none.
+        name: ``"vocab_size"`` or ``"context_length"``, as ``GPTConfig`` calls them.
+    """
+    model = None if trainer is None else getattr(trainer, "lightning_module", None)
+    config = getattr(model, "config", None)
+    if callable(text := getattr(config, "get_text_config", None)):
+        config, name = text(), _OTHER_NAMES.get(name, name)
+    size = getattr(config, name, None)
+    return size if isinstance(size, int) else None
 
 
 def use_replica(source: Any, num_replicas: int, rank: int) -> None:
@@ -82,53 +106,60 @@ def reads_streams(loader: object) -> bool:
     return is_litdata(loader) or (isinstance(loader, DataLoader) and isinstance(loader.dataset, combinations))
 
 
-def leave_where_it_was(loader: object) -> None:
-    """Have the next iteration of a litdata loader that was resumed be another epoch, though this one was not finished.
-
-    It forgets where it was resumed only when an epoch is read to its end.
-    """
-    if isinstance(loader, classes_of_litdata("StreamingDataLoader")):
-        loader.restore = False
-
-
-def set_epoch_before(loader: StreamingDataLoader, state: Mapping[str, Any], again: bool = False) -> None:
-    """Have the next iteration of a litdata loader be the epoch after the one that it was in when it said its state.
+def replica_loader(
+    split: str,
+    batch_size: int,
+    *,
+    replica: tuple[int, int],
+    num_workers: int,
+    shuffle: bool,
+    drop_last: bool,
+    seed: int,
+    download_folder: str | None = None,
+    item_loader: Any = None,
+    transform: Callable[[Any], Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> StreamingDataLoader:
+    """Return a loader of one replica's share of a litdata dataset, in the same order on every machine.
 
     Args:
-        loader: before it is iterated.
-        state: of such a loader.
-        again: have it be that epoch, from its beginning.
+        split: folder or URI of the dataset.
+        batch_size: samples per replica and batch.
+        replica: number of replicas, and the index of this one.
+        num_workers: processes that load; 0 loads in this one.
+        shuffle: whether the order differs from epoch to epoch.
+        drop_last: whether to leave out an incomplete last batch.
+        seed: of the order.
+        download_folder: where the chunks of a URI go.
+        item_loader, transform, collate_fn: as litdata takes them.
+
+    Raises:
+        DataError: a chunk lies outside of the dataset.
     """
-    loader.current_epoch = state["current_epoch"] - again
+    from litdata import StreamingDataLoader, StreamingDataset  # see classes_of_litdata
 
-
-def with_own_place(loader: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state of a litdata loader with this one's folders and URLs, which litdata compares, in place of the writer's.
-
-    That it reads the same data is for the caller to know.
-    """
-    if not isinstance(loader, classes_of_litdata("StreamingDataLoader")) or not state.get("dataset"):
-        return state
-    saved = state["dataset"]
-    if isinstance(loader.dataset, classes_of_litdata("StreamingDataset")):
-        return {**state, "dataset": _with_place_of(loader.dataset, saved)}
-    parts = {name: _with_place_of(part, saved[name]) for name, part in _numbered_parts(loader.dataset) if name in saved}
-    return {**state, "dataset": {**saved, **parts}}
-
-
-def _numbered_parts(combination: Any) -> list[tuple[str, Any]]:
-    return [(str(number), part) for number, part in enumerate(getattr(combination, "_datasets", []))]
-
-
-def _with_place_of(dataset: Any, saved: Any) -> Any:
-    if not isinstance(saved, dict) or "input_dir_path" not in saved:
-        return saved
-    own = dataset.input_dir
-    # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
-    path = own.path if own.url is None else None
-    place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
-    # Without shuffling the seed decides nothing, and litdata compares it, too.
-    return {**saved, **place, **({} if dataset.shuffle else {"seed": dataset.seed})}
+    # litdata reads tensors from a read-only map, which torch warns of, and copies them at once.
+    warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
+    windows = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
+    with replica_environment(*replica):
+        dataset = StreamingDataset(
+            split,
+            cache_dir=download_folder,
+            item_loader=item_loader,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            transform=transform,
+            # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
+            **({"item_shuffle_window": 0} if windows else {}),
+        )
+        _check_names(dataset, split)
+        more = {} if collate_fn is None else {"collate_fn": collate_fn}
+        pinned = torch.cuda.is_available()
+        loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, pin_memory=pinned, **more)
+    _shuffle_as_everywhere(dataset)
+    use_replica(loader, *replica)
+    return loader
 
 
 def _parts(source: Any) -> list[Any]:
@@ -144,16 +175,43 @@ def _distributed_env(num_replicas: int, rank: int) -> Any:
 
 
 def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:
-    """On resuming, let the loader compare a checkpoint with the world of replicas, and keep its own cache folder."""
+    """Let a loader that resumes compare a checkpoint with the world of replicas, and not with the writer's folders."""
     load_state_dict = type(loader).load_state_dict
 
     def load_for_replica(state: dict[str, Any]) -> None:
-        dataset: Any = loader.dataset
-        if isinstance(dataset, classes_of_litdata("StreamingDataset")) and dataset.input_dir.url is not None:
-            # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
-            own_folders = {"input_dir_path": None, "cache_dir_path": dataset.cache_dir.path}
-            state = {**state, "dataset": {**state["dataset"], **own_folders}}
         with replica_environment(num_replicas, rank):
-            load_state_dict(loader, state)
+            load_state_dict(loader, {**state, "dataset": _with_own_place(loader.dataset, state.get("dataset") or {})})
 
     loader.load_state_dict = load_for_replica
+
+
+def _with_own_place(dataset: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a dataset, or of each of several, with this one's folders and URLs, which litdata compares.
+
+    That it reads the same data is for the caller to know.
+    """
+    if not isinstance(dataset, classes_of_litdata("StreamingDataset")):
+        parts = ((str(number), part) for number, part in enumerate(_parts(dataset)))
+        return {**saved, **{name: _with_own_place(part, saved[name]) for name, part in parts if name in saved}}
+    if "input_dir_path" not in saved:
+        return saved
+    own = dataset.input_dir
+    # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
+    path = own.path if own.url is None else None
+    place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
+    # Without shuffling the seed decides nothing, and litdata compares it, too.
+    return {**saved, **place, **({} if dataset.shuffle else {"seed": dataset.seed})}
+
+
+def _check_names(dataset: Any, split: str) -> None:
+    # Before a chunk is read, or downloaded: litdata joins their names to its folders.
+    for name in dataset.subsampled_files:
+        if name != os.path.basename(name):
+            raise DataError(f"{split} names a chunk {name!r} outside of its folder. Do not use this dataset")
+
+
+def _shuffle_as_everywhere(dataset: Any) -> None:
+    # Where files are on NFS, Lustre or the like, newer releases deal out whole chunks, nearly in their order, and cut
+    # all shares to the smallest: replicas may get nothing, windows are lost, a chunk without a window is an IndexError.
+    if (profile := getattr(dataset, "posix_fast", None)) is not None:
+        dataset.posix_fast = replace(profile, kind="posix")

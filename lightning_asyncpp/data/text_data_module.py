@@ -10,20 +10,18 @@ import lightning as L
 import torch
 
 from lightning_asyncpp.data.corpus import TEXT_PATTERNS, find_text_files
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.model_sizes import size_of_model
-from lightning_asyncpp.data.replica import replica_of
-from lightning_asyncpp.data.source import (
+from lightning_asyncpp.data.replica import replica_loader, replica_of, size_of_model
+from lightning_asyncpp.data.token_dataset import (
     TextSource,
     TokenSource,
+    count_sequences,
     default_cache_dir,
     existing_tokens,
     is_token_source,
     is_uri,
 )
-from lightning_asyncpp.data.token_dataset import count_sequences
-from lightning_asyncpp.data.token_loader import token_loader
 from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_asyncpp.errors import DataError
 
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader
@@ -189,16 +187,19 @@ class TextDataModule(L.LightningDataModule):
         drop_last = (training and self.drop_last) or num_replicas > 1
         if drop_last and not is_uri(split):
             _check_sequences(split, self.sequence_length, self.batch_size * num_replicas)
-        return token_loader(
+        from litdata import TokensLoader  # see classes_of_litdata
+
+        return replica_loader(
             split,
-            sequence_length=self.sequence_length,
-            batch_size=self.batch_size,
+            self.batch_size,
+            replica=(num_replicas, rank),
             num_workers=self.num_workers,
             shuffle=self.shuffle and training,
             drop_last=drop_last,
             seed=self.seed,
-            replica=(num_replicas, rank),
             download_folder=self._download_folder() if is_uri(split) else None,
+            item_loader=TokensLoader(block_size=self.sequence_length),
+            transform=as_int64,
         )
 
     def _download_folder(self) -> str:
@@ -262,3 +263,8 @@ def _check_sequences(split: str, length: int, needed: int) -> None:
             f"{split} holds {sequences} sequences of context_length + 1 = {length} tokens, and at least {needed} are"
             " needed. Lower context_length or batch_size, or give more text"
         )
+
+
+def as_int64(tokens: torch.Tensor) -> torch.Tensor:
+    """Return tokens as embeddings take them; a function of a module, since litdata's workers are sent a pickled one."""
+    return tokens.long()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +19,17 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lightning_asyncpp.data.corpus import TextFile
-from lightning_asyncpp.data.errors import DataError
+from lightning_asyncpp.data.corpus import LIBRARIES, TextFile, find_text_files, split
 from lightning_asyncpp.data.replica import replica_environment
-from lightning_asyncpp.data.tokenizer import Tokenizer
+from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_asyncpp.errors import DataError
 
 CHUNK_BYTES = 64 * 2**20
 INDEX = "index.json"
 METADATA = "metadata.json"
-_GROUP_BYTES = 4 * 2**20
+_FORMAT = 3  # of a prepared folder; raised whenever an older one must not be taken for a new one
+_GROUP = 256
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,29 +46,52 @@ class Metadata:
     """Tokens to validate on; 0 without validation."""
 
 
-def write_token_dataset(
-    folder: Path, train: Sequence[TextFile], validation: Sequence[TextFile], tokenizer: Tokenizer
-) -> None:
-    """Tokenise the files and write ``folder``.
-
-    All is written to a temporary folder beside it and renamed when complete, so that a crash leaves no half dataset
-    behind. If another process was faster, its folder stays.
-    """
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Let a folder be filled that is there whole or not at all; if another process was faster, its folder stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        for name, files in (("train", train), ("val", validation)):
-            if files:
-                _write_split(temporary / name, files, tokenizer)
-        finish_token_dataset(temporary, tokenizer)
+        yield temporary
         temporary.chmod(0o755)  # mkdtemp keeps other users out, who may share the cache
         try:
             os.rename(temporary, folder)
         except OSError:
-            if not (folder / METADATA).is_file():
+            if not folder.is_dir():
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_split(folder: Path, samples: Iterable[Any], item_loader: Any = None) -> None:
+    """Write a litdata dataset, in this process.
+
+    ``litdata.optimize`` would spawn others, which run the user's script once more where it has no ``if __name__ ==
+    "__main__"``.
+    """
+    # Imported where it is used: litdata brings clients of object stores, which take as long as the rest of the package.
+    from litdata.streaming import Cache
+
+    with replica_environment(num_replicas=1, rank=0):
+        cache = Cache(str(folder), chunk_bytes=CHUNK_BYTES, item_loader=item_loader)
+        for index, sample in enumerate(samples):
+            cache[index] = sample
+        cache.done()
+        cache.merge()
+
+
+def write_token_dataset(
+    folder: Path, train: Sequence[TextFile], validation: Sequence[TextFile], tokenizer: Tokenizer
+) -> None:
+    """Tokenise the files and write ``folder``; a crash leaves no half dataset behind."""
+    from litdata import TokensLoader
+
+    with new_folder(folder) as partial:
+        for name, files in (("train", train), ("val", validation)):
+            if files:
+                texts = (file.read() for file in tqdm(files, desc="tokenising", unit="file", leave=False))
+                write_split(partial / name, token_groups(texts, tokenizer), TokensLoader())
+        finish_token_dataset(partial, tokenizer)
 
 
 def finish_token_dataset(folder: Path, tokenizer: Tokenizer) -> Metadata:
@@ -126,34 +155,126 @@ def joined(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
     return torch.cat([part for document in encoded for part in (document.to(dtype), ending)] or [ending[:0]])
 
 
-def _write_split(folder: Path, files: Sequence[TextFile], tokenizer: Tokenizer) -> None:
-    # Imported where it is used: litdata brings clients of object stores, which take as long as the rest of the package.
-    from litdata import TokensLoader
-    from litdata.streaming import Cache
-
-    # Written in this process: litdata.optimize would spawn others, which run the user's script once more where it has
-    # no `if __name__ == "__main__"`.
-    with replica_environment(num_replicas=1, rank=0):
-        cache = Cache(str(folder), chunk_bytes=CHUNK_BYTES, item_loader=TokensLoader())
-        groups = _groups(tqdm(files, desc="tokenising", unit="file", leave=False))
-        parts = (joined([file.read() for file in group], tokenizer) for group in groups)
-        for index, tokens in enumerate(part for part in parts if part.numel()):
-            cache[index] = tokens
-        cache.done()
-        cache.merge()
+def token_groups(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tensor]:
+    """Token ids of documents, of many at a time, which are encoded in parallel: (length,) each."""
+    texts = iter(texts)
+    while group := list(islice(texts, _GROUP)):
+        if (tokens := joined(group, tokenizer)).numel():
+            yield tokens
 
 
-def _groups(files: Iterable[TextFile]) -> Iterator[list[TextFile]]:
-    group: list[TextFile] = []
-    size = 0
-    for file in files:
-        group.append(file)
-        size += file.size
-        if size >= _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+@dataclass(frozen=True)
+class TokenSource:
+    """Where the tokens of both splits are."""
+
+    train: str
+    """Folder or URI of the training split."""
+    validation: str | None
+    """Folder or URI of the validation split; ``None`` for none."""
+    folder: Path | None = None
+    """Prepared folder with the metadata and the tokenizer; ``None`` for a dataset that others wrote."""
+    metadata: Metadata | None = None
+    """What is known about the dataset; ``None`` if nothing is."""
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Text, and all that decides the tokens made of it."""
+
+    source: str
+    """A folder, or a key of `LIBRARIES`."""
+    patterns: tuple[str, ...]
+    """Globs of the files to take."""
+    tokenizer: str
+    """``"byte"``, ``"bpe"``, or what :func:`.load_tokenizer` takes."""
+    vocab_size: int | None
+    """Number of token ids of a vocabulary to be trained."""
+    val_fraction: float
+    """Share of the files that are kept for validation."""
+    max_bytes: int | None
+    """Most bytes of text to take."""
+    cache_dir: Path
+    """Where prepared datasets are kept."""
+
+    def prepare(self) -> None:
+        """Write the token dataset unless it is there; all text is read for its name.
+
+        Raises:
+            DataError: the text cannot be read.
+        """
+        files = find_text_files(self.source, self.patterns, self.max_bytes)
+        folder = self._folder(files)
+        if folder.exists():
+            return
+        _log.info("preparing tokens of %s (%d files) in %s", self.source, len(files), folder)
+        train, validation = split(files, self.val_fraction)
+        if self.tokenizer == "bpe":
+            assert self.vocab_size is not None
+            tokenizer = Tokenizer.train((file.read() for file in train), self.vocab_size)
+        else:
+            tokenizer = load_tokenizer(self.tokenizer)
+        write_token_dataset(folder, train, validation, tokenizer)
+
+    def prepared(self) -> TokenSource:
+        """Return the prepared token dataset.
+
+        Raises:
+            DataError: it is not there.
+        """
+        folder = self._folder(find_text_files(self.source, self.patterns, self.max_bytes))
+        if not folder.is_dir():
+            raise DataError(f"{folder} is not prepared. Call prepare_data() before setup(), on every node")
+        return prepared_tokens(folder)
+
+    def _folder(self, files: Sequence[TextFile]) -> Path:
+        """The folder of the token dataset: named after the documents' names and contents, and the tokenizer."""
+        given = f"bpe-{self.vocab_size}" if self.tokenizer == "bpe" else load_tokenizer(self.tokenizer).fingerprint
+        name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
+        digests = [(file.name, hashlib.sha256(file.path.read_bytes()).hexdigest()) for file in files]
+        content = json.dumps([_FORMAT, digests, given, self.val_fraction])
+        readable = name.encode(errors="replace").decode()
+        return self.cache_dir / f"{readable}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def is_uri(source: str) -> bool:
+    """Whether ``source`` names a place that litdata streams from, such as ``s3://bucket/folder``."""
+    return "://" in source or source.startswith("local:")
+
+
+def is_token_source(source: str) -> bool:
+    """Whether ``source`` is a litdata dataset or a folder that was prepared from text, and not text."""
+    path = Path(source).expanduser()
+    return is_uri(source) or (path / INDEX).exists() or (path / METADATA).exists()
+
+
+def prepared_tokens(folder: Path) -> TokenSource:
+    """Return the splits of a folder that was prepared from text."""
+    metadata = read_metadata(folder)
+    validation = str(folder / "val") if metadata.val_tokens else None
+    return TokenSource(str(folder / "train"), validation, folder, metadata)
+
+
+def existing_tokens(source: str, val_source: str | None) -> TokenSource:
+    """Return the splits of a token dataset that is there already.
+
+    Raises:
+        DataError: ``val_source`` is none.
+    """
+    if val_source is not None and not is_token_source(val_source):
+        raise DataError(f"val_source={val_source!r} has no {INDEX}. Name the folder of a litdata dataset")
+    if not is_uri(source) and (Path(source).expanduser() / METADATA).exists():
+        prepared = prepared_tokens(Path(source).expanduser())
+        return TokenSource(prepared.train, val_source or prepared.validation, prepared.folder, prepared.metadata)
+    return TokenSource(_expanded(source), None if val_source is None else _expanded(val_source))
+
+
+def default_cache_dir() -> Path:
+    """Folder for prepared datasets: ``lightning_asyncpp`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_asyncpp"
+
+
+def _expanded(source: str) -> str:
+    return source if is_uri(source) else str(Path(source).expanduser())
 
 
 def _read_json(path: Path) -> dict[str, Any]:

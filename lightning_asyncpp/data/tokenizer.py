@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,13 +13,13 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import fetch, is_hub_name
+from lightning_asyncpp.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 _CONFIG = "tokenizer_config.json"  # beside a tokenizer.json, as the Hugging Face Hub has it
 _WITH_END = '{"end_of_text": '
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2", "HuggingFaceTB/SmolLM-360M"
 
 
 class Tokenizer:
@@ -198,6 +199,30 @@ def end_of_text_in(folder: Path) -> str | None:
     end = content.get("eos_token") if isinstance(content, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     return end if isinstance(end, str) else None
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` reads like a repository of the hub, and like no file of this machine."""
+    return _HUB_NAME.fullmatch(name) is not None and not name.endswith(".json") and not Path(name).exists()
+
+
+def fetch(name: str, file: str) -> Path:
+    """Return the path of a file of a repository of models, from the hub's cache where it is there already.
+
+    Raises:
+        DataError: the hub cannot be reached, or has no such file.
+    """
+    import huggingface_hub  # it takes as long as half of this package
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, file))
+    except Exception as error:  # the client's HTTP library, and with it its exceptions, changed twice already
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise DataError(
+            f"{name!r} is no file or folder here, and the Hugging Face Hub gives no {file} of it"
+            f" ({type(error).__name__}: {reason}). Correct the name, or without internet copy the repository here"
+            f" (`hf download {name} --local-dir DIR`) and give its path"
+        ) from error
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -34,8 +34,7 @@ from lightning_asyncpp.fabric.calls import (
     module_problems,
     not_set_up,
 )
-from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints
-from lightning_asyncpp.fabric.loader import resumable
+from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints, resumable
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.recording import Recorder, Window

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_asyncpp.models.architectures import ARCHITECTURES, Architecture, name_there
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import TRAINING_ONLY, SavedGPT, WeightsError, expected_shapes, values_of
-from lightning_asyncpp.storage.durable import replace_durably
+from lightning_asyncpp.storage import replace_durably
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

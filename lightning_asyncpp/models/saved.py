@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.gpt import GPT
-from lightning_asyncpp.storage.files import StorageError
-from lightning_asyncpp.storage.folders import is_sharded, load
+from lightning_asyncpp.storage import StorageError, is_sharded, load
 
 # Of no meaning to a model that was trained.
 TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.balance_bias_rate"})

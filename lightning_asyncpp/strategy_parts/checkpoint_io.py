@@ -7,8 +7,7 @@ from typing import Any
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_asyncpp.storage.files import local_path, save_file
-from lightning_asyncpp.storage.folders import is_sharded, load, remove_sharded
+from lightning_asyncpp.storage import is_sharded, load, local_path, remove_sharded, save_file
 
 
 class DurableCheckpointIO(TorchCheckpointIO):

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.core.checkpoint.saving import CheckpointWriter
+from lightning_asyncpp.core.checkpoint import CheckpointWriter
 from lightning_asyncpp.core.cut.partition import WHOLE, Partition
 from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition
 from lightning_asyncpp.core.local_session import LocalSession

@@ -1,4 +1,4 @@
-"""Data loaders under a pipeline: middle stages read nothing, and all stages of a replica read the same."""
+"""Data loaders under a pipeline: middle stages read nothing, and all stages of a replica read the same order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, TypeGuard
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_asyncpp.data.replica import is_litdata, reads_streams, use_replica
+from lightning_asyncpp.private_names import required
 
 
 class PlaceholderBatch:
@@ -37,7 +39,7 @@ class Next(IntEnum):
 
 
 class LoaderInFront:
-    """Stands in front of a loader: what is not its own to say or to be told is the loader's.
+    """Stands in front of a loader: what is not its own to say is the loader's.
 
     Args:
         loader: the loader of this replica.
@@ -50,13 +52,6 @@ class LoaderInFront:
         if name == "loader":  # before there is one
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if not is_own and name != "loader" and hasattr(self.loader, name):
-            setattr(self.loader, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -133,6 +128,37 @@ def stage_loader(
     return PlaceholderLoader(loader, follow)
 
 
+def shuffles(loader: object) -> bool:
+    """Whether a loader has its samples in a new order in every epoch, as far as its sampler shows."""
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is not None and not hasattr(batches, "sampler"):
+        return True  # one of somebody's own, which may do so by itself
+    sampler = getattr(loader if batches is None else batches, "sampler", None)
+    return sampler is None or isinstance(sampler, RandomSampler) or _shuffles(sampler)
+
+
+def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
+    """Let a ``StatefulDataLoader(shuffle=True)`` be shuffled as Lightning shuffles a ``DataLoader(shuffle=True)``.
+
+    Lightning replaces torch's random sampler by one whose order follows from the epoch, but puts torchdata's into a
+    wrapper, which hides from the loader where the sampler is: the loader could not go on in the middle of an epoch.
+
+    Args:
+        loader: of training data, with the sampler that Lightning chose.
+        shuffle: whether it is shuffled; None: as the Trainer chose, where Fabric takes torchdata's for one that is not.
+    """
+    wrapper = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if not isinstance(wrapper, DistributedSamplerWrapper):
+        return
+    if not _shuffles(required(wrapper.dataset, "_sampler", "find the training data's own sampler")):
+        return
+    shuffled = wrapper.shuffle if shuffle is None else shuffle
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset, wrapper.num_replicas, wrapper.rank, shuffled, wrapper.seed, wrapper.drop_last
+    )
+    loader.batch_sampler.sampler = sampler
+
+
 def _seed_workers(loader: object, replica: int) -> None:
     # seed_everything(workers=True) makes every rank transform its data in its own way: here every replica does.
     # Fabric has told the loader so before, the Trainer does it later, where there is no function yet.
@@ -146,3 +172,9 @@ def _seed_workers(loader: object, replica: int) -> None:
 
 def _is_map_style(loader: object) -> TypeGuard[DataLoader]:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _shuffles(sampler: Any) -> bool:
+    kind = type(sampler)
+    is_torchdatas = kind.__module__.partition(".")[0] == "torchdata" and kind.__name__ == "RandomSampler"
+    return is_torchdatas and not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -15,11 +15,9 @@ import torch
 from safetensors.torch import save_file as save_safetensors
 from torch import Tensor
 
-from lightning_asyncpp.core.checkpoint.state import PIPELINE
+from lightning_asyncpp.core.checkpoint import PIPELINE
 from lightning_asyncpp.core.tree import tensors_of
-from lightning_asyncpp.storage.durable import usual_mode
-from lightning_asyncpp.storage.files import StorageError, save_file, written_beside
-from lightning_asyncpp.storage.folders import is_sharded, load, read_index
+from lightning_asyncpp.storage import StorageError, is_sharded, load, read_index, save_file, usual_mode, written_beside
 from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser
 
 _OF_PIPELINE = (

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lightning_asyncpp.data import TextDataModule, Tokenizer
-from lightning_asyncpp.data.source import is_token_source
+from lightning_asyncpp.data.token_dataset import is_token_source
 from lightning_asyncpp.models import GPT, SavedGPT, WeightsError
 from lightning_asyncpp.tools.model_arguments import (
     DTYPES,

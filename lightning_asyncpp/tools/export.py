@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.data import hf_tokenizer_files
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.hf import new_folder, write_hf
-from lightning_asyncpp.storage.files import StorageError
-from lightning_asyncpp.storage.folders import is_sharded, load
+from lightning_asyncpp.storage import StorageError, is_sharded, load
 from lightning_asyncpp.tools.model_arguments import DTYPES, check_choice, find_tokenizer, read_model, reported
 from lightning_asyncpp.tools.parsers import LORA_FORMS, export_parser
 from lightning_asyncpp.trainer.hf_model import TASKS, transformers_package, with_adapters

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from lightning_asyncpp.models import SavedGPT, WeightsError
 from lightning_asyncpp.models.hf import read_hf
-from lightning_asyncpp.storage.files import save_file
+from lightning_asyncpp.storage import save_file
 from lightning_asyncpp.tools.model_arguments import reported
 from lightning_asyncpp.tools.parsers import import_parser
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.data.corpus import Named, split
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, INDEX, finish_token_dataset, joined
+from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, INDEX, finish_token_dataset, joined, token_groups
 from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_definition
+from lightning_asyncpp.errors import DataError
 from lightning_asyncpp.optional_packages import optional_package
 from lightning_asyncpp.tools.parsers import prepare_parser
 
@@ -34,7 +33,6 @@ _PIECES, _LEAST_BYTES, _MOST_BYTES = (
     2**24,
 )  # a file of lines is cut into about so many pieces of such a size
 _REQUEST = ".prepared.json"
-_GROUP = 256  # documents that are encoded at a time
 
 
 @dataclass(frozen=True)
@@ -164,9 +162,8 @@ class _Tokens:
     def __call__(self, piece: str) -> Tensor:
         tokenizer = _tokenizer(self.definition)
         documents = read_documents(Piece(*json.loads(piece)), self.text_key)
-        groups = iter(lambda: list(islice(documents, _GROUP)), [])
         # Of a piece without text a blank: litdata resumes by counting what came of its inputs.
-        return torch.cat([joined(group, tokenizer) for group in groups] or [joined([" "], tokenizer)])
+        return torch.cat(list(token_groups(documents, tokenizer)) or [joined([" "], tokenizer)])
 
 
 _tokenizer = lru_cache(maxsize=1)(tokenizer_of_definition)

@@ -27,11 +27,10 @@ from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
-from lightning_asyncpp.strategy_parts.shuffling import shuffles
-from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder
+from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder, shuffles
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
-from lightning_asyncpp.trainer.checkpoint.progress import Progress
+from lightning_asyncpp.trainer.checkpoint import Progress
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
@@ -105,7 +104,7 @@ class PipelineStrategy(EvaluationSteps):
         self._conductor = Conductor(trainer, self.session, self.step_metrics, self.drain, self._batch_ends)
         self._conductor.install(trainer)
         self.step_metrics.connect(trainer, module)
-        self.take_batch_hooks([module, trainer.datamodule])  # type: ignore[attr-defined]
+        self.take_batch_hooks([module, trainer.datamodule], self._until_teardown)  # type: ignore[attr-defined]
         if self._mesh.num_replicas == 1:
             private.shuffle_only(trainer, shuffles)
         if training:
@@ -306,7 +305,6 @@ class PipelineStrategy(EvaluationSteps):
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         self.step_metrics.disconnect()
-        self.release_batch_hooks()
         if self._batch_ends is not None:
             self._batch_ends.release()
         self._until_teardown.close()

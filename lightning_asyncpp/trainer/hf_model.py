@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import fetch
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.data.tokenizer import fetch
+from lightning_asyncpp.errors import ConfigurationError, DataError
 from lightning_asyncpp.optional_packages import optional_package
 
 Task = Literal[

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.adapt import pipelined
-from lightning_asyncpp.data.errors import DataError
-from lightning_asyncpp.data.hub import fetch
-from lightning_asyncpp.data.tokenizer import Tokenizer, tokenizer_of_definition
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.data.tokenizer import Tokenizer, fetch, tokenizer_of_definition
+from lightning_asyncpp.errors import ConfigurationError, DataError
 from lightning_asyncpp.trainer.gpt_module import Decay, default_optimizer, scheduled
 from lightning_asyncpp.trainer.hf_model import (
     Dtype,

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.core.tree import map_tensors
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.trainer.checkpoint.pipeline_checkpoints import PipelineCheckpoints
+from lightning_asyncpp.trainer.checkpoint import PipelineCheckpoints
 
 
 class Launching(PipelineCheckpoints):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +34,18 @@ def validation_is_due(trainer: Trainer) -> bool:
 def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Run the validations of a training in a context, from before their loaders are iterated; not the sanity check.
 
-    That leaves no trace by itself: Lightning puts the generators back after it.
+    That leaves no trace by itself: Lightning puts the generators back after it. A resumed run iterates over the loaders
+    of a validation that it then leaves out.
     """
     purpose = "keep the random numbers of validations apart from those of the training"
     loop = required(trainer.fit_loop.epoch_loop, "val_loop", purpose)
-    run = required(type(loop), "run", purpose)
 
-    def run_in_context() -> Any:
+    def run_in_context(run: Callable[[Any], Any]) -> Any:
         with nullcontext() if trainer.sanity_checking else context():
             return run(loop)
 
-    loop.run = run_in_context
+    for name in ("run", "increment_progress_to_evaluation_end"):
+        setattr(loop, name, partial(run_in_context, required(type(loop), name, purpose)))
 
 
 def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:

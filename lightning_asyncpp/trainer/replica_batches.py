@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
-from lightning_asyncpp.trainer.checkpoint.progress import Progress
+from lightning_asyncpp.trainer.checkpoint import Progress
 from lightning_asyncpp.trainer.launching import Launching
 
 _HOOK = "on_before_batch_transfer"
 _TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
-
-
-class _PlaceholderHooks:
-    """Lets placeholders pass ``on_before_batch_transfer`` by, until :meth:`release`.
-
-    Args:
-        targets: the module and the data module, as far as there are any.
-    """
-
-    def __init__(self, targets: Iterable[Any]) -> None:
-        self._targets = [
-            target
-            for target in targets
-            if target is not None and getattr(type(target), _HOOK, None) is not DataHooks.on_before_batch_transfer
-        ]
-        for target in self._targets:
-            target.__dict__[_HOOK] = functools.partial(_unless_placeholder, getattr(target, _HOOK))
-
-    def release(self) -> None:
-        """Give the hooks back."""
-        for target in self._targets:
-            target.__dict__.pop(_HOOK, None)
-        self._targets = []
 
 
 class ReplicaBatches(Launching):
@@ -50,22 +27,20 @@ class ReplicaBatches(Launching):
 
     progress: Progress
     _only_moves_batches = True
-    _placeholder_hooks: _PlaceholderHooks | None = None
 
-    def take_batch_hooks(self, owners: list[Any]) -> None:
-        """Let the hooks that are called with each batch see no placeholder, until :meth:`release_batch_hooks`.
+    def take_batch_hooks(self, owners: list[Any], until: ExitStack) -> None:
+        """Let the hooks that are called with each batch see no placeholder.
 
         Args:
             owners: the module and the data module, as far as there are any.
+            until: gives the hooks back when it is closed.
         """
         # Then what was moved to the device is still on the host.
         self._only_moves_batches = not any(is_overridden(name, of) for name in _TRANSFER_HOOKS for of in owners)
-        self._placeholder_hooks = _PlaceholderHooks(owners)
-
-    def release_batch_hooks(self) -> None:
-        """Give the hooks back."""
-        if self._placeholder_hooks is not None:
-            self._placeholder_hooks.release()
+        for owner in owners:
+            if owner is not None and is_overridden(_HOOK, owner):
+                owner.__dict__[_HOOK] = functools.partial(_unless_placeholder, getattr(owner, _HOOK))
+                until.callback(owner.__dict__.pop, _HOOK, None)
 
     @property
     def is_distributed(self) -> bool:

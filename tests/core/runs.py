@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer
-from lightning_asyncpp.core.checkpoint import state
+from lightning_asyncpp.core import checkpoint as state
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.units import pipeline_units, stages_of_parameters
 from lightning_asyncpp.core.engine import Engine

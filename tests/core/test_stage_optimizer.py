@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from lightning_asyncpp.core.stage_optimizer import StageOptimizer
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optim import ErrorFeedback
-from lightning_asyncpp.storage.folders import merged
+from lightning_asyncpp.storage import merged
 from tests.core.cases import CountingSGD
 
 MAKE: dict[str, Callable[..., Optimizer]] = {

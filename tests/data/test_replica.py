@@ -14,6 +14,7 @@ from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingData
 
 from lightning_asyncpp.data import TextDataModule, use_replica
 from lightning_asyncpp.data import replica as replica_module
+from tests.data.test_text_data_module import ready
 
 EPOCHS = 2
 
@@ -162,3 +163,12 @@ def test_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert replica_module.os.environ["WORLD_SIZE"] == "2"
     assert replica_module.os.environ["WORLD_SIZE"] == "4"
     assert "GLOBAL_RANK" not in replica_module.os.environ
+
+
+def test_sequences_in_the_same_order_on_all_file_systems(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from litdata.streaming import dataset as litdatas
+    from litdata.streaming.posix_fast import PosixFastProfile
+
+    monkeypatch.setattr(litdatas, "detect_posix_fast", lambda *_, **__: PosixFastProfile(kind="lustre"))
+    assert PosixFastProfile(kind="lustre").window_shuffle
+    assert not ready(text_folder).train_dataloader().dataset.posix_fast.window_shuffle

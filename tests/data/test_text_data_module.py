@@ -73,7 +73,7 @@ def test_bpe_is_trained_on_the_training_files_and_kept(text_folder: Path) -> Non
 
 def test_several_chunks(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_dataset_module, "CHUNK_BYTES", 8_000)
-    monkeypatch.setattr(token_dataset_module, "_GROUP_BYTES", 2_000)
+    monkeypatch.setattr(token_dataset_module, "_GROUP", 1)
     data = ready(text_folder)
     assert len(list((prepared_folder(text_folder) / "train").glob("chunk-*"))) > 2
     loader = data.train_dataloader()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_asyncpp.core.schedule import Slack, Staleness
-from lightning_asyncpp.storage.folders import merged
+from lightning_asyncpp.storage import merged
 from tests.core.cases import Case
 from tests.core.compare import assert_same_norms, assert_same_weights, weights_of
 from tests.core.runs import run_oracle

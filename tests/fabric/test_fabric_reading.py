@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_asyncpp.fabric.loader import FabricLoader
-from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader
+from lightning_asyncpp.fabric.checkpoint import FabricLoader
+from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
 from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
 from tests.trainer.checkpoint.resumable import training_loader, write_litdata
 from tests.trainer.pool import Pools
@@ -23,7 +23,7 @@ from tests.trainer.pool import Pools
 def fabric_loader(kind: str, folder: str = "", **changed: Any) -> FabricLoader:
     torch.manual_seed(3)
     loader = training_loader(replace(RUN, **changed), kind, folder)
-    return FabricLoader(PlaceholderLoader(loader) if "middle" in kind else loader)
+    return FabricLoader(stage_loader(loader, 1, 0, needs_data=True))
 
 
 MID_EPOCH, ENDS = ["1", "5"], ["3", "6", "epoch-1", "epoch-2"]
@@ -36,8 +36,7 @@ SLOW = pytest.mark.slow
         pytest.param("stateful", 3, MID_EPOCH + ENDS, marks=SLOW),
         ("litdata", 3, MID_EPOCH + ENDS),
         ("stateful own", 1, MID_EPOCH + ENDS),
-        pytest.param("plain", 2, ENDS, marks=pytest.mark.slow),
-        ("plain generator own", 1, ENDS),
+        ("plain", 2, ENDS),
         pytest.param("stateful own", 3, MID_EPOCH + ENDS, marks=SLOW),
         pytest.param("stateful workers", 3, MID_EPOCH + ENDS, marks=SLOW),
         pytest.param("litdata workers", 3, MID_EPOCH + ENDS, marks=SLOW),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -46,3 +48,38 @@ def test_trains_as_one_stage(pools: Pools, when: str) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
+
+
+def go_on(stages: bool, source: Path | None = None, target: Path | None = None) -> dict[str, np.ndarray]:
+    """Train by batches 0 to 2, and save; or load, and train by 3 to 5; over stages, or in plain Fabric."""
+    case, strategy = Case(2, batch_sizes=(8,) * 6), SyncPipelineStrategy(micro_batches=2)
+    fabric = make_fabric(strategy, seed=3) if stages else L.Fabric(accelerator="cpu", devices=1)
+    made = make_model()
+    model, optimizer = fabric.setup(made, torch.optim.AdamW(made.parameters(), lr=0.02))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if source is not None:
+        fabric.load(source, state)
+    for index in range(state["step"], state["step"] + 3):
+        if stages:
+            strategy.training_step(case.step(model), case.batch(index))
+        else:
+            fabric.backward(case.step(model)(case.batch(index)))
+        optimizer.step()
+        optimizer.zero_grad()
+    if target is not None:
+        fabric.save(target, {**state, "step": state["step"] + 3})
+    weights = strategy.full_state_dict() if stages else model.state_dict()
+    return {name: value.numpy() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("stages", [2, *(pytest.param(stages, marks=pytest.mark.slow) for stages in (1, 3, 4))])
+def test_checkpoints_are_plain_both_ways(pools: Pools, stages: int, tmp_path: Path) -> None:
+    """What a pipeline saved a plain Fabric goes on from, with its optimizer, and the other way round."""
+    plain, by_stages = tmp_path / "plain.ckpt", tmp_path / "stages.ckpt"
+    pools.run(1, go_on, False, None, plain)
+    pools.run(stages, go_on, True, None, by_stages)
+    [expected] = pools.run(1, go_on, False, plain)
+    for found in (pools.run(stages, go_on, True, plain)[0], pools.run(1, go_on, False, by_stages)[0]):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)

@@ -259,7 +259,7 @@ JOBS = {
         _trainer("validated", 2, "litdata", replace(_RUN, trainer=_VALIDATED, val_samples=(9, 5))),
         _trainer("sharded", 3, "stateful noisy", replace(_RUN, options=_SHARDED)),
         _trainer("behind", 2, "stateful", replace(_RUN, options=_SHARDED | _BEHIND), every=1, on_exception=True),
-        _trainer("whole-behind", 2, "litdata", replace(_RUN, options=_BEHIND), saving={"save_last": "link"}),
+        _trainer("whole-behind", 2, "litdata", replace(_RUN, options=_BEHIND)),
         _trainer("newest", 2, "stateful", every=1, on_exception=True, saving={"save_top_k": 1}),
         _trainer("sync", 3, "stateful noisy", replace(_RUN, strategy="sync", options={"lookahead": 1})),
         _trainer("replicas", 4, "litdata", replace(_RUN, options={"data_parallel_size": 2} | _SHARDED)),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from lightning_asyncpp.storage.folders import load
+from lightning_asyncpp.storage import load
 from tests.faults import disk, network
 from tests.faults.jobs import JOBS, TIMEOUT_SECONDS, Job
 from tests.faults.launch import Ended, Hosts, launch

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_asyncpp.storage.files import save_file
-from lightning_asyncpp.storage.folders import commit, give_up, load, new_target, write_part
+from lightning_asyncpp.storage import commit, give_up, load, new_target, save_file, write_part
 
 
 def content(version: int) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.storage.files import StorageError
-from lightning_asyncpp.storage.folders import is_sharded, read_index, remove_sharded
+from lightning_asyncpp.storage import StorageError, is_sharded, read_index, remove_sharded
 from tests.storage.faults import BROKEN, FAIL, KILL, NO_SPACE, Call, Ended, Fault, run
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
 

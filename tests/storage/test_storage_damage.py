@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asyncpp.storage.files import StorageError
-from lightning_asyncpp.storage.folders import load
+from lightning_asyncpp.storage import StorageError, load
 from tests.storage.saves import SAVES
 
 FORMS = ("full", "sharded")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.storage import durable
-from lightning_asyncpp.storage.files import StorageError, save_file
-from lightning_asyncpp.storage.folders import (
+from lightning_asyncpp import storage
+from lightning_asyncpp.storage import (
+    StorageError,
     Target,
     commit,
     give_up,
@@ -23,6 +23,7 @@ from lightning_asyncpp.storage.folders import (
     new_target,
     read_index,
     remove_sharded,
+    save_file,
     write_part,
 )
 from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
@@ -215,7 +216,7 @@ def test_a_save_that_fails_at_its_very_end(tmp_path: Path, monkeypatch: pytest.M
     """Its index is in place already, and what that names stays."""
     path = tmp_path / "x.ckpt"
     save_sharded(str(path), 1)
-    sync, synced = durable.sync, []
+    sync, synced = storage.sync, []
 
     def fails(folder: Path) -> None:
         synced.append(folder)
@@ -224,7 +225,7 @@ def test_a_save_that_fails_at_its_very_end(tmp_path: Path, monkeypatch: pytest.M
         sync(folder)
 
     before = named_files(path)
-    monkeypatch.setattr(durable, "sync", fails)
+    monkeypatch.setattr(storage, "sync", fails)
     with pytest.raises(StorageError, match="could not be written: OSError: no"):
         save_sharded(str(path), 2)
     monkeypatch.undo()

@@ -13,8 +13,7 @@ import torch
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.models import WeightsError, open_saved
-from lightning_asyncpp.storage.files import StorageError
-from lightning_asyncpp.storage.folders import load
+from lightning_asyncpp.storage import StorageError, load
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -25,7 +25,7 @@ from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.storage.folders import commit, load, new_target, write_part
+from lightning_asyncpp.storage import commit, load, new_target, write_part
 from lightning_asyncpp.tools.export import _size
 
 ROOT = Path(__file__).parents[2]

@@ -228,26 +228,38 @@ def test_async_goes_on_with_other_stages(pools: Pools, name: str, options: dict[
     assert_equal_weights(joined_weights(resumed, 3), whole)
 
 
-@pytest.mark.parametrize("name", ["two groups", pytest.param("one cycle", marks=pytest.mark.slow)])
-def test_checkpoints_are_plain_both_ways(pools: Pools, name: str, tmp_path: Path) -> None:
-    """What a pipeline saved a plain Trainer goes on from, and the other way round; so with what DDP saved."""
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("two groups", 2),
+        *(pytest.param("two groups", stages, marks=pytest.mark.slow) for stages in (1, 3, 4)),
+        pytest.param("one cycle", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_are_plain_both_ways(pools: Pools, name: str, stages: int, tmp_path: Path) -> None:
+    """What a pipeline saved a plain Trainer goes on from, with its optimizer, and the other way round."""
     run = run_of(name)
     expected = fit(plain(saving(run, tmp_path / "plain")))["weights"]
-    pools.run(2, fit, saving(run, tmp_path / "stages"))
+    pools.run(stages, fit, saving(run, tmp_path / "stages"))
     first = "step=5.ckpt"
     assert_close(fit(replace(plain(run), ckpt_path=str(tmp_path / "stages" / first)))["weights"], expected)
     resumed = replace(run, ckpt_path=str(tmp_path / "plain" / first))
-    assert_close(joined_weights(pools.run(2, fit, resumed), 2), expected)
+    assert_close(joined_weights(pools.run(stages, fit, resumed), stages), expected)
 
 
 @pytest.mark.slow
-def test_goes_on_from_a_checkpoint_of_ddp(pools: Pools, tmp_path: Path) -> None:
+def test_checkpoints_are_ddps_both_ways(pools: Pools, tmp_path: Path) -> None:
     run = run_of("two groups")
-    ddp = saving(replace(run, strategy="ddp", options={}), tmp_path)
-    pools.run(2, fit, ddp)
-    resumed = replace(run, ckpt_path=str(tmp_path / "step=5.ckpt"))
+    ddp, first = replace(run, strategy="ddp", options={}), "step=5.ckpt"
+    pools.run(2, fit, saving(ddp, tmp_path / "ddp"))
+    resumed = replace(run, ckpt_path=str(tmp_path / "ddp" / first))
     expected = fit(plain(resumed))["weights"]
     assert_close(joined_weights(pools.run(2, fit, resumed), 2), expected)
+    pools.run(2, fit, saving(run, tmp_path / "stages"))
+    paths = (str(tmp_path / folder / first) for folder in ("stages", "plain"))
+    fit(plain(saving(run, tmp_path / "plain")))
+    one, other = (pools.run(2, fit, replace(ddp, ckpt_path=path))[0]["weights"] for path in paths)
+    assert_close(one, other)
 
 
 def fit_twice(run: Run, validate: bool) -> tuple[dict[str, np.ndarray], list[int]]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.core.checkpoint import gathering
-from lightning_asyncpp.core.checkpoint.gathering import gather
+from lightning_asyncpp.core import checkpoint as gathering
+from lightning_asyncpp.core.checkpoint import gather
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from tests.core.failures.failing_cases import run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.core.checkpoint.state import load_pipeline_state, stage_pipeline_state
+from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import ConfigurationError
 from tests.core.cases import DIM, Case

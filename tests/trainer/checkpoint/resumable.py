@@ -17,7 +17,7 @@ from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingData
 from litdata.streaming import Cache
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
@@ -68,18 +68,7 @@ def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bo
         return StreamingDataLoader(data, batch_size=run.batch_size, **workers)
     make = StatefulDataLoader if "stateful" in kind else DataLoader
     data = samples(run.samples, "noisy" in kind)
-    sampler = _sampler(run, kind, data)
-    if "batches" in kind:
-        return make(data, batch_sampler=BatchSampler(sampler, run.batch_size, drop_last=False), **workers)
-    return make(data, run.batch_size, shuffle=sampler is None, sampler=sampler, **workers)
-
-
-def _sampler(run: Run, kind: str, data: Any) -> Any:
-    """One of torch's, which have no state; by the words ``weighted`` or ``torchs``, and ``seeded``."""
-    seeded = torch.Generator().manual_seed(6) if "seeded" in kind else None
-    if "weighted" in kind:
-        return WeightedRandomSampler([1.0] * run.samples, run.samples, generator=seeded)
-    return RandomSampler(data, generator=seeded) if "torchs" in kind else None
+    return make(data, run.batch_size, shuffle=True, **workers)
 
 
 class Showing(Net):

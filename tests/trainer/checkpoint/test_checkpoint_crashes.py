@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_asyncpp.storage.folders import load
+from lightning_asyncpp.storage import load
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools, TrainerPool, impatient
 from tests.trainer.reference import joined_weights

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_asyncpp.cli import main
-from lightning_asyncpp.storage.folders import load
+from lightning_asyncpp.storage import load
 from tests.trainer.checkpoint.test_resharding import SHARDED, resumed, run_of
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights

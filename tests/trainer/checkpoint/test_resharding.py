@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 
-from lightning_asyncpp.storage.folders import load
+from lightning_asyncpp.storage import load
 from tests.storage.same import assert_same
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 from tests.trainer.pool import Pools

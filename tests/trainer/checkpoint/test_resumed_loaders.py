@@ -1,4 +1,4 @@
-"""Loaders, samplers and torchmetrics objects that keep to themselves where they are: resumed exactly."""
+"""Loaders with workers, several streams and several loaders: resumed exactly."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ from tests.trainer.checkpoint.resumable import Showing, fit_showing
 from tests.trainer.checkpoint.test_exact_resume import EPOCHS, TWO_EPOCHS, check, run_of
 from tests.trainer.pool import Pools
 
-SAMPLERS = [
-    "stateful own sampler weighted noisy",
-    "stateful own sampler torchs seeded batches",
-]
-SLOW_SAMPLERS = [
-    "stateful own sampler torchs",
-    "stateful own sampler generator",
-    "stateful own sampler weighted seeded",
-    "stateful own sampler torchs seeded workers",
-    "stateful own sampler generator workers",
-]
-STEPS = [5, 7]  # the end of an epoch, and the middle of the next
-
 
 class Paired(Showing):
     """Fed by two loaders, of which the second ends before the first; what it was fed of both is noted."""
@@ -37,14 +24,6 @@ class Paired(Showing):
         loss = F.mse_loss(self.model(first["x"]), first["y"])
         self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(first["x"]))
         return loss
-
-
-@pytest.mark.parametrize("kind", [*SAMPLERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_SAMPLERS)])
-def test_a_sampler_without_a_state_orders_the_rest_of_an_epoch_as_before(
-    kind: str, pools: Pools, tmp_path: Path
-) -> None:
-    """With the numbers that it drew when the epoch began, from its generator or the process's."""
-    check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, STEPS)
 
 
 @pytest.mark.parametrize(

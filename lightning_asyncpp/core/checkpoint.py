@@ -1,0 +1,421 @@
+"""The state of a pipeline: what each stage holds, by names of the model, how it is saved, and how any other loads it.
+
+It is written in one file, for which rank 0 gathers what the others hold, or sharded; at once or while training goes on.
+A save is a collective call. What fails on one rank is raised on all: by the save itself, or if it went on in the
+background by the next one, by :meth:`CheckpointWriter.settle`, and at the end of the run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_asyncpp.core.cut.ties import check_copies, keep_once
+from lightning_asyncpp.core.failures.at_exit import AtExit, uncaught
+from lightning_asyncpp.core.host_copies import as_bytes, pieces_on_host
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.session import PipelineSession
+from lightning_asyncpp.core.stage_optimizer import name_of
+from lightning_asyncpp.core.tree import map_tensors
+from lightning_asyncpp.errors import ConfigurationError, different_calls, lost_peers
+from lightning_asyncpp.storage import Target, commit, give_up, local_path, merged, new_target, write_part
+
+_TAG = 7
+_GATHERS = "gathers"
+_SMALL_BYTES = 2**14  # such tensors travel together: each message takes a millisecond
+
+
+def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
+    """Gather nested content of some ranks on rank 0, in their order; an empty list on others.
+
+    A blocking collective of all ranks. All tensors are on the host of rank 0 then; nobody holds a second copy of all.
+
+    Args:
+        mesh: this rank's place.
+        part: of this rank; what ``torch.load(weights_only=True)`` reads.
+        ranks: whose parts are wanted.
+
+    Raises:
+        ProtocolError: another rank is in another call.
+    """
+    if mesh.groups is None:
+        return [part]
+    if {*exchange(mesh, _GATHERS)} != {_GATHERS}:
+        raise different_calls("this rank gathers what a checkpoint holds, and another one does not")
+    if mesh.rank == 0:
+        return [_receive(mesh.groups.host, rank) if rank else on_host(part) for rank in ranks]
+    if mesh.rank in ranks:
+        _send(mesh.groups.host, part)
+    return []
+
+
+def on_host(content: Any, copy: bool = False) -> Any:
+    """The same with tensors on the host; what is one tensor stays one.
+
+    Args:
+        content: nested containers.
+        copy: whether tensors that are there already are copied.
+    """
+    known: dict[int, Tensor] = {}
+
+    def moved(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            # Of a view torch would write the whole storage.
+            is_part = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes
+            known[id(tensor)] = tensor.detach().to("cpu", copy=copy or is_part)
+        return known[id(tensor)]
+
+    return map_tensors(moved, content)
+
+
+def _send(group: dist.ProcessGroup, part: Any) -> None:
+    """Send a part to rank 0: first all but its large tensors, for which others on the meta device stand; then these."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            is_small = tensor.nbytes <= _SMALL_BYTES
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            known[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True) if is_small else empty
+        return known[id(tensor)][1]
+
+    file = io.BytesIO()
+    torch.save(map_tensors(stand_in, part), file)
+    text = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    with lost_peers():
+        dist.send(torch.tensor([len(text)]), 0, group=group, tag=_TAG)
+        for tensor in (text, *(tensor for tensor, other in known.values() if other.is_meta)):
+            for piece in pieces_on_host(as_bytes(tensor)):
+                dist.send(piece, 0, group=group, tag=_TAG)
+
+
+def _receive(group: dist.ProcessGroup, rank: int) -> Any:
+    """What a rank sends, in the same order."""
+    received: dict[int, Tensor] = {}
+
+    def with_content(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in received:
+            received[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            fill(received[id(tensor)])
+        return received[id(tensor)]
+
+    def fill(tensor: Tensor) -> None:
+        for piece in pieces_on_host(as_bytes(tensor)):  # of this very memory
+            dist.recv(piece, rank, group=group, tag=_TAG)
+
+    with lost_peers():
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=group, tag=_TAG)
+        fill(text := torch.empty(int(size), dtype=torch.uint8))
+        # On the host: a device of another rank need not be one of this machine.
+        part = torch.load(io.BytesIO(text.numpy().data), map_location="cpu", weights_only=True)
+        return map_tensors(with_content, part)
+
+
+PIPELINE = "pipeline"
+"""Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
+OLDER, MASTERS = "older_weights", "masters"
+
+
+def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
+    """This stage's part of the model's ``state_dict``: weights that gradients are taken at, where there are masters.
+
+    Args:
+        session: the pipeline.
+        own: what the module says: what was cut, or the one around it.
+    """
+    assert session.stage is not None
+    weights = session.running().weights.shown()
+    shown = {name: weights[use] for name, use in session.stage.names.items() if use in weights}
+    return {name: shown.get(name, value) for name, value in own.items()}
+
+
+def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
+    """What a checkpoint of a drained pipeline holds beyond weights and optimizers, and how the pipeline runs.
+
+    The older weight version belongs to it: the mini-batch after the checkpoint runs on it.
+    """
+    engine, partition = session.running(), session.partition
+    settings = engine.settings
+    assert partition is not None, "cut() comes before a checkpoint"
+    return {
+        "num_stages": settings.num_stages,
+        "data_parallel_size": engine.mesh.num_replicas,
+        "partition": list(partition.counts),
+        "micro_batches": settings.micro_batches,
+        "lookahead": settings.lookahead,
+        "delay": settings.delay,
+        "staleness": settings.staleness,
+        "slack": settings.slack,
+        "weight_dtype": settings.weight_dtype,
+        "seed": engine.runner.seed,
+        "mini_batch": engine.mini_batch,
+        "optimizer": None if session.optimizer is None else name_of(session.optimizer),
+        "engine": engine.state_dict(),
+        OLDER: engine.weights.older() or {},
+        MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
+    }
+
+
+def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
+    """What all stages have of it on rank 0, ``part`` on others; a blocking collective on a drained pipeline.
+
+    All names of a shared parameter stand for one tensor then.
+
+    Args:
+        session: the pipeline.
+        part: of this stage, as the functions above return it.
+    """
+    mesh = session.running().mesh
+    parts = gather(mesh, part, [mesh.rank_of(stage, replica=0) for stage in range(mesh.num_stages)])
+    if not parts:
+        return part
+    whole: dict[str, Any] = merged(parts)
+    keep_once(whole, session.whole_model.same)
+    for name in (OLDER, MASTERS):
+        keep_once(whole.get(name, {}), [tie.names for tie in session.whole_model.ties])
+    return whole
+
+
+def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load this stage's part of a whole model's ``state_dict``; both weight versions become what was loaded.
+
+    Args:
+        session: a drained pipeline.
+        module: what was cut, or the one around it.
+        state: name -> tensor, of the whole one.
+        strict: whether the names must agree.
+
+    Raises:
+        RuntimeError: they do not, or shapes do not; on every rank.
+        ConfigurationError: names of one parameter have different values.
+    """
+    error: Exception | None = None
+    pruned = session.whole_model.pruned
+    try:
+        check_copies(state, session.whole_model.same)
+        with pruned.hidden():
+            pruned.load(module, state, strict)
+    except (RuntimeError, ConfigurationError) as caught:
+        error = caught
+    engine = session.running()
+    agree_on_error(engine.mesh, error)
+    engine.weights.restore(engine.weights.newest, None)
+
+
+def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
+    """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
+
+    Stages, replicas, micro-batches and the delay may be others than those that wrote it. A weight that had no older
+    version there (no delay, the last stage) is its own older version.
+
+    Raises:
+        ConfigurationError: the weights are kept in another way.
+    """
+    engine = session.running()
+    if state is None:
+        engine.weights.restore(engine.weights.newest, None)
+        return
+    if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
+        raise ConfigurationError(
+            f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
+            " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
+        )
+    find = session.whole_model.find
+    older = {
+        name: tensor if (saved := find(state[OLDER], name)) is None else saved
+        for name, tensor in (*engine.weights.parameters.items(), *engine.weights.buffers.items())
+    }
+    masters = {name: _found(find(state[MASTERS], name), name) for name in engine.weights.masters() or {}}
+    has_older = bool(state[OLDER]) and engine.weights.room > 1
+    engine.load_state_dict(state["engine"], older if has_older else None, masters)
+    session.set_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
+    session.seed = int(state["seed"])
+    engine.set_seed(session.seed)
+
+
+def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
+    """The rank of the pipeline that wrote a checkpoint whose own state this rank takes up.
+
+    The same rank; in a pipeline of other stages or replicas the last stage of its replica, or of the last replica.
+    """
+    stages, replicas = state["num_stages"], state["data_parallel_size"]
+    if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
+        return mesh.rank
+    return Mesh(stages, replicas, 0).rank_of(stages - 1, min(mesh.replica, replicas - 1))
+
+
+def _found(master: Tensor | None, name: str) -> Tensor:
+    if master is None:
+        raise ConfigurationError(
+            f"the checkpoint holds no master of {name}: it was frozen when the checkpoint was written, or the"
+            " checkpoint is another model's; train what was trained, or load only the weights: pass the model loaded"
+            " with load_state_dict, without ckpt_path"
+        )
+    return master
+
+
+class CheckpointWriter:
+    """The saves of one rank.
+
+    Args:
+        session: the pipeline whose checkpoints they are.
+        sharded: whether every stage writes its part of a folder, instead of rank 0 one file.
+        in_background: whether training goes on while files are written; one save at a time.
+    """
+
+    def __init__(self, session: PipelineSession, sharded: bool = False, in_background: bool = False) -> None:
+        self.session, self.sharded, self.in_background = session, sharded, in_background
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+        self._at_exit: AtExit | None = None  # a script may end without a word
+
+    def collected(self, part: dict[str, Any]) -> dict[str, Any]:
+        """What this rank's content of a checkpoint has of a state, of which ``part`` is this stage's; collective."""
+        return part if self.sharded else gathered(self.session, part)
+
+    def save(self, path: Any, content: dict[str, Any], write_file: Callable[[dict[str, Any]], None]) -> None:
+        """Write a checkpoint; a collective call.
+
+        Args:
+            path: of the file; of a sharded one the folder, in a file system that all machines see.
+            content: of this rank. In one file comes what rank 0 has; sharded what the stages of the first replica have,
+                of which rank 0 adds what is no stage's.
+            write_file: writes it, if it is one file.
+
+        Raises:
+            ConfigurationError: there is no such file system.
+            StorageError: it cannot be written.
+        """
+        self.settle()
+        mesh = self._mesh
+        if (self.sharded and mesh.replica == 0) or (self.in_background and mesh.rank == 0):
+            content = on_host(content, copy=self.in_background)  # the next mini-batch changes them
+        if self.sharded:
+            target = self._agreed_target(path)
+            self._run(lambda group: _write_folder(mesh, group, target, content))
+        else:
+            write = partial(write_file, content) if mesh.rank == 0 else _nothing
+            self._run(lambda group: _together(mesh, group, write))
+
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Remove an older checkpoint, after what is being written now is there."""
+        if self._pending and self._executor is not None:
+            self._pending.append(self._executor.submit(_after, tuple(self._pending), remove))
+        else:
+            remove()
+
+    def settle(self) -> None:
+        """Wait until what is being saved in the background is there.
+
+        Raises:
+            StorageError: a rank could not write its part; every rank raises it, or a quotation.
+        """
+        pending = list(self._pending)
+        self._pending.clear()
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """End the run.
+
+        Raises:
+            StorageError: as for :meth:`settle`.
+        """
+        try:
+            # A run that failed ends with its cause.
+            with suppress(*((Exception,) if self.session.watch.failure is not None else ())):
+                self.settle()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
+            if self._at_exit is not None:
+                self._at_exit.cancel()
+                self._at_exit = None
+
+    def _agreed_target(self, path: Any) -> Target:
+        """Where a sharded save goes, chosen on rank 0."""
+        mesh, folder = self._mesh, local_path(path)
+        if folder is None:
+            raise ConfigurationError(
+                f"state_dict_type='sharded': {path} is in no file system of this machine; name a folder that all"
+                " machines share, or use state_dict_type='full', which one rank writes"
+            )
+        chosen: list[Target] = []
+        _together(mesh, None, (lambda: chosen.append(new_target(folder))) if mesh.rank == 0 else _nothing)
+        return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
+
+    def _run(self, job: Callable[[dist.ProcessGroup | None], None]) -> None:
+        """Do what all ranks do together, here or in the background, where they agree in a group of their own."""
+        if not self.in_background:
+            job(None)
+            return
+        group = self._mesh.group_for_saving(self.session.timeout)
+        self._at_exit = self._at_exit or AtExit(partial(_fail_at_exit, self._pending))
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending.append(self._executor.submit(job, group))
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self.session.mesh is not None, "checkpoints are saved by a pipeline that is connected"
+        return self.session.mesh
+
+
+def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, part: Mapping[str, Any]) -> None:
+    """Write all parts, and the index when every stage has written its own."""
+    own: list[tuple[str, int]] = []
+    try:
+        writes = mesh.replica == 0
+        _together(mesh, group, (lambda: own.append(write_part(target, mesh.stage, part))) if writes else _nothing)
+        by_rank = [json.loads(text) for text in exchange(mesh, json.dumps(own), group)]
+        files = dict(sorted(file for written in by_rank for file in written))
+        _together(mesh, group, partial(commit, target, files) if mesh.rank == 0 else _nothing)
+    except BaseException:
+        if mesh.rank == 0:
+            give_up(target)
+        raise
+
+
+def _together(mesh: Mesh, group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
+    """Write; what fails on one rank is raised on all."""
+    error: Exception | None = None
+    try:
+        write()
+    except Exception as caught:
+        error = caught
+    agree_on_error(mesh, error, group)
+
+
+def _after(before: tuple[Future[None], ...], remove: Callable[[], None]) -> None:
+    if all(future.exception() is None for future in before):  # else the older one is the last that there is
+        with suppress(OSError):
+            remove()
+
+
+def _fail_at_exit(pending: list[Future[None]]) -> None:
+    """The script ends, and no later call raises what the newest save came to."""
+    errors = [error for future in pending if (error := future.exception()) is not None]
+    for error in errors[:1]:
+        sys.stderr.write(f"asyncpp: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        if uncaught() is None:
+            os._exit(1)
+
+
+def _nothing() -> None:
+    """There is nothing to do on this rank."""
