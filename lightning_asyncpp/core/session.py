@@ -37,7 +37,7 @@ from lightning_asyncpp.core.stage_optimizer import (
     name_parameters,
 )
 from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
-from lightning_asyncpp.core.updates.mini_batch import Payload, Update
+from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
@@ -208,15 +208,14 @@ class PipelineSession:
         if self.watch.failure is not None:
             self.watch.check()
 
-    def close(self, payload: Payload | None = None, note: Any = None) -> list[Update]:
+    def close(self, note: Any = None) -> list[Update]:
         """End the mini-batch, with the hyper-parameters that are set now, and apply the updates whose time has come.
 
         Args:
-            payload: what its control message carries.
             note: what the strategy wants to know at its update.
         """
         engine = self.running()
-        engine.close(self.stage_optimizer.hyper_parameters(), payload, note)
+        engine.close(self.stage_optimizer.hyper_parameters(), note)
         return engine.apply_due()
 
     def check_drain(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.errors import ConfigurationError
@@ -36,11 +35,9 @@ class MiniBatchNote:
 
     Attributes:
         clipping: of its gradient; None for none.
-        nan_places: of each of its batches the first micro-batch whose loss is NaN, from 1; or 0.
     """
 
     clipping: Clipping | None = None
-    nan_places: list[Reading] = field(default_factory=list)
 
     def clip(self, clipping: Clipping) -> None:
         """Note a clipping; a second one of the same kind replaces the first.
