@@ -148,12 +148,9 @@ class PipelineSession:
         return self.engine
 
     def describe(self) -> str:
-        """What was chosen, in one line."""
+        """What was chosen, in one line of 80 columns."""
         engine = self.running()
-        mesh, transport = engine.mesh, engine.runner.transport
-        route = "" if transport is None else f"; tensors travel {transport.route}"
-        layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
-        return f"{mesh.describe()}, {engine.settings.describe(engine.schedules())}{layers}{route}"
+        return f"{engine.mesh.describe()}, {engine.settings.describe(engine.schedules())}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
         """Take this stage's part of an optimizer of the whole model.

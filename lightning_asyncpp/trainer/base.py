@@ -105,8 +105,7 @@ class PipelineStrategy(EvaluationSteps):
             module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
         )
         self.session.start(hooks, self.root_device, training)
-        compared = "; check_model compares it with one process" if training else ""
-        rank_zero_info(f"Pipeline: {self.session.describe()}{compared}")
+        rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._batch_ends = BatchEnds(module, self.session, trainer)
         self._conductor = Conductor(trainer, self.session, self.step_log, self._drain, self._batch_ends)
         self._conductor.install(trainer)

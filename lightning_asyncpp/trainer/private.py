@@ -136,7 +136,7 @@ def epoch_values(trainer: Trainer, hook: str) -> list[EpochValue]:
         names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
         options = {name: getattr(meta, name) for name in names} | {"reduce_fx": meta.reduce_fx.__name__}
         options["fx"] = meta.fx.partition(".")[0]
-        value = metric.value if metric.is_tensor else results._get_cache(metric, on_step=False)
+        value: Any = metric.value if metric.is_tensor else results._get_cache(metric, on_step=False)
         weight = getattr(metric, "cumulated_batch_size", 1) if metric.is_tensor else None
         rows.append(EpochValue(key, options, value.cpu(), weight))
     return rows

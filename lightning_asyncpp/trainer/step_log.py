@@ -1,8 +1,8 @@
-"""What steps and hooks log: the last stage calls Lightning's own ``self.log``, and all ranks learn it where they decide.
+"""What steps and hooks log: the last stage calls Lightning's own ``self.log``; all ranks learn it where they decide.
 
 Rank 0 is the last stage of the first replica, so its loggers, bars and callbacks have what Lightning gives them. Others
 are told its ``callback_metrics`` where the pipeline drains, and the values of a whole epoch (of an evaluation's loader)
-at its end, which replicas put together. Nothing is exchanged inside ``self.log``, which may be called on some ranks only.
+at its end, which replicas put together. Nothing is exchanged inside ``self.log``: some ranks may not call it.
 """
 
 from __future__ import annotations
@@ -175,10 +175,10 @@ class StepLog:
         batch, self._batch = self._batch, {}
         for name, logged in batch.items():
             value = logged.value() if logged.values else None
-            if logged.metric is not None:
-                if value is not None:
-                    logged.metric._forward_cache = value  # its own is that of the last micro-batch
-                self._log(name, logged.metric, **logged.options)
+            if (metric := logged.metric) is not None:
+                if value is not None:  # its own is that of the last micro-batch
+                    vars(metric)["_forward_cache"] = value
+                self._log(name, metric, **logged.options)
             elif value is not None:
                 self._log(name, value, **{**logged.options, "batch_size": sum(logged.weights)})
 
@@ -203,17 +203,15 @@ class StepLog:
         for implied in ("sync_dist", "sync_dist_group"):
             options.pop(implied, None)
         metric = value if isinstance(value, Metric) else None
-        number = getattr(metric, "_forward_cache", None) if metric is not None else value
+        number: Any = value if metric is None else metric._forward_cache
         is_number = number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, Number)
         if self._rows is None or (metric is None and not is_number):
             self._log(name, value, **options)
             return
         logged = self._rows.setdefault(name, _Logged(options, metric))
         if is_number:
-            size = options.get("batch_size")
-            logged.add(
-                number.detach() if isinstance(number, Tensor) else number, self._weight if size is None else size
-            )
+            weight = options.get("batch_size", self._weight)
+            logged.add(number.detach() if isinstance(number, Tensor) else number, weight)
 
     # -- what all ranks know --------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class Conductor(Callback):
             self.session.running().updates.requested.finished = True
 
     def _before_end_of_epoch(self, trainer: L.Trainer) -> None:
-        """Drain if the last batch was skipped (its ``on_train_batch_start`` returned -1); end an evaluation if all do."""
+        """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); end an evaluation if all do."""
         if trainer.training:
             self.drain()
             self.step_log.share_metrics()
