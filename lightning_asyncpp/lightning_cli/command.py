@@ -32,7 +32,7 @@ from lightning_asyncpp.lightning_cli.explained import missing
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.lightning_cli.startup import say, say_what_is_logged
 from lightning_asyncpp.private_names import required
-from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
+from lightning_asyncpp.trainer.callbacks.terminal import PipelineProgressBar
 
 
 class AsyncppCLI(LightningCLI):

@@ -30,7 +30,7 @@ from lightning_asyncpp.strategy_parts.mixin import mark_as_stepped
 from lightning_asyncpp.strategy_parts.shuffling import shuffles
 from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
+from lightning_asyncpp.trainer.callbacks.terminal import show_stages
 from lightning_asyncpp.trainer.checkpoint.progress import Progress
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
