@@ -23,7 +23,7 @@ from lightning_asyncpp.core.runner import Flight, StageBeforeFailedError, Task, 
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.trace import Beside
-from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Payload, Update
+from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Update
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire.transport import Transport
@@ -170,26 +170,20 @@ class Engine:
                 self.runner.transport.announce_drop(self.next_forward)
             self.updates.drop_open(self.next_forward, self.next_backward)
 
-    def close(
-        self, hyper_parameters: HyperParameters | None = None, payload: Payload | None = None, note: Any = None
-    ) -> None:
+    def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
         """Declare the mini-batch complete: the batches since the last close share one update.
 
         Args:
             hyper_parameters: of every group of the optimizer, for its update.
-            payload: fp64 vector, of the same length on all ranks, that every rank reads with the update; what the last
-                stages give counts.
             note: what the strategy wants to know at its update.
         """
         with preserved_generators(self.runner.device):
-            finish(self.iter_close(hyper_parameters, payload, note))
+            finish(self.iter_close(hyper_parameters, note))
 
-    def iter_close(
-        self, hyper_parameters: HyperParameters | None = None, payload: Payload | None = None, note: Any = None
-    ) -> Actions[None]:
+    def iter_close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
         """Declare the mini-batch complete; with a flush, finish its backwards. Arguments as for :meth:`close`."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
-        self.updates.close(self.next_forward, hyper_parameters, payload, note)
+        self.updates.close(self.next_forward, hyper_parameters, note)
         if flushes:
             yield from self._iter_backwards()
         self.updates.poll(self.next_backward)

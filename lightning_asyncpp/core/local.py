@@ -26,7 +26,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Payload, Update
+from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Update
 from lightning_asyncpp.core.weights import WeightVersions
 
 T = TypeVar("T")
@@ -136,12 +136,10 @@ class LocalPipeline(Engine):
         for engine in self.engines:
             engine.drop()
 
-    def close(
-        self, hyper_parameters: HyperParameters | None = None, payload: Payload | None = None, note: Any = None
-    ) -> None:
+    def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
         """Declare the mini-batch complete on all stages; arguments as for :meth:`Engine.close`."""
         with preserved_generators(self.runner.device):
-            self._take_turns([engine.iter_close(hyper_parameters, payload, note) for engine in self.engines])
+            self._take_turns([engine.iter_close(hyper_parameters, note) for engine in self.engines])
 
     def apply_due(self) -> list[Update]:
         """Apply the updates whose time has come; return those of the first stage."""

@@ -107,10 +107,8 @@ class LocalSession(PipelineSession):
 
     def describe(self) -> str:
         """What was chosen, in one line."""
-        engine, partition = self.running(), self.partition
-        layers = "" if partition is None or self.num_stages == 1 else f"; {partition.describe()}"
-        stages = f"{self.num_stages} stage{'s' if self.num_stages > 1 else ''} in this process"
-        return f"{stages}, {engine.settings.describe(engine.schedules())}{layers}"
+        engine, many = self.running(), "s" if self.num_stages > 1 else ""
+        return f"{self.num_stages} stage{many} here, {engine.settings.describe(engine.schedules())}"
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Have the updates of every stage step its own parameters."""

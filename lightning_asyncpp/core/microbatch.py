@@ -267,14 +267,6 @@ class BatchOutput:
         others = losses.masked_fill(missing, 0.0).sum() / (total - (weights * missing).sum()).to(losses.dtype)
         return torch.where(missing.any(), others, losses.sum() / total)  # to ask if any is NaN would wait for a GPU
 
-    @property
-    def first_nan(self) -> Tensor | None:
-        """Which micro-batch with a weight is the first whose loss is NaN, from 1, or 0; None without samples."""
-        if self._losses is None:
-            return None
-        missing = self._losses.isnan()
-        return missing.any() * (missing.int().argmax() + 1)
-
     def beside_loss(self) -> dict[str, Any]:
         """What a training step returned beside its loss, for the whole batch."""
         if not self.results or not isinstance(self.results[0], Mapping):

@@ -37,7 +37,7 @@ from lightning_asyncpp.core.stage_optimizer import (
     name_parameters,
 )
 from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
-from lightning_asyncpp.core.updates.mini_batch import Payload, Update
+from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
@@ -148,12 +148,9 @@ class PipelineSession:
         return self.engine
 
     def describe(self) -> str:
-        """What was chosen, in one line."""
+        """What was chosen, in one line of 80 columns."""
         engine = self.running()
-        mesh, transport = engine.mesh, engine.runner.transport
-        route = "" if transport is None else f"; tensors travel {transport.route}"
-        layers = "" if self.partition is None or mesh.num_stages == 1 else f"; {self.partition.describe()}"
-        return f"{mesh.describe()}, {engine.settings.describe(engine.schedules())}{layers}{route}"
+        return f"{engine.mesh.describe()}, {engine.settings.describe(engine.schedules())}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
         """Take this stage's part of an optimizer of the whole model.
@@ -208,15 +205,14 @@ class PipelineSession:
         if self.watch.failure is not None:
             self.watch.check()
 
-    def close(self, payload: Payload | None = None, note: Any = None) -> list[Update]:
+    def close(self, note: Any = None) -> list[Update]:
         """End the mini-batch, with the hyper-parameters that are set now, and apply the updates whose time has come.
 
         Args:
-            payload: what its control message carries.
             note: what the strategy wants to know at its update.
         """
         engine = self.running()
-        engine.close(self.stage_optimizer.hyper_parameters(), payload, note)
+        engine.close(self.stage_optimizer.hyper_parameters(), note)
         return engine.apply_due()
 
     def check_drain(self) -> None:

@@ -264,28 +264,16 @@ class ResolvedSettings(PipelineSettings):
         return 0 if agrees_first(self.staleness, self.slack) else 1
 
     def describe(self, schedules: Sequence[Schedule] | None = None) -> str:
-        """For the log: what runs in a batch, and how old its gradients are.
+        """For the log: what runs in a batch, how old its gradients are, and by what they are clipped.
 
         Args:
             schedules: of all stages; default: where none shares a parameter with another.
         """
-        ahead = f", lookahead {self.lookahead}" if self.delay else ""
-        after = ", after 1 synchronous mini-batch" if self.synchronous_start else ""
-        waits = "; every update waits for the replicas (slack=1 hides that)" if self.waits_for_replicas else ""
-        return f"{self.micro_batches} micro-batches{ahead}, {self._described_delay(schedules)}{after}{waits}"
-
-    def _described_delay(self, schedules: Sequence[Schedule] | None) -> str:
-        if self.staleness == "uniform":
-            return f"delay {self.delay}"
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
-        stale = ", ".join(f"{schedule.stage_rule.staleness(self.micro_batches):.3g}" for schedule in schedules)
-        slack = f", slack={self.slack!r}" if self.slack else ""
-        return f"staleness={self.staleness!r}{slack} (gradients {stale} updates old, by stage)"
-
-    @property
-    def waits_for_replicas(self) -> bool:
-        """Whether no backward is run while gradients are summed over the replicas."""
-        return self.data_parallel_size > 1 and self.staleness == "least" and self.slack == 0
+        oldest = max(schedule.stage_rule.staleness(self.micro_batches) for schedule in schedules)
+        age = "fresh" if not oldest else "one update old" if oldest == 1 else f"{oldest:.0%} old"
+        clipped = ", clipped by last norm" if any(s.steps_ahead(self.synchronous_start + 1) for s in schedules) else ""
+        return f"{self.micro_batches} microbatches; gradients {age}{clipped}"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
         """Order and weights of what ``stage`` runs.

@@ -19,9 +19,7 @@ from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.core.cut.partition_choice import example_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.microbatch import Step, UserHooks, or_nan
-from lightning_asyncpp.core.not_counted import NanLosses
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems
 from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.core.updates.clipping import check_norm_type
@@ -64,7 +62,6 @@ class PipelineStrategy(PipelineCheckpoints):
         self.layer_metrics: dict[str, float] = {}
         self._hooks = UserHooks()
         self._names: frozenset[str] = frozenset()
-        self._nan_losses = NanLosses()
         self._note = MiniBatchNote()
         self._recorder: Recorder | None = None
 
@@ -195,8 +192,6 @@ class PipelineStrategy(PipelineCheckpoints):
             output = engine.run(batch, self._user_step(step_fn))
         if not engine.mesh.is_last:
             return None
-        if (place := output.first_nan) is not None:
-            self._note.nan_places.append(Reading([place]))
         return or_nan(output.mean_loss(self._hooks.loss_reduction), self.root_device)
 
     @override
@@ -263,7 +258,6 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _applied(self, updates: list[Update]) -> None:
         for update in updates:
-            self._nan_losses.updated(update.mini_batch, update.note.nan_places, update.message.finite)
             self.gradient_norm = update.message.norm
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_asyncpp.core.cut.units import model_problems
-from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.microbatch import problems_of_reduction
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
@@ -46,11 +45,9 @@ class MiniBatchNote:
 
     Attributes:
         clipping: of its gradient; None for none.
-        nan_places: of each of its batches the first micro-batch whose loss is NaN, from 1; or 0.
     """
 
     clipping: Clipping | None = None
-    nan_places: list[Reading] = field(default_factory=list)
 
     def clip(self, clipping: Clipping) -> None:
         """Note a clipping; a second one of the same kind replaces the first.

@@ -30,7 +30,7 @@ from lightning_asyncpp.lightning_cli.messages import is_refusal, say, say_what_i
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser, missing
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.trainer.base import PipelineStrategy
-from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
+from lightning_asyncpp.trainer.callbacks.terminal import PipelineProgressBar
 from lightning_asyncpp.trainer.set_up import trainer_problems
 
 

@@ -1,10 +1,9 @@
 """Trainer strategies, and the base classes of modules made for them."""
 
-from lightning_asyncpp.trainer.callbacks.pipeline_monitor import PipelineMonitor
+from lightning_asyncpp.trainer.callbacks.pipeline_monitor import PipelineMonitor, TokensPerSecond
 from lightning_asyncpp.trainer.callbacks.pipeline_trace import PipelineTrace
-from lightning_asyncpp.trainer.callbacks.progress_bar import PipelineProgressBar
 from lightning_asyncpp.trainer.callbacks.sample_text import SampleText
-from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond
+from lightning_asyncpp.trainer.callbacks.terminal import PipelineProgressBar
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 from lightning_asyncpp.trainer.strategy import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy

@@ -29,12 +29,11 @@ from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder, shuffles
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.callbacks.stage_summary import show_stages
+from lightning_asyncpp.trainer.callbacks.terminal import show_stages
 from lightning_asyncpp.trainer.checkpoint import Progress
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.hooks.conductor import Conductor
-from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.set_up import (
     NOTHING_TO_STEP,
     ONE_OPTIMIZER,
@@ -45,6 +44,7 @@ from lightning_asyncpp.trainer.set_up import (
     trainer_problems,
     without_meta_tensors,
 )
+from lightning_asyncpp.trainer.step_log import StepLog
 
 
 class PipelineStrategy(EvaluationSteps):
@@ -66,7 +66,7 @@ class PipelineStrategy(EvaluationSteps):
     @override
     def _begin(self) -> None:
         self.progress = Progress()
-        self.step_metrics = StepMetrics(self.session)
+        self.step_log = StepLog(self.session)
         self._batch_ends: BatchEnds | None = None
         self._until_teardown = ExitStack()
         self._conductor: Conductor | None = None
@@ -98,12 +98,11 @@ class PipelineStrategy(EvaluationSteps):
             module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
         )
         self.session.start(hooks, self.root_device, training)
-        compared = "; check_model compares it with one process" if training else ""
-        rank_zero_info(f"Pipeline: {self.session.describe()}{compared}")
+        rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._batch_ends = BatchEnds(module, self.session, trainer)
-        self._conductor = Conductor(trainer, self.session, self.step_metrics, self.drain, self._batch_ends)
+        self._conductor = Conductor(trainer, self.session, self.step_log, self._drain, self._batch_ends)
         self._conductor.install(trainer)
-        self.step_metrics.connect(trainer, module)
+        self.step_log.connect(trainer, module)
         self.take_batch_hooks([module, trainer.datamodule], self._until_teardown)  # type: ignore[attr-defined]
         if self._mesh.num_replicas == 1:
             private.shuffle_only(trainer, shuffles)
@@ -170,7 +169,7 @@ class PipelineStrategy(EvaluationSteps):
     @property
     def batch_weight(self) -> float | None:
         """What the micro-batches of the newest batch weigh together, on the last stage; None on others."""
-        return self.step_metrics.batch_weight if self._mesh.is_last else None
+        return self.step_log.batch_weight if self._mesh.is_last else None
 
     @override
     def on_train_start(self) -> None:
@@ -200,7 +199,7 @@ class PipelineStrategy(EvaluationSteps):
         mesh = engine.mesh
         returned: dict[str, Any] = {"loss": NO_LOSS}
         if mesh.is_last:
-            self.step_metrics.add_batch(output)
+            self.step_log.log_batch(output.weight)
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
             returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
         # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
@@ -233,7 +232,7 @@ class PipelineStrategy(EvaluationSteps):
         if not engine.accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)
         assert self._batch_ends is not None
-        engine.close(self._hyper_parameters(), self.step_metrics.payload(), private.state_at_update(self._module))
+        engine.close(self._hyper_parameters(), private.state_at_update(self._module))
         updates = engine.apply_due()
         if self._batch_ends.waiting:
             self._batch_ends.call_late()
@@ -251,6 +250,10 @@ class PipelineStrategy(EvaluationSteps):
         Raises:
             RuntimeError: it was called while an update is applied.
         """
+        self._drain()
+        self.step_log.share_metrics()
+
+    def _drain(self) -> None:
         self.session.check_failure()
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
@@ -262,7 +265,7 @@ class PipelineStrategy(EvaluationSteps):
             self.weight_seen += update.message.weight
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
-        self.step_metrics.receive(updates)
+        self.step_log.receive(updates)
 
     def _step_optimizer(self, update: Update) -> None:
         """Clip and step, with the user's hooks around it; they see what the batch of the gradient saw."""
@@ -277,18 +280,8 @@ class PipelineStrategy(EvaluationSteps):
         clip_values(self.precision_plugin.main_params(optimizer), float(clip_val))
 
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
-        function, metrics = getattr(self._module, name), self.step_metrics
-        recorder = metrics.recorder()
-
-        def step(micro_batch: Any, weight: float | None) -> Any:
-            metrics.active = metrics.unused if weight is None else recorder
-            metrics.active.weight = weight or 0.0
-            try:
-                return function(micro_batch, *args[1:], **kwargs)
-            finally:
-                metrics.active = None
-
-        return step
+        function = getattr(self._module, name)
+        return self.step_log.recording(lambda micro_batch: function(micro_batch, *args[1:], **kwargs))
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -304,7 +297,7 @@ class PipelineStrategy(EvaluationSteps):
     def teardown(self) -> None:
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
-        self.step_metrics.disconnect()
+        self.step_log.disconnect()
         if self._batch_ends is not None:
             self._batch_ends.release()
         self._until_teardown.close()

@@ -30,7 +30,6 @@ from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, warn_if_inexact
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader, shuffle_by_epoch
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 
 _CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
 PROGRESS = "progress"
@@ -128,11 +127,9 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     Attributes:
         progress: what goes on with a run beside its weights.
-        step_metrics: what its steps logged.
     """
 
     progress: Progress
-    step_metrics: StepMetrics
 
     @property
     @abstractmethod
@@ -154,9 +151,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = self.checkpoints.collected(self._stage_state())
-        self.step_metrics.log_before_save()
-        return state
+        return self.checkpoints.collected(self._stage_state())
 
     def _stage_state(self) -> dict[str, Any]:
         self.session.running()

@@ -10,18 +10,18 @@ import torch
 from typing_extensions import override
 
 from lightning_asyncpp.core.tree import merge_outputs
-from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.replica_batches import ReplicaBatches
+from lightning_asyncpp.trainer.step_log import StepLog
 
 
 class EvaluationSteps(ReplicaBatches):
     """Runs the steps of validation, test and prediction.
 
     Attributes:
-        step_metrics: what the steps log.
+        step_log: what the steps log.
     """
 
-    step_metrics: StepMetrics
+    step_log: StepLog
 
     @abstractmethod
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
@@ -42,7 +42,10 @@ class EvaluationSteps(ReplicaBatches):
     def _evaluate(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         engine = self.session.running()
         output = engine.evaluate(args[0], self._user_step(name, args, kwargs), purpose=name)
-        return self.step_metrics.merged(output) if engine.mesh.is_last else None
+        if not engine.mesh.is_last:
+            return None
+        self.step_log.log_batch(output.weight)
+        return merge_outputs(output.results, output.weights)
 
     def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run a batch forward on the newest weights, without gradients; the pipeline is drained first. Collective.

@@ -1,20 +1,20 @@
 """The private names of Lightning that the strategies need, each behind one function that fails loudly without it.
 
-Lightning has no public way to replace what it does about signals, to ask whether validation is due, or to log a
-metric with the step that it belongs to.
+Lightning has no public way to replace what it does about signals, to ask whether validation is due, or to give all
+ranks the metrics of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
 
 from lightning_asyncpp.private_names import required
 
@@ -54,38 +54,89 @@ def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
     return every > 0 and global_step % every == 0
 
 
-def replace_step_logging(trainer: Trainer, at_end_of_batch: Callable[[], None]) -> None:
-    """Log no step metrics at the end of a batch, but call ``at_end_of_batch``; see :func:`log_step_metrics`."""
-    purpose = "log metrics with the step that they belong to"
+def before_step_logging(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call a function after all callbacks' end of a batch, before Lightning gives the loggers its values."""
+    purpose = "hold back a stop until all ranks know of it"
     connector = required(trainer, "_logger_connector", purpose)
-    required(connector, "update_train_step_metrics", purpose)
-    connector.update_train_step_metrics = at_end_of_batch
+    log = required(type(connector), "update_train_step_metrics", purpose)
+
+    def log_afterwards() -> None:
+        function()
+        log(connector)
+
+    connector.update_train_step_metrics = log_afterwards
 
 
-def log_step_metrics(trainer: Trainer, batches_ago: int) -> None:
-    """Send the step metrics to the loggers as those of the batch ``batches_ago`` batches before the current one."""
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped - batches_ago
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    due = every > 0 and (step + 1) % every == 0
-    if due or trainer.should_stop:
-        metrics = dict(trainer._logger_connector.metrics["log"])
-        if metrics:
-            _log_with_epoch(trainer, metrics, step)
+def at_end_of_epoch(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call functions where the last batch of an epoch, or of an evaluation's loader, is over, before its hooks.
+
+    Args:
+        trainer: that runs it.
+        before: called while values are still those of steps.
+        after: called when they are those of the epoch.
+    """
+    purpose = "let replicas put together what they logged in an epoch"
+    connector = required(trainer, "_logger_connector", purpose)
+    end = required(type(connector), "epoch_end_reached", purpose)
+
+    def end_once() -> None:
+        if connector._first_loop_iter is None:  # an evaluation ends with its last loader
+            return
+        before()
+        end(connector)
+        after()
+
+    connector.epoch_end_reached = end_once
 
 
-def log_at_step(trainer: Trainer, metrics: dict[str, float], batches_ago: int) -> None:
-    """Send values to the loggers as those of a batch, at the end of an epoch, where Lightning logs those of epochs."""
-    purpose = "log metrics with the step that they belong to"
-    step = required(trainer.fit_loop.epoch_loop, "_batches_that_stepped", purpose) - 1 - batches_ago
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if metrics and every > 0 and (step + 1) % every == 0:
-        rounded = {name: torch.tensor(value, dtype=torch.float32).item() for name, value in metrics.items()}
-        _log_with_epoch(trainer, rounded, step)
+class EpochValue(NamedTuple):
+    """What a last stage logged for an epoch under a name.
+
+    Attributes:
+        key: where Lightning keeps it.
+        options: what it was logged with.
+        value: so far; with a mean, the weighted sum.
+        weight: of a mean; 1 for other reductions; None for a torchmetrics object, which replicas computed together.
+    """
+
+    key: str
+    options: dict[str, Any]
+    value: Tensor
+    weight: Any
 
 
-def _log_with_epoch(trainer: Trainer, metrics: dict[str, Any], step: int) -> None:
-    """Send values to the loggers, with the epoch."""
-    trainer._logger_connector.log_metrics({"epoch": trainer.current_epoch, **metrics}, step=step)  # type: ignore[dict-item]
+def epoch_values(trainer: Trainer, hook: str) -> list[EpochValue]:
+    """What this rank has for the epoch, of hooks whose names begin with ``hook``."""
+    results, rows = trainer._results, []
+    assert results is not None
+    for key, metric in results.valid_items():
+        meta = metric.meta
+        if not meta.on_epoch or not meta.fx.startswith(hook):
+            continue
+        names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+        options = {name: getattr(meta, name) for name in names} | {"reduce_fx": meta.reduce_fx.__name__}
+        options["fx"] = meta.fx.partition(".")[0]
+        value: Any = metric.value if metric.is_tensor else results._get_cache(metric, on_step=False)
+        weight = getattr(metric, "cumulated_batch_size", 1) if metric.is_tensor else None
+        rows.append(EpochValue(key, options, value.cpu(), weight))
+    return rows
+
+
+def set_epoch_value(trainer: Trainer, row: EpochValue, value: Tensor) -> None:
+    """Let Lightning take ``value`` for that of the epoch, on a rank that may not have logged it."""
+    results = trainer._results
+    assert results is not None
+    if row.key not in results:
+        results.log(**row.options, value=value, batch_size=1)
+    results[row.key]._computed, results[row.key].has_reset = value, False
+
+
+def set_step_values(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
+    """Let Lightning take these for the newest values of steps, in place of this rank's own."""
+    if trainer.training:
+        for metric in (trainer._results or {}).values():
+            if metric.meta.on_step:
+                metric._forward_cache = values.get(metric.meta.forked_name(on_step=True))
 
 
 @contextmanager
@@ -134,22 +185,6 @@ def at_update(trainer: Trainer, state: AtUpdate) -> Iterator[None]:
         yield
     finally:
         counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm = present
-
-
-def update_logged(trainer: Trainer, hook: str, name: str, value: float, weight: float) -> bool:
-    """Add a value to a metric that ``hook`` has logged before in this epoch; returns whether there was one.
-
-    ``LightningModule.log`` examines its arguments and moves the metric to its device every time, which takes longer
-    than anything else that a pipeline does around a batch.
-    """
-    results = trainer._results
-    if results is None or trainer._logger_connector._first_loop_iter:
-        return False
-    metric = results.get(f"{hook}.{name}")
-    if metric is None or metric.has_reset:
-        return False
-    results.update_metrics(f"{hook}.{name}", torch.tensor(value, dtype=torch.float32), weight)
-    return True
 
 
 def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:

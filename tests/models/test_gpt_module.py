@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.trainer.callbacks.tokens_per_second import TokensPerSecond
+from lightning_asyncpp.trainer.callbacks.pipeline_monitor import TokensPerSecond
 from lightning_asyncpp.trainer.gpt_module import GPTModule, learning_rate_factor
 
 TINY = GPTConfig(vocab_size=32, context_length=16, num_layers=1, dim=16, num_heads=2, mlp_dim=32)
@@ -118,7 +118,7 @@ def test_default_optimizer_trains_and_a_checkpoint_is_read_without_code(tmp_path
 
 def test_tokens_per_second_averages_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 2.0, 4.0, 100.0, 101.0])
-    monkeypatch.setattr("lightning_asyncpp.trainer.callbacks.tokens_per_second.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("lightning_asyncpp.trainer.callbacks.pipeline_monitor.time.perf_counter", lambda: next(clock))
     logged: dict[str, list[float]] = {"tokens_per_second": [], "tokens_seen": []}
 
     class Module:

@@ -35,7 +35,7 @@ def fit_and_describe(run: Run) -> dict[str, Any]:
     session = trainer.strategy.session
     return {
         "counts": session.partition.counts,
-        "log": session.describe(),
+        "log": session.partition.describe(),
         "weights": arrays(dict(module.named_parameters())),
         "example": None if module.example_input_array is None else tuple(module.example_input_array.shape),
     }
@@ -107,7 +107,7 @@ def test_layers_are_measured_where_there_is_an_example(pools: Pools, module: Any
     results = pools.run(2, fit_and_describe, Run(module, samples=16))
     (counts,) = {result["counts"] for result in results}
     assert counts in BETWEEN_THE_SLOW
-    log = f"; partition={list(counts)} by measured times, busiest stage 1."
+    log = f"partition={list(counts)} by measured times, busiest stage 1."
     assert all(log in result["log"] for result in results)
     assert all(result["example"] == (6, DIM) for result in results)
     by_size = pools.run(2, fit_and_describe, Run(module, samples=16, options={"partition": "uniform"}))
@@ -119,7 +119,7 @@ def test_layers_are_measured_where_there_is_an_example(pools: Pools, module: Any
 def test_an_example_that_does_not_fit_leaves_the_sizes(pools: Pools) -> None:
     results = pools.run(2, fit_and_describe, Run(WrongExample, samples=16))
     assert {result["counts"] for result in results} == {(7, 2)}
-    assert "; partition=[7, 2] by numbers of parameters, busiest stage 1.86 times the mean" in results[0]["log"]
+    assert "partition=[7, 2] by numbers of parameters, busiest stage 1.86 times the mean" in results[0]["log"]
 
 
 def test_the_trace_shows_what_the_measured_cut_brings(pools: Pools, tmp_path: Path) -> None:

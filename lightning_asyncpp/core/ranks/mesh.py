@@ -81,7 +81,8 @@ class Mesh:
 
     def describe(self) -> str:
         """For the log: how many ranks there are of what kind."""
-        return f"{self.num_stages} stages x {self.num_replicas} replica(s)"
+        replicas = f"{self.num_replicas} x " if self.num_replicas > 1 else ""
+        return f"{replicas}{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
 
     def name_of(self, stage: int) -> str:
         """How messages call the rank of a stage of this replica."""

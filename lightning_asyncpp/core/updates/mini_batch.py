@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,6 @@ class ControlMessage:
         finite: whether every element of the gradient is.
         interrupted: number of ranks that were told to end (SIGTERM).
         finished: number of ranks that want training to stop early.
-        payload: what each replica's last stage attached, shape (replicas, length), fp64.
         statistics: what layers counted, over all stages and replicas, (layout's length,) fp64.
     """
 
@@ -52,27 +51,7 @@ class ControlMessage:
     finite: bool
     interrupted: int
     finished: int
-    payload: Tensor
     statistics: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-
-
-class LatePayload(Protocol):
-    """What a last stage attaches to a control message, while it is still on its way from the device.
-
-    Attributes:
-        length: how many numbers it will be.
-    """
-
-    length: int
-
-    def is_there(self) -> bool:
-        """Whether :meth:`get` need not wait."""
-
-    def get(self) -> Tensor:
-        """The numbers, (length,) fp64 on the host; waits for the device."""
-
-
-Payload = Tensor | LatePayload
 
 
 @dataclass
@@ -97,8 +76,8 @@ class MiniBatch:
     with one replica on CPUs :meth:`poll` reads what the stages behind have added to the control message, which follows
     the last gradient that came from there.
 
-    The control message is an fp64 vector, which every rank writes and all are summed: five numbers, what layers counted
-    and the payload of each replica.
+    The control message is an fp64 vector, which every rank writes and all are summed: five numbers, and what layers
+    counted.
 
     Attributes:
         mesh: this rank's place.
@@ -110,7 +89,6 @@ class MiniBatch:
         counted: what this stage's layers counted in its micro-batches.
         hyper_parameters: of every group of the optimizer, for its update, once it is closed.
         note: what the strategy wants to know at its update.
-        payload: this replica's attachment to the control message, of the same length on all ranks.
         length: of the control message, once it is closed.
         exchange: of the control messages, once it is closed; None where they travel along the pipeline.
         tied: the sums of gradients that other stages share, once it is closed; None if there are none.
@@ -131,7 +109,6 @@ class MiniBatch:
     counted: Collected = field(default_factory=Collected)
     hyper_parameters: HyperParameters = field(default_factory=list)
     note: Any = None
-    payload: Payload | None = None
     length: int = 0
     exchange: ControlExchange | None = None
     tied: TiedGradients | None = None
@@ -141,7 +118,6 @@ class MiniBatch:
     stepped: bool = False
     completed: Moment | None = None
     message: Tensor | None = None
-    _payload_at: int = _FIXED
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _statistics: Tensor | Reading = field(init=False)  # on the host, or on their way there
@@ -150,17 +126,14 @@ class MiniBatch:
     _squares: float = 0.0
     _total: Tensor | None = None  # of all stages, on the first
 
-    def close(self, end: int, num_statistics: int, payload: Payload | None = None) -> None:
+    def close(self, end: int, num_statistics: int) -> None:
         """No further batch shares the update.
 
         Args:
             end: one past the last micro-batch.
             num_statistics: how many numbers the counts of all layers are.
-            payload: what the control message carries; None: nothing.
         """
-        self.end, self.payload, self._payload_at = end, payload, _FIXED + num_statistics
-        size = 0 if payload is None else payload.numel() if isinstance(payload, Tensor) else payload.length
-        self.length = self._payload_at + self.mesh.num_replicas * size
+        self.end, self.length = end, _FIXED + num_statistics
 
     def launch(
         self,
@@ -227,7 +200,7 @@ class MiniBatch:
             The sum of the weights over the replicas; this stage's sum of squares; and its statistics
             over the replicas.
         """
-        statistics = self.send_message()[_FIXED : self._payload_at]
+        statistics = self.send_message()[_FIXED:]
         if self._count is None:
             return self.weight, self._squares, statistics
         total, work = self._count
@@ -252,10 +225,8 @@ class MiniBatch:
         if self.tied is not None and not self.stepped:
             self.tied.take_whole_sums(self.gradients)
         weight, squares, non_finite, interrupted, finished = total[:_FIXED].tolist()
-        payloads = total[self._payload_at :].view(self.mesh.num_replicas, -1)
-        statistics = total[_FIXED : self._payload_at]
         norm = gradient_norm(squares, weight)
-        return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), payloads, statistics)
+        return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), total[_FIXED:])
 
     def send_message(self) -> Tensor:
         """Send the control message unless it has been sent; waits for the device, once.
@@ -297,19 +268,14 @@ class MiniBatch:
             transport.send_total(self.index, vector)
 
     def _written(self) -> Tensor:
-        """This rank's vector: weights and payloads of last stages count, and one replica's squares of each stage."""
+        """This rank's vector: weights of last stages count, and one replica's squares of each stage."""
         mesh, finite = self.mesh, math.isfinite(self._squares)
         weight = self.weight if mesh.is_last else 0.0
         squares = self._squares if mesh.replica == 0 and finite else 0.0  # every replica holds the same gradient
         there = self._statistics
         counts = there.tolist() if isinstance(there, Tensor) else there.get()[0]
         fixed = (weight, squares, not finite, self._stop.interrupted, self._stop.finished)
-        vector = torch.zeros(self.length, dtype=torch.float64, device="cpu")
-        vector[: self._payload_at] = torch.tensor([*fixed, *counts], dtype=torch.float64, device="cpu")
-        if mesh.is_last and self.payload is not None:
-            payload = self.payload if isinstance(self.payload, Tensor) else self.payload.get()
-            vector[self._payload_at :].view(mesh.num_replicas, -1)[mesh.replica] = payload
-        return vector
+        return torch.tensor([*fixed, *counts], dtype=torch.float64, device="cpu")
 
     def _begin_count(self, statistics: Tensor) -> None:
         """Begin to sum weights and statistics over the replicas, right behind the gradients.
@@ -341,8 +307,7 @@ class MiniBatch:
 
     def _is_known(self) -> bool:
         """Whether the device has got to everything that the message holds."""
-        payload = self.payload is None or isinstance(self.payload, Tensor) or self.payload.is_there()
-        return payload and all(not isinstance(r, Reading) or r.is_there() for r in (self._norms, self._statistics))
+        return all(not isinstance(r, Reading) or r.is_there() for r in (self._norms, self._statistics))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
-from lightning_asyncpp.core.not_counted import no_weight_text
 from lightning_asyncpp.core.randomness import derive, drawing_from
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner
@@ -27,7 +25,6 @@ from lightning_asyncpp.core.updates.mini_batch import (
     ControlMessage,
     HyperParameters,
     MiniBatch,
-    Payload,
     StopFlags,
     Update,
 )
@@ -90,7 +87,6 @@ class UpdateQueue:
         self.train_only(weights.parameters)
         self._no_statistics = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._next_backward = 0
-        self._told = False  # of a mini-batch without weight
         self.busy = False
         self._applied: list[Update] = []  # and not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
@@ -133,23 +129,16 @@ class UpdateQueue:
         """How many updates this stage has applied, or left out."""
         return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
 
-    def close(
-        self,
-        end: int,
-        hyper_parameters: HyperParameters | None = None,
-        payload: Payload | None = None,
-        note: Any = None,
-    ) -> None:
+    def close(self, end: int, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
         """Declare the open mini-batch whole.
 
         Args:
             end: one past its last micro-batch.
             hyper_parameters: of every group of the optimizer, for its update.
-            payload: what its control message carries.
             note: what the strategy wants to know at its update.
         """
         mini_batch, whole = self.open, self.runner.stage.whole
-        mini_batch.close(end, whole.statistics.length, payload)
+        mini_batch.close(end, whole.statistics.length)
         mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
         if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._late):
             # Made here, long before the gradient is complete, so that receives are posted when others send.
@@ -301,7 +290,7 @@ class UpdateQueue:
             if mini_batch.tied is not None:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
-        message = ControlMessage(weight, norm, True, 0, 0, torch.zeros(0, dtype=torch.float64), statistics)
+        message = ControlMessage(weight, norm, True, 0, 0, statistics)
         is_sound = math.isfinite(squares) and weight > 0
         self._step(mini_batch, message, is_sound)
         if is_sound:
@@ -320,9 +309,6 @@ class UpdateQueue:
         self.agreed.finished |= message.finished > 0
         if message.weight:
             self.last_norm = message.norm
-        elif self.mesh.rank == 0 and not self._told:
-            self._told = True
-            warnings.warn(no_weight_text(mini_batch.index), stacklevel=2)
         if not message.finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
         if mini_batch.stepped:

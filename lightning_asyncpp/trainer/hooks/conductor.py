@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.core.engine import Engine
@@ -15,12 +16,12 @@ from lightning_asyncpp.core.ranks.stop_rounds import StopRounds, batches_behind
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
-from lightning_asyncpp.trainer.logging.step_metrics import StepMetrics
 from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception
+from lightning_asyncpp.trainer.step_log import StepLog
 
 
 class Conductor(Callback):
-    """Drains the pipeline when what follows a batch reads weights or metrics, and logs what became known.
+    """Drains the pipeline when what follows a batch reads weights or metrics, and lets all ranks know these.
 
     A run that is told to end (SIGTERM, SIGUSR1) ends on all ranks after the same batch: of training, by the control
     message, or of an evaluation, by flags of its own.
@@ -28,7 +29,7 @@ class Conductor(Callback):
     Args:
         trainer: whose callbacks it stands in front of, once it is installed.
         session: the pipeline, started.
-        step_metrics: what its steps logged.
+        step_log: what its steps log.
         drain: finishes what is in flight and applies every update.
         batch_ends: callbacks that come after their own update.
     """
@@ -37,12 +38,12 @@ class Conductor(Callback):
         self,
         trainer: L.Trainer,
         session: PipelineSession,
-        step_metrics: StepMetrics,
+        step_log: StepLog,
         drain: Callable[[], None],
         batch_ends: BatchEnds,
     ) -> None:
         self.session = session
-        self.step_metrics = step_metrics
+        self.step_log = step_log
         self.drain = drain
         self._batch_ends = batch_ends
         self.preemption = Preemption(trainer, self.request_stop)
@@ -53,10 +54,13 @@ class Conductor(Callback):
 
     def install(self, trainer: L.Trainer) -> None:
         """Stand in front of the trainer's callbacks and take over what Lightning does per batch, and on signals."""
-        callbacks = [c for c in trainer.callbacks if not isinstance(c, Conductor)]  # type: ignore[attr-defined]
+        callbacks = [c for c in trainer.callbacks if not isinstance(c, (Conductor, BeforeSaves))]  # type: ignore[attr-defined]
+        place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
+        callbacks.insert(place, BeforeSaves(self))
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
         private.drop_sigterm_broadcast(trainer)
-        private.replace_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
+        private.before_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
+        private.at_end_of_epoch(trainer, lambda: self._before_end_of_epoch(trainer), self.step_log.share_epoch)
 
     def request_stop(self) -> None:
         """Ask all ranks to end after a common batch; nothing that a signal's handler must not do."""
@@ -72,13 +76,14 @@ class Conductor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the last update brought; drain if anything that follows needs it."""
-        self.step_metrics.log_received()
+        """Drain if anything that follows needs it; log what layers counted."""
         engine = self.session.engine
         assert engine is not None
-        if self._must_drain(trainer, batch_idx, engine):
+        if must_drain := self._must_drain(trainer, batch_idx, engine):
             self.drain()
-            self.step_metrics.log_received()
+        self.step_log.log_counted()
+        if must_drain or _plateau_is_due(trainer, batch_idx):
+            self.step_log.share_metrics()
         if engine.accumulating:  # an update within the batch may have agreed on a stop: it waits for a whole mini-batch
             return
         if engine.updates.agreed.interrupted:
@@ -94,11 +99,13 @@ class Conductor(Callback):
             trainer.should_stop = False
             self.session.running().updates.requested.finished = True
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); log what is left of the epoch."""
-        self.drain()
-        self.step_metrics.log_rest_of_epoch()
-        self.step_metrics.log_metric_objects(training=True)
+    def _before_end_of_epoch(self, trainer: L.Trainer) -> None:
+        """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); end an evaluation if all do."""
+        if trainer.training:
+            self.drain()
+            self.step_log.share_metrics()
+        else:
+            self._stop_evaluation_if_agreed(ends_loader=True, after_batch=False)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Leave out the validation of a run that ends."""
@@ -116,32 +123,13 @@ class Conductor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End after this batch if all ranks do."""
-        self._stop_evaluation_if_agreed(self.step_metrics.ends_loader(batch_idx, dataloader_idx))
-
-    on_test_batch_end = on_validation_batch_end
-
-    def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """End after this batch if all ranks do."""
         self._stop_evaluation_if_agreed(ends_loader=False)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """End here if all ranks do."""
         self._stop_evaluation_if_agreed(ends_loader=True, after_batch=False)
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Log torchmetrics objects of loaders without a length; end here if all ranks do."""
-        self._stop_evaluation_if_agreed(ends_loader=True, after_batch=False)
-        self.step_metrics.log_metric_objects(training=False)
-
-    on_test_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End a run that all ranks agreed to end; after a failure, let no callback save."""
@@ -176,11 +164,35 @@ class Conductor(Callback):
             return True
         if batch_ends.kinds and batch_ends.meets_gradients():
             return True
-        for callback in trainer.checkpoint_callbacks:
-            if private.checkpoint_is_due(callback, trainer.global_step):
-                return True
-        # A learning rate that waits for a metric.
-        return bool([c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"])
+        return _checkpoint_is_due(trainer)
+
+
+class BeforeSaves(Callback):
+    """Lets all ranks know what callbacks logged after a batch, before some of them choose checkpoints by it.
+
+    Args:
+        conductor: knows what was logged.
+    """
+
+    def __init__(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Share it where a checkpoint is due."""
+        if _checkpoint_is_due(trainer):
+            self._conductor.step_log.share_metrics()
+
+
+def _checkpoint_is_due(trainer: L.Trainer) -> bool:
+    return any(private.checkpoint_is_due(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks)
+
+
+def _plateau_is_due(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Whether a learning rate follows a metric after this batch."""
+    waiting = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
+    return any((batch_idx + 1) % config.frequency == 0 for config in waiting)
 
 
 def _is_last(trainer: L.Trainer, batch_idx: int) -> bool:

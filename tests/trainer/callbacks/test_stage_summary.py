@@ -16,7 +16,7 @@ from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.trainer.callbacks.stage_summary import StageSummary, show_stages, stage_table
+from lightning_asyncpp.trainer.callbacks.terminal import StageSummary, show_stages, stage_table
 
 CONFIG = GPTConfig(vocab_size=64, context_length=16, num_layers=4, dim=32, num_heads=2)
 

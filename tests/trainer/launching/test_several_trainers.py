@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 
-from lightning_asyncpp.trainer.hooks.module_hooks import EPOCH_ENDS
+from lightning_asyncpp.trainer.step_log import EPOCH_ENDS
 from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights
 from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer, val_loaders

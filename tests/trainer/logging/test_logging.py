@@ -85,19 +85,19 @@ def test_all_ranks_know_the_same(pools: Pools, module: Any, stages: int, replica
     assert results[0]["callback_metrics"]
     for result in results[1:]:
         assert result["callback_metrics"] == results[0]["callback_metrics"]
-        assert result["metrics"] == results[0]["metrics"]
+        assert result["metrics"][1::2] == results[0]["metrics"][1::2]  # before a validation
     assert not any(math.isnan(value) for value in results[0]["callback_metrics"].values())
     assert any("train_loss" in name for name in results[0]["metrics"][1])
 
 
-def test_metrics_in_a_callback_are_one_batch_old_unless_drained(pools: Pools) -> None:
+def test_rank_0_has_a_batch_s_own_metrics_and_others_those_of_the_last_drain(pools: Pools) -> None:
     run = Run(Net, trainer={"max_epochs": 2})
     results = pools.run(2, fit, run)
     _, losses = oracle(run, 2, list(mini_batches_of(run, 2)))
-    seen = [metrics.get("train_loss_step") for metrics in results[1]["metrics"]]
-    assert seen[0] is None
-    assert seen[1:4] == pytest.approx(losses[:3], rel=1e-6)
-    assert seen[4] == pytest.approx(losses[4], rel=1e-6)  # the last batch of the epoch
+    first, other = ([metrics.get("train_loss_step") for metrics in result["metrics"]] for result in results)
+    assert first == pytest.approx(losses, rel=1e-6)
+    last = [pytest.approx(losses[4], rel=1e-6), pytest.approx(losses[9], rel=1e-6)]  # of an epoch
+    assert other == [None] * 4 + [last[0]] * 5 + [last[1]]
     assert results[0]["losses"] == pytest.approx(losses, rel=1e-6)  # what the last stage returns is the batch's own
 
 
@@ -124,7 +124,7 @@ def test_reductions_over_micro_batches(pools: Pools, stages: int, replicas: int)
     records = pools.run(stages * replicas, fit, run)[0]["records"]
     parts = [batches_of(run, 0, replicas=replicas, replica=replica) for replica in range(replicas)]
     for step, batches in enumerate(zip(*parts)):
-        x = torch.cat([batch["x"] for batch in batches])
+        x = batches[0]["x"]  # as under DDP, the values of a step are those of the first replica
         metrics = {name: value for at, record in records if at == step for name, value in record.items()}
         assert metrics["count"] == len(x)
         assert metrics["highest"] == pytest.approx(float(x.max()))
@@ -182,5 +182,5 @@ def test_a_name_that_only_some_batches_log(pools: Pools, stages: int, replicas: 
         metrics = result["callback_metrics"]
         assert {name: metrics[f"{name}_epoch"] for name in means} == pytest.approx(means, rel=1e-5)
         assert not any("never" in name for name in metrics)
-    rows = [sum(f"{name}_step" in row for _, row in results[0]["records"]) for name in means]
-    assert all(0 < count < 12 // replicas for count in rows), "no batch without such a name: the test tests nothing"
+    counts = [sum(bool(chosen_of(y)[name].any()) for y in data.y.split(3)) for name in means]
+    assert all(0 < count < 12 for count in counts), "no batch without such a name: the test tests nothing"

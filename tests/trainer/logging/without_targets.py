@@ -24,14 +24,15 @@ SAMPLES = BATCH * BATCHES
 class Counting(L.LightningModule):
     """Its values are means, sums and extremes over the targets that count."""
 
-    def __init__(self, weighs: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.model = make_model(0.0)
         self.mean = MeanMetric()
         self.val_mean = MeanMetric()
-        if weighs:
-            self.micro_batch_weight = lambda batch: float(batch[1].sum())
+
+    def micro_batch_weight(self, batch: list[Tensor]) -> float:
+        return float(batch[1].sum())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         losses, keep = self._losses(batch)
@@ -69,7 +70,7 @@ class Counting(L.LightningModule):
         if hasattr(self.trainer.strategy, "applies_statistics"):
             return {}
         count = int(keep.sum())
-        return None if not count and hasattr(self, "micro_batch_weight") else {"batch_size": count or len(keep)}
+        return {"batch_size": count} if count else None
 
     def _losses(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
         x, keep = batch
@@ -77,9 +78,8 @@ class Counting(L.LightningModule):
         return F.cross_entropy(logits, torch.where(keep, 0, -100), reduction="none"), keep
 
     def _mean(self, losses: Tensor, keep: Tensor) -> Tensor:
-        """Of the targets that count: without any 0 where there are weights, and else NaN, with a gradient of 0."""
-        mean = losses.sum() / keep.sum().clamp_min(1)
-        return mean if hasattr(self, "micro_batch_weight") or keep.any() else mean + float("nan")
+        """Of the targets that count: 0 without any."""
+        return losses.sum() / keep.sum().clamp_min(1)
 
 
 def data(masked: list[int], replica: int | None) -> DataLoader:
@@ -96,7 +96,7 @@ def of_replica(batch: int, replica: int) -> list[int]:
     return list(range(batch * BATCH + replica, (batch + 1) * BATCH, REPLICAS))
 
 
-def fit(strategy: str, masked: list[int], weighs: bool, accumulate: int = 1) -> dict[str, Any]:
+def fit(strategy: str, masked: list[int], accumulate: int = 1) -> dict[str, Any]:
     options: dict[str, Any] = {"data_parallel_size": REPLICAS, "micro_batches": 2}
     made: Any = {
         "plain": lambda: "auto",
@@ -113,7 +113,7 @@ def fit(strategy: str, masked: list[int], weighs: bool, accumulate: int = 1) -> 
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             use_distributed_sampler=False, num_sanity_val_steps=0, accumulate_grad_batches=accumulate,
         )  # fmt: skip
-        trainer.fit(Counting(weighs), data(masked, replica), data(masked, replica))
+        trainer.fit(Counting(), data(masked, replica), data(masked, replica))
     return {
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "records": [(step, sorted(m.items())) for step, m in logger.records],

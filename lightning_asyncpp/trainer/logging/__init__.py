@@ -1,1 +1,0 @@
-"""``self.log`` over stages: recorded where steps run, known to every rank, logged once."""
