@@ -9,14 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.lightning_cli.arguments import (
-    READ_RECIPES,
-    find_own_modules,
-    recipes_named,
-    refuse_without_recipe,
-    written_out,
-)
-from lightning_asyncpp.lightning_cli.help import FULL_HELP, GROUPS, SUBCOMMANDS, advice, help_of, overview
+from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
+from lightning_asyncpp.lightning_cli.help import FULL_HELP, GROUPS, SUBCOMMANDS, did_you_mean, help_of, overview
 from lightning_asyncpp.lightning_cli.messages import end_with, refuse, say
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.version import __version__
@@ -83,9 +77,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
     find_own_modules()
     given = sys.argv[1:]
     answer_help(given)
-    refuse_without_recipe(given)
     if given[0] in TOOLS:
-        importlib.import_module(TOOLS[given[0]]).main(given[1:])
+        try:
+            importlib.import_module(TOOLS[given[0]]).main(given[1:])
+        except (OSError, ImportError) as error:  # of a file, or a package, that is not there
+            raise ConfigurationError(str(error)) from error
     else:
         sys.argv[1:] = ["--help" if argument == FULL_HELP else argument for argument in given]
         importlib.import_module(_LIGHTNING).run()
@@ -112,18 +108,16 @@ def answer_help(given: Sequence[str]) -> None:
         print(overview(), end="")
         sys.exit()
     if not name.startswith("-") and name not in SUBCOMMANDS and name not in TOOLS:
-        known = [command for commands in GROUPS.values() for command in commands]
-        sys.stderr.write(
-            f"asyncpp: error: there is no subcommand {name!r}{advice(name, known)}\n(`asyncpp --help` lists all)\n"
-        )
+        hint = did_you_mean(name, [command for commands in GROUPS.values() for command in commands])
+        sys.stderr.write(f"asyncpp: error: there is no subcommand {name!r}{hint}\n(`asyncpp --help` lists all)\n")
         sys.exit(2)
     _answer_recipes(given)
     if not _HELP.intersection(given):
         return
     if name in TOOLS:
-        from lightning_asyncpp.tools.parsers import print_help
+        from lightning_asyncpp.tools.parsers import PARSERS
 
-        print_help(name, given[1:])
+        PARSERS[name]().parse_args(given[1:])
     elif name in SUBCOMMANDS:
         print(help_of(name), end="")
         sys.exit()
@@ -153,12 +147,11 @@ def announce(given: Sequence[str]) -> None:
         given: what follows ``asyncpp``.
 
     Raises:
-        SystemExit: there is no recipe that it names, or it names none.
+        SystemExit: there is no recipe that it names.
     """
-    if given and given[0] in READ_RECIPES:
+    if given and given[0] in (*SUBCOMMANDS, "check", "plan"):
         try:
-            refuse_without_recipe(given)
             written_out(given)
         except ConfigurationError as error:
             refuse(error)
-        say(f"{' '.join([given[0], *recipes_named(given)])}: importing torch and Lightning ...")
+        say(f"{given[0]}: importing torch and Lightning ...")

@@ -1,47 +1,22 @@
-"""What the commands on saved models share: their arguments, the model and the tokenizer that these name, and errors."""
+"""The model and the tokenizer that the arguments of the commands on saved models name."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import yaml  # type: ignore[import-untyped, unused-ignore]
-from jsonargparse import ArgumentParser, Namespace, get_loader
+from jsonargparse import get_loader
 
-from lightning_asyncpp.data import DataError, Tokenizer, tokenizer_of_definition
+from lightning_asyncpp.data import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.data.tokenizer import end_of_text_in, load_tokenizer
 from lightning_asyncpp.models import GPTConfig, SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.opening import config_of_values
 from lightning_asyncpp.tools.parsers import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
-
-
-def check_choice(parser: ArgumentParser, arguments: Namespace, name: str) -> None:
-    """End with the choices if the argument names no dtype."""
-    if arguments[name] is not None and arguments[name] not in DTYPES:
-        parser.error(f"--{name} {arguments[name]}: choose one of {', '.join(DTYPES)}")
-
-
-def check_device(parser: ArgumentParser, arguments: Namespace) -> None:
-    """End if there is no such device, or none that computes."""
-    try:
-        torch.zeros(1, device=arguments.device).item()
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {arguments.device}: {str(error).splitlines()[0]}")
-
-
-@contextmanager
-def reported(command: str) -> Iterator[None]:
-    """End the command with what is wrong, without a traceback, and code 2."""
-    try:
-        yield
-    except (WeightsError, DataError, ImportError, OSError) as error:
-        print(f"asyncpp {command}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def read_model(arguments: Namespace) -> SavedGPT:

@@ -11,8 +11,8 @@ from typing import Any
 from lightning_asyncpp.core.schedule import Kind, Schedule
 from lightning_asyncpp.core.simulation import Pace, pace_of
 from lightning_asyncpp.core.trace import REST, WORK, Beside, Wait, hidden_share, seconds_by_kind
+from lightning_asyncpp.tools.parsers import columns
 from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun
-from lightning_asyncpp.tools.tool_parser import columns
 
 CAUSES = (
     Wait.ACTIVATION.value, Wait.GRADIENT.value, Beside.DRAIN.value, Beside.SEND.value, Wait.AGREEMENT.value, "update",
