@@ -98,7 +98,7 @@ class AsyncppCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (TypeError, ValueError) as error:
-            cause = self._raised[-1] if self._raised else error
+            cause = self._raised[-1] if self._raised else _first_cause(error)
             raise (ConfigurationError(str(cause)) if is_raised_by(cause) else cause) from None
         if self.subcommand is not None:
             check_start(self.trainer, self.model, self.datamodule)
@@ -129,6 +129,12 @@ class AsyncppCLI(LightningCLI):
         logs = next((x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)), None)
         look = f"`tensorboard --logdir {logs.root_dir}` shows the curves" if logs is not None else "no TensorBoard logs"
         _print(f"Done. Checkpoint: {checkpoint}; {look}.")
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def run() -> None:
