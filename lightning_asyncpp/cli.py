@@ -6,7 +6,6 @@ import importlib
 import platform
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
@@ -15,18 +14,7 @@ from lightning_asyncpp.lightning_cli.messages import end_with, refuse, say
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.version import __version__
 
-if TYPE_CHECKING:
-    from lightning_asyncpp.lightning_cli.command import AsyncppCLI, make_cli, read_configuration
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Names that scripts import from here, and that bring all of Lightning with them."""
-        if name in ("AsyncppCLI", "make_cli", "read_configuration"):
-            return getattr(importlib.import_module(_LIGHTNING), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = ["TOOLS", "AsyncppCLI", "main", "make_cli", "read_configuration", "run"]
+__all__ = ["TOOLS", "main", "run"]
 
 _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
@@ -135,7 +123,7 @@ def _answer_recipes(given: Sequence[str]) -> None:
         return
     try:
         importlib.import_module(TOOLS["recipes"]).main(given[1:])
-    except ConfigurationError as error:
+    except (ConfigurationError, OSError) as error:
         refuse(error)
     sys.exit()
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_asyncpp.cli import main, read_configuration
+from lightning_asyncpp.cli import main
 from lightning_asyncpp.lightning_cli.arguments import written_out
+from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.lightning_cli.help import did_you_mean
 from lightning_asyncpp.lightning_cli.messages import is_first_process
 

@@ -15,8 +15,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_asyncpp import GPTModule, cli
-from lightning_asyncpp.cli import TOOLS, main, read_configuration
+from lightning_asyncpp.cli import TOOLS, main
 from lightning_asyncpp.errors import PeerLostError
+from lightning_asyncpp.lightning_cli.command import read_configuration
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["--config", str(ROOT / "recipes/quickstart_moe.yaml")]

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_asyncpp import cli
 from lightning_asyncpp.cli import TOOLS
-from lightning_asyncpp.lightning_cli.command import AsyncppCLI, read_configuration
+from lightning_asyncpp.lightning_cli.command import AsyncppCLI
 from lightning_asyncpp.lightning_cli.help import GROUPS, SUBCOMMANDS
 from lightning_asyncpp.tools.parsers import PARSERS
 
@@ -196,10 +195,3 @@ def test_no_tool_is_imported_with_the_package(after_lightning: Run) -> None:
         "assert not tools, tools\n"
         "assert lightning_asyncpp.check_model.__module__.startswith('lightning_asyncpp.tools.check')\n"
     )
-
-
-def test_names_that_were_in_cli_are_still_found_there() -> None:
-    assert cli.AsyncppCLI is AsyncppCLI
-    assert cli.read_configuration is read_configuration
-    with pytest.raises(AttributeError, match="no attribute 'frob'"):
-        _ = cli.frob

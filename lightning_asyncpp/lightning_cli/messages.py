@@ -67,7 +67,7 @@ def end_with(error: Exception) -> None:
         _end(f"{error}\n({TRACEBACK}=1 shows where)", code)
 
 
-def refuse(error: ConfigurationError) -> NoReturn:
+def refuse(error: Exception) -> NoReturn:
     """End with what is wrong; where it was found, among Lightning's frames and on every rank, would hide it."""
     _end(_shortened(str(error)) if _rank() else str(error), 2)  # they all raise the same
 

@@ -19,7 +19,7 @@ from lightning_asyncpp.storage.files import StorageError
 from lightning_asyncpp.storage.folders import is_sharded, load
 from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer, read_model
 from lightning_asyncpp.tools.parsers import export_parser
-from lightning_asyncpp.trainer.hf.loading import TASKS, transformers_package
+from lightning_asyncpp.trainer.hf.loading import transformers_package
 from lightning_asyncpp.trainer.hf.trained import with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
 
@@ -46,11 +46,7 @@ class TrainedHF:
 
 
 def read_trained(path: Path) -> TrainedHF | None:
-    """Read a checkpoint of ``HFModule``; ``None`` if it is something else, or cannot be read.
-
-    Raises:
-        WeightsError: it says that it is one, and is none.
-    """
+    """Read a checkpoint of ``HFModule``; ``None`` if it is something else, or cannot be read."""
     if not path.is_file() and not is_sharded(path):
         return None
     try:
@@ -58,15 +54,10 @@ def read_trained(path: Path) -> TrainedHF | None:
     except StorageError:
         return None
     said = content.get(SAVED) if isinstance(content, Mapping) else None
-    state = content.get("state_dict") if isinstance(content, Mapping) else None
-    if not isinstance(said, Mapping) or not isinstance(state, Mapping):
+    if not isinstance(said, Mapping):
         return None
-    config, lora, task = said.get("config"), said.get("lora"), said.get("task")
-    is_one = isinstance(config, Mapping) and isinstance(config.get("model_type"), str) and task in TASKS
-    if not is_one or not (lora is None or isinstance(lora, Mapping)):
-        raise WeightsError(f"{path} is damaged: what it says of its model is not what HFModule writes")
-    weights = {name[len(_MODEL) :]: tensor for name, tensor in state.items() if name.startswith(_MODEL)}
-    return TrainedHF(str(path), str(task), dict(config), lora, str(said.get("model_id")), weights)  # type: ignore[arg-type]
+    weights = {name[len(_MODEL) :]: tensor for name, tensor in content["state_dict"].items() if name.startswith(_MODEL)}
+    return TrainedHF(str(path), said["task"], said["config"], said["lora"], said["model_id"], weights)
 
 
 def export_hf(

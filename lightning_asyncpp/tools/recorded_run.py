@@ -106,8 +106,6 @@ def _notes(ranks: Sequence[RankTrace], folder: Path, asked: Path) -> list[str]:
         notes.append(f"the files of ranks {missing} are missing: copy them here to see the whole run")
     if folder != asked:
         notes.append(f"read from {folder}, the newest recording below {asked}")
-    if (error := max(rank.meta.clock_error for rank in ranks)) > 0:
-        notes.append(f"clocks of different hosts agree to {error * 1e6:.0f} us")
     return notes
 
 

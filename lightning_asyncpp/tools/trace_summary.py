@@ -10,16 +10,24 @@ from typing import Any
 
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.simulation import Pace, pace_of
-from lightning_asyncpp.core.trace import REST, WORK, Beside, Wait, seconds_by_kind
+from lightning_asyncpp.core.trace import WORK, Beside, seconds_by_kind
+from lightning_asyncpp.strategy_parts.recording import NAMES
 from lightning_asyncpp.tools.parsers import columns
 from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun
 
-CAUSES = (
-    Wait.ACTIVATION.value, Wait.GRADIENT.value, Beside.DRAIN.value, Beside.SEND.value, Wait.AGREEMENT.value, "update",
-    Wait.DATA.value, Beside.EVALUATE.value, Beside.CHECKPOINT.value, REST,
-)  # fmt: skip
-"""What a stage does when it runs neither a forward nor a backward."""
-_KIND_NAMES: dict[Any, str] = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+CAUSES = {
+    "activation": "waiting for the stage before",
+    "gradient": "waiting for the stage after",
+    "drain": "waiting while the pipeline is emptied",
+    "send": "handing over messages",
+    "agreement": "waiting for the other ranks' part of an update",
+    "update": "optimizer steps",
+    "data": "waiting for the loader, and what the loop does between batches",
+    "evaluate": "validation",
+    "checkpoint": "saving",
+    "rest": "what no span covers",
+}
+"""What a stage does when it runs neither a forward nor a backward, and what that means."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,6 @@ class Row:
         forward_ms: the median of one.
         backward_ms: the median of one.
         bytes_sent: in activations, gradients and other messages of this stage.
-        bytes_reduced: over the replicas.
         staleness: mean of the updates by which gradients were too old, once the delay has begun.
     """
 
@@ -43,7 +50,6 @@ class Row:
     forward_ms: float
     backward_ms: float
     bytes_sent: int
-    bytes_reduced: int
     staleness: float | None
 
     @property
@@ -126,10 +132,9 @@ def violations(rank: RankTrace) -> list[str]:
     for span in rank.of(*WORK):
         promised = rule.version(*rank.places[span.index])
         if span.version != promised:
-            what = _KIND_NAMES[span.kind]
             found.append(
-                f"{rank.meta.name}: {what} {span.index} of mini-batch {rank.mini_batch(span)} ran on W{span.version},"
-                f" not on W{promised}"
+                f"{rank.meta.name}: {NAMES[span.kind]} {span.index} of mini-batch {rank.mini_batch(span)} ran on"
+                f" W{span.version}, not on W{promised}"
             )
     return found
 
@@ -138,13 +143,13 @@ def _row(run: RecordedRun, rank: RankTrace, ideal: float | None) -> Row:
     spent = seconds_by_kind(rank.spans, 0.0, run.seconds)
     seconds = dict.fromkeys(("forward", "backward", *CAUSES), 0.0)
     for kind, value in spent.items():
-        seconds[_KIND_NAMES.get(kind) or str(getattr(kind, "value", kind))] += value
+        seconds[NAMES[kind] if isinstance(kind, Kind) else str(getattr(kind, "value", kind))] += value
     begun = rank.meta.schedule.pipeline_rule.synchronous_start
     ages = [t - span.version for span in rank.of(Kind.FORWARD) if (t := rank.mini_batch(span)) > begun]
-    sent, reduced = (sum(span.num_bytes for span in rank.of(kind)) for kind in (Beside.SEND, Beside.REDUCE))
+    sent = sum(span.num_bytes for span in rank.of(Beside.SEND))
     return Row(
         rank.meta.name, {cause: value / run.seconds for cause, value in seconds.items()}, ideal,
-        1e3 * (_median(rank, Kind.FORWARD) or 0.0), 1e3 * (_median(rank, Kind.BACKWARD) or 0.0), sent, reduced,
+        1e3 * (_median(rank, Kind.FORWARD) or 0.0), 1e3 * (_median(rank, Kind.BACKWARD) or 0.0), sent,
         statistics.fmean(ages) if ages else None,
     )  # fmt: skip
 
@@ -154,7 +159,7 @@ def _total(rows: Sequence[Row]) -> Row:
     return Row(
         "all", shares, _mean([row.ideal for row in rows]), statistics.median(row.forward_ms for row in rows),
         statistics.median(row.backward_ms for row in rows), sum(row.bytes_sent for row in rows),
-        sum(row.bytes_reduced for row in rows), _mean([row.staleness for row in rows]),
+        _mean([row.staleness for row in rows]),
     )  # fmt: skip
 
 
@@ -168,18 +173,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if len(known) == len(values) else None
 
 
-MEANINGS = {
-    "activation": "waiting for the stage before",
-    "gradient": "waiting for the stage after",
-    "drain": "waiting while the pipeline is emptied",
-    "send": "handing over messages",
-    "agreement": "waiting for the other ranks' part of an update",
-    "update": "optimizer steps",
-    "data": "waiting for the loader, and what the loop does between batches",
-    "evaluate": "validation",
-    "checkpoint": "saving",
-    "rest": "what no span covers",
-}
 _SHORT = {"activation": "activ.", "agreement": "agree", "checkpoint": "save", "evaluate": "val."}
 _RARE = ("drain", "evaluate", "checkpoint")
 _WIDTH = 120
@@ -192,7 +185,7 @@ def table(run: RecordedRun, summary: Summary) -> str:
     titles += ["F ms", "B ms", "sent", "stale"]
     head, *lines, total = columns([titles, *(_cells(row, shown) for row in (*summary.rows, summary.total))])
     rule = "-" * max(map(len, (head, *lines, total)))
-    meanings = "; ".join(f"{_SHORT.get(cause, cause)} = {MEANINGS[cause]}" for cause in shown)
+    meanings = "; ".join(f"{_SHORT.get(cause, cause)} = {CAUSES[cause]}" for cause in shown)
     explained = f"Per cent of the elapsed time; busy and the causes after ideal add up to 100. {meanings}."
     rows = [head, rule, *lines, *([rule, total] if len(lines) > 1 else [])]
     return "\n".join(
