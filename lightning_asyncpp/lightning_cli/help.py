@@ -6,7 +6,7 @@ Nothing heavy is imported.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -104,11 +104,11 @@ _FIT_EXAMPLES = """\
 _OTHER_EXAMPLE = "  asyncpp {name} quickstart --ckpt_path last.ckpt\n"
 
 
-def overview(groups: Mapping[str, Mapping[str, str]] = GROUPS) -> str:
+def overview() -> str:
     """The help of the command: its subcommands in groups, a line each."""
     blocks = [
         "\n".join([f"{title}:", *(f"  {name:<12}{text}" for name, text in commands.items())])
-        for title, commands in groups.items()
+        for title, commands in GROUPS.items()
     ]
     return "\n".join([_USAGE, *(f"{block}\n" for block in blocks), _FIRST_STEPS])
 

@@ -122,19 +122,10 @@ def evaluate(model: GPT, batches: Iterable[Tensor], device: str, tokenizer: Toke
         batches: of tokens, (batch, time + 1) int64; -100 does not count as a target.
         device: where to compute.
         tokenizer: says how many bytes a token stands for, if it is known.
-
-    Raises:
-        WeightsError: a token is not in the vocabulary.
     """
-    vocab_size = model.config.vocab_size if tokenizer is None else tokenizer.vocab_size
     lengths = None if tokenizer is None else tokenizer.byte_lengths()
     loss = tokens = num_bytes = sequences = 0.0
     for batch in batches:
-        if (largest := int(batch.max())) >= vocab_size:
-            raise WeightsError(
-                f"the data has token id {largest}, and the vocabulary has {vocab_size} ids. Name data that was written"
-                " with the model's tokenizer: --data"
-            )
         inputs, targets = batch[:, :-1].to(device), batch[:, 1:].to(device)
         logits = model(inputs.clamp_min(0)).flatten(0, 1).float()  # (batch * time, vocab_size)
         # Each sum in fp32, as it is trained with; their sum, which can be millions of tokens, in fp64.
