@@ -233,7 +233,7 @@ def test_modules_of_the_folder_it_is_called_in_are_found(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "written"),
     [
-        (["fit", "--trace", "--config", "x"], ["fit", "--config", "x", "+=lightning_asyncpp.PipelineTrace"]),
+        (["fit", "--trace", "--config", "a: 1"], ["fit", "--config=a: 1", "+=lightning_asyncpp.PipelineTrace"]),
         (["fit", "--trace", "d", "--x"], ["fit", "--x", "+=lightning_asyncpp.PipelineTrace", ".dirpath=d"]),
         (["fit", "--trace=d"], ["fit", "+=lightning_asyncpp.PipelineTrace", ".dirpath=d"]),
         (
