@@ -6,33 +6,15 @@ import importlib
 import platform
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.lightning_cli.arguments import (
-    READ_RECIPES,
-    find_own_modules,
-    recipes_named,
-    refuse_without_recipe,
-    written_out,
-)
-from lightning_asyncpp.lightning_cli.help import FULL_HELP, GROUPS, SUBCOMMANDS, advice, help_of, overview
+from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
+from lightning_asyncpp.lightning_cli.help import FULL_HELP, GROUPS, SUBCOMMANDS, did_you_mean, help_of, overview
 from lightning_asyncpp.lightning_cli.messages import end_with, refuse, say
 from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.version import __version__
 
-if TYPE_CHECKING:
-    from lightning_asyncpp.lightning_cli.command import AsyncppCLI, make_cli, read_configuration
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Names that scripts import from here, and that bring all of Lightning with them."""
-        if name in ("AsyncppCLI", "make_cli", "read_configuration"):
-            return getattr(importlib.import_module(_LIGHTNING), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = ["TOOLS", "AsyncppCLI", "main", "make_cli", "read_configuration", "run"]
+__all__ = ["TOOLS", "main", "run"]
 
 _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> the module whose main(arguments) runs it
@@ -83,9 +65,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
     find_own_modules()
     given = sys.argv[1:]
     answer_help(given)
-    refuse_without_recipe(given)
     if given[0] in TOOLS:
-        importlib.import_module(TOOLS[given[0]]).main(given[1:])
+        try:
+            importlib.import_module(TOOLS[given[0]]).main(given[1:])
+        except (OSError, ImportError) as error:  # of a file, or a package, that is not there
+            raise ConfigurationError(str(error)) from error
     else:
         sys.argv[1:] = ["--help" if argument == FULL_HELP else argument for argument in given]
         importlib.import_module(_LIGHTNING).run()
@@ -112,18 +96,16 @@ def answer_help(given: Sequence[str]) -> None:
         print(overview(), end="")
         sys.exit()
     if not name.startswith("-") and name not in SUBCOMMANDS and name not in TOOLS:
-        known = [command for commands in GROUPS.values() for command in commands]
-        sys.stderr.write(
-            f"asyncpp: error: there is no subcommand {name!r}{advice(name, known)}\n(`asyncpp --help` lists all)\n"
-        )
+        hint = did_you_mean(name, [command for commands in GROUPS.values() for command in commands])
+        sys.stderr.write(f"asyncpp: error: there is no subcommand {name!r}{hint}\n(`asyncpp --help` lists all)\n")
         sys.exit(2)
     _answer_recipes(given)
     if not _HELP.intersection(given):
         return
     if name in TOOLS:
-        from lightning_asyncpp.tools.parsers import print_help
+        from lightning_asyncpp.tools.parsers import PARSERS
 
-        print_help(name, given[1:])
+        PARSERS[name]().parse_args(given[1:])
     elif name in SUBCOMMANDS:
         print(help_of(name), end="")
         sys.exit()
@@ -141,7 +123,7 @@ def _answer_recipes(given: Sequence[str]) -> None:
         return
     try:
         importlib.import_module(TOOLS["recipes"]).main(given[1:])
-    except ConfigurationError as error:
+    except (ConfigurationError, OSError) as error:
         refuse(error)
     sys.exit()
 
@@ -153,12 +135,11 @@ def announce(given: Sequence[str]) -> None:
         given: what follows ``asyncpp``.
 
     Raises:
-        SystemExit: there is no recipe that it names, or it names none.
+        SystemExit: there is no recipe that it names.
     """
-    if given and given[0] in READ_RECIPES:
+    if given and given[0] in (*SUBCOMMANDS, "check", "plan"):
         try:
-            refuse_without_recipe(given)
             written_out(given)
         except ConfigurationError as error:
             refuse(error)
-        say(f"{' '.join([given[0], *recipes_named(given)])}: importing torch and Lightning ...")
+        say(f"{given[0]}: importing torch and Lightning ...")

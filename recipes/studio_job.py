@@ -155,7 +155,7 @@ def override_problems(overrides: Sequence[str]) -> list[str]:
 
 def read_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Let the command itself read the recipe with its overrides; return the whole configuration, or the problems."""
-    from lightning_asyncpp.cli import read_configuration
+    from lightning_asyncpp.lightning_cli.command import read_configuration
 
     with tempfile.TemporaryFile("w+") as said:  # a file, since packages that are imported ask for its number
         try:

@@ -17,7 +17,7 @@ from lightning_asyncpp.cli import main
 from lightning_asyncpp.core.ranks.alike import TRACEBACK, raised_alike
 from lightning_asyncpp.data import DataError
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError
-from lightning_asyncpp.lightning_cli.messages import is_refusal
+from lightning_asyncpp.lightning_cli.messages import is_raised_by
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.optional_packages import optional_package
@@ -105,11 +105,11 @@ def test_errors_of_other_code_are_left_alone(error: Exception, monkeypatch: pyte
         (lambda: MuonAdamW([nn.Parameter(torch.ones(2, 2))], adjust_lr="no"), True),
         (lambda: GPTConfig(vocab_size=-1, context_length=8), True),
         (lambda: optional_package("nowhere_to_be_found", "this"), True),
-        (lambda: MuonAdamW(), False),  # Python raised it, for arguments that are missing
+        (lambda: MuonAdamW(), False),  # Python raised it here, for arguments that are missing
         (lambda: int("x"), False),
     ],
 )
-def test_what_is_a_refusal(call: Callable[[], Any], is_one: bool) -> None:
+def test_who_raised_it(call: Callable[[], Any], is_one: bool) -> None:
     with pytest.raises((ValueError, TypeError, ImportError)) as caught:
         call()
-    assert is_refusal(caught.value) == is_one
+    assert is_raised_by(caught.value) == is_one

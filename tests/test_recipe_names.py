@@ -50,31 +50,22 @@ def test_what_can_be_no_name_is_left_to_who_reads_it(given: str) -> None:
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [
-        ("quikstart", "(the nearest of the package's: quickstart, "),
-        ("x/frob.yaml", "(`asyncpp recipes` lists them)"),
+        ("quikstart", "; did you mean quickstart? (`asyncpp recipes` lists them)"),
+        ("frob", " (`asyncpp recipes` lists them)"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(given: str, nearest: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         recipe_path(given)
-    assert str(caught.value).startswith(f"there is no recipe {given}, neither a file nor a name {nearest}")
-
-
-def test_a_folder_is_answered_with_the_recipes_in_it(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigurationError, match=r"^mine is a folder, and a recipe is a file$"):
-        recipe_path("mine")
-    (tmp_path / "mine" / "a.yaml").write_text("")
-    with pytest.raises(ConfigurationError, match=r"^mine is a folder, and a recipe is a file, such as mine/a\.yaml$"):
-        recipe_path("mine")
+    assert str(caught.value).startswith(f"there is no recipe {given}, neither a file nor a name{nearest}")
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["fit", "--config", "quickstart"], ["fit", "--config", QUICKSTART]),
-        (["-c=quickstart", "fit"], [f"-c={QUICKSTART}", "fit"]),
-        (["test", "--config=quickstart", "-c", "quickstart"], ["test", f"--config={QUICKSTART}", "-c", QUICKSTART]),
+        (["fit", "--config", "quickstart"], ["fit", f"--config={QUICKSTART}"]),
+        (["-c=quickstart", "fit"], [f"--config={QUICKSTART}", "fit"]),
+        (["test", "--config=quickstart", "-c", "quickstart"], ["test", *[f"--config={QUICKSTART}"] * 2]),
         (["fit", "--name", "quickstart"], ["fit", "--name", "quickstart"]),
     ],
 )
@@ -99,7 +90,9 @@ def test_every_command_with_a_recipe_names_the_nearest(
     monkeypatch.setattr(sys, "argv", ["asyncpp"])
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "there is no recipe quikstart, neither a file nor a name (the nearest" in capsys.readouterr().err
+    assert (
+        "there is no recipe quikstart, neither a file nor a name; did you mean quickstart?" in capsys.readouterr().err
+    )
 
 
 def test_a_recipe_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,12 +107,6 @@ def test_a_recipe_is_copied_over_no_other_file(tmp_path: Path) -> None:
     assert written.read_text() == Path(QUICKSTART).read_text()
     with pytest.raises(ConfigurationError, match=r"quickstart\.yaml: already there, and not written over"):
         copy_recipe("quickstart", tmp_path / "mine")
-
-
-def test_a_recipe_that_cannot_be_written_is_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="cannot be written there"):
-        copy_recipe("quickstart", tmp_path / "file")
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

@@ -14,9 +14,10 @@ import pytest
 import torch
 import yaml
 
-from lightning_asyncpp.cli import AsyncppCLI, main, make_cli
+from lightning_asyncpp.cli import main
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.data import TextDataModule
+from lightning_asyncpp.lightning_cli.command import AsyncppCLI, make_cli
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.tools.parsers import prepare_parser
 from tests.data.unigram import unigram_loss

@@ -35,7 +35,7 @@ from lightning_asyncpp.fabric.calls import (
 from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints, resumable
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
-from lightning_asyncpp.strategy_parts.recording import Recorder, Window
+from lightning_asyncpp.strategy_parts.recording import Recorder
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
 
 StepFunction = Callable[[Any], Any]
@@ -340,12 +340,12 @@ class PipelineStrategy(PipelineCheckpoints):
             The recording: its ``close()``, the end of a ``with`` block, or the end of the process ends the files.
 
         Raises:
-            ConfigurationError: on every rank; an argument makes no sense, or a rank cannot write there.
+            ConfigurationError: on every rank; a rank cannot write there.
         """
         if self.session.optimizer is None:
             raise ConfigurationError(not_set_up("strategy.record_trace()"))
         self._end_recording()
-        self._recorder = Recorder(self.session, Path(dirpath), Window(first_mini_batch, mini_batches))
+        self._recorder = Recorder(self.session, Path(dirpath), first_mini_batch, mini_batches)
         return self._recorder
 
     def _end_recording(self) -> None:

@@ -4,50 +4,29 @@ from __future__ import annotations
 
 import logging
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jsonargparse
 import lightning as L
-from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
 from lightning_asyncpp.data import DataError, TextDataModule
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
-from lightning_asyncpp.lightning_cli.help import advice
-from lightning_asyncpp.lightning_cli.messages import is_refusal, say, say_what_is_logged
-from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser, missing
+from lightning_asyncpp.lightning_cli.messages import is_raised_by, say, say_what_is_logged
+from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
 from lightning_asyncpp.private_names import required
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.terminal import PipelineProgressBar
 from lightning_asyncpp.trainer.set_up import trainer_problems
-
-
-def check_values(configuration: Namespace) -> None:
-    """Refuse a strategy that nobody registered, with the nearest that somebody did.
-
-    Args:
-        configuration: what was read, of a subcommand or alone.
-
-    Raises:
-        ConfigurationError: it is one.
-    """
-    section = configuration.get(configuration.get("subcommand") or "") or configuration
-    name, known = (section.get("trainer") or {}).get("strategy"), ["auto", *StrategyRegistry.available_strategies()]
-    if isinstance(name, str) and name not in known:
-        near = advice(name, known) or f"; there are {', '.join(known)}"
-        raise ConfigurationError(f"--trainer.strategy: there is no strategy {name!r}{near}")
 
 
 def check_start(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
@@ -80,13 +59,6 @@ def processes_of(trainer: L.Trainer) -> str:
 class AsyncppCLI(LightningCLI):
     """LightningCLI that says what is wrong with a recipe, and ends a training with a line on what to look at next."""
 
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Make the parser of the command or of a subcommand.
-
-        A name cut short would be taken for one that begins so: ``--trainer.max_step`` for ``max_steps``.
-        """
-        return super().init_parser(**{**kwargs, "allow_abbrev": False})
-
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
@@ -100,7 +72,6 @@ class AsyncppCLI(LightningCLI):
         """Read the arguments, recipes and overrides."""
         required(LightningCLI, "_parse_ckpt_path", "take the model from the recipe, and not from a checkpoint")
         super().parse_arguments(parser, args)
-        check_values(self.config)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the model to recipe and command line: Lightning would import and call what a checkpoint names."""
@@ -128,9 +99,7 @@ class AsyncppCLI(LightningCLI):
             super().instantiate_classes()
         except (TypeError, ValueError) as error:
             cause = self._raised[-1] if self._raised else _first_cause(error)
-            raise (ConfigurationError(str(cause)) if is_refusal(cause) else cause) from None
-        if self.datamodule is None and not is_overridden("train_dataloader", self.model):
-            raise ConfigurationError(missing(["data"]))
+            raise (ConfigurationError(str(cause)) if is_raised_by(cause) else cause) from None
         if self.subcommand is not None:
             check_start(self.trainer, self.model, self.datamodule)
             say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
@@ -149,7 +118,7 @@ class AsyncppCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, TypeError, ValueError) as error:
-            if not _is_raised_by(error, "lightning."):
+            if not is_raised_by(error, "lightning."):
                 raise
             raise ConfigurationError(f"the Trainer refuses its arguments: {error}") from None
 
@@ -168,12 +137,6 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _is_raised_by(error: BaseException, package: str) -> bool:
-    """Whether a class of the package raised it, itself."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith(package)
-
-
 def run() -> None:
     """Run the subcommand that the arguments of the process name.
 
@@ -189,12 +152,11 @@ def run() -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def read_configuration(arguments: Sequence[str], own_options: Sequence[str] = ()) -> dict[str, Any]:
+def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
     """Read the arguments of a subcommand as the command does, recipes and overrides; nothing is built.
 
     Args:
         arguments: what would follow ``asyncpp``: ``["fit", "recipe.yaml", "--trainer.max_steps", "7"]``.
-        own_options: of the tool that reads them, for its suggestions where a name does not exist.
 
     Returns:
         The whole configuration of the subcommand, defaults filled in, in plain values.
@@ -206,7 +168,7 @@ def read_configuration(arguments: Sequence[str], own_options: Sequence[str] = ()
     sys.argv = ["asyncpp", *written_out(arguments)]
     find_own_modules()
     try:
-        make_cli(_Reader, own_options=own_options)
+        make_cli(_Reader)
     except _Read as read:
         return read.configuration
     finally:
@@ -226,15 +188,11 @@ class _Reader(AsyncppCLI):
         raise _Read(self.config[self.config["subcommand"]].as_dict())
 
 
-def make_cli(
-    cli: type[AsyncppCLI] = AsyncppCLI, prog: str = "asyncpp", own_options: Sequence[str] = (), **how: Any
-) -> AsyncppCLI:
+def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
     """Read a recipe and what overrides it, and do what it asks for.
 
     Args:
         cli: what reads and does it.
-        prog: the command, as it was called.
-        own_options: of the tool that reads it, for its suggestions where a name does not exist.
         **how: further arguments of ``LightningCLI``: with ``run=False`` it makes module, data and Trainer alone.
     """
     _quiet()
@@ -245,12 +203,7 @@ def make_cli(
         subclass_mode_model=True,
         # Each stage builds its own optimizer, after the cut and with the parameters' names.
         auto_configure_optimizers=False,
-        parser_kwargs={
-            "description": "Asynchronous pipeline parallelism for PyTorch Lightning.",
-            "prog": prog,
-            "own_options": own_options,
-            "fit": {"own_options": own_options},
-        },
+        parser_kwargs={"description": "Asynchronous pipeline parallelism for PyTorch Lightning.", "prog": "asyncpp"},
         parser_class=RecipeParser,
         **how,
     )

@@ -6,63 +6,25 @@ Nothing heavy is imported.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-
-_MOST = 3
-_LIKE = 0.7
-_AS_LIKE = 0.08
-_LISTED = 12
-_SAME = {"learningrate": "lr"}
-"""What another library calls it -> what it is called here."""
-_WHOLE, _PART = 0, 1
+from collections.abc import Iterable
 
 
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names that somebody may have meant, the likeliest first; none if nothing is like it.
-
-    Hyphens, underscores and capitals make no difference. A name without a dot may be the end of a dotted one:
-    ``mircobatches`` of ``trainer.strategy.micro_batches``.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to say of a name that does not exist, after a semicolon; empty if nothing is like it.
 
     Args:
-        name: what was given.
-        known: all that could have been.
+        name: what was given; of dotted names the last part is compared, hyphens and underscores make no difference.
+        known: all that could have been; of those that are equally near, the first is named.
     """
-    scored: dict[str, tuple[int, float]] = {}
+    ends: dict[str, str] = {}
     for candidate in known:
-        whole = _likeness(name, candidate)
-        end = _likeness(name.rpartition(".")[2], candidate.rpartition(".")[2])
-        if whole >= _LIKE:
-            scored[candidate] = (_WHOLE, -max(whole, end))
-        elif end >= _LIKE and ("." not in name or name.partition(".")[0] == candidate.partition(".")[0]):
-            scored[candidate] = (_PART, -end)
-    best = sorted(scored, key=lambda candidate: (*scored[candidate], candidate.count("."), candidate))
-    if not best:
-        return []
-    best_score = scored[best[0]][1]
-    worst = best_score if best_score == -1.0 else best_score + _AS_LIKE
-    return [candidate for candidate in best if scored[candidate][1] <= worst][:_MOST]
+        ends.setdefault(_end(candidate), candidate)
+    nearest = difflib.get_close_matches(_end(name), ends, n=1, cutoff=0.7)
+    return f"; did you mean {ends[nearest[0]]}?" if nearest else ""
 
 
-def advice(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to say of a name that does not exist, after a semicolon; empty if nothing helps.
-
-    Args:
-        name: what was given.
-        known: all that could have been; few are listed where none is like it.
-        prefix: goes before each of them.
-    """
-    known = list(dict.fromkeys(known))
-    if near := nearest(name, known):
-        return f"; did you mean {' or '.join(prefix + candidate for candidate in near)}?"
-    if 0 < len(known) <= _LISTED:
-        return f"; there are {', '.join(prefix + candidate for candidate in known)}"
-    return ""
-
-
-def _likeness(first: str, second: str) -> float:
-    first, second = (name.lower().replace("-", "").replace("_", "") for name in (first, second))
-    first = _SAME.get(first, first)
-    return difflib.SequenceMatcher(None, first, second).ratio()
+def _end(name: str) -> str:
+    return name.rpartition(".")[2].lower().replace("-", "_")
 
 
 GROUPS: dict[str, dict[str, str]] = {
@@ -142,11 +104,11 @@ _FIT_EXAMPLES = """\
 _OTHER_EXAMPLE = "  asyncpp {name} quickstart --ckpt_path last.ckpt\n"
 
 
-def overview(groups: Mapping[str, Mapping[str, str]] = GROUPS) -> str:
+def overview() -> str:
     """The help of the command: its subcommands in groups, a line each."""
     blocks = [
         "\n".join([f"{title}:", *(f"  {name:<12}{text}" for name, text in commands.items())])
-        for title, commands in groups.items()
+        for title, commands in GROUPS.items()
     ]
     return "\n".join([_USAGE, *(f"{block}\n" for block in blocks), _FIRST_STEPS])
 

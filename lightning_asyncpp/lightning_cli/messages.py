@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dis
 import logging
 import os
 import sys
 import textwrap
+import traceback
 from typing import NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -60,26 +60,22 @@ def end_with(error: Exception) -> None:
         refuse(error)
     if isinstance(error, PeerLostError):
         _end(str(error) if not _rank() else str(error).partition("\n")[0], 1)
-    if type(error).__module__.startswith(_PACKAGE) or (isinstance(error, _ARGUMENTS) and is_refusal(error)):
+    if type(error).__module__.startswith(_PACKAGE) or (isinstance(error, _ARGUMENTS) and is_raised_by(error)):
         code = 2 if isinstance(error, _ARGUMENTS) else 1
         if is_alike(error) and _rank():
             _end(_shortened(str(error)), code)
         _end(f"{error}\n({TRACEBACK}=1 shows where)", code)
 
 
-def refuse(error: ConfigurationError) -> NoReturn:
+def refuse(error: Exception) -> NoReturn:
     """End with what is wrong; where it was found, among Lightning's frames and on every rank, would hide it."""
     _end(_shortened(str(error)) if _rank() else str(error), 2)  # they all raise the same
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether code of this package raised an error by a statement, rather than that Python did as it ran."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or not str(trace.tb_frame.f_globals.get("__name__")).startswith(_PACKAGE):
-        return False
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+def is_raised_by(error: BaseException, package: str = _PACKAGE) -> bool:
+    """Whether code of the package raised an error, and not code that it calls."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith(package)
 
 
 def _shortened(text: str) -> str:

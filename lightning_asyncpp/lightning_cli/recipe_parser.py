@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -14,19 +13,18 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_asyncpp.lightning_cli.arguments import STRATEGIES, class_of_strategy
-from lightning_asyncpp.lightning_cli.help import nearest
+from lightning_asyncpp.lightning_cli.help import did_you_mean
 
 _UNKNOWN = re.compile(
     r"(?:Option|option|Key) '([\w.]+)'|unrecognized arguments: --([\w.-]+)"
     r"|Expected a dot import path string: ([\w.]+)|has no attribute '(\w+)'"
 )
-_CLASS = re.compile(r"class_path '([\w.]+)'|class_path='([\w.]+)'")
-_REQUIRED = re.compile(r"the following arguments are required: (.*)$", re.MULTILINE)
+_CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 _WRITTEN = ("optimizer", "optimizer.lr", "optimizer.weight_decay", "config", "trace", "trace.mini_batches")
 _SECTIONS = {
-    "trainer.strategy": STRATEGIES["async_pipeline"],
-    "model": "lightning_asyncpp.GPTModule",
-    "data": "lightning_asyncpp.data.TextDataModule",
+    "trainer.strategy.": STRATEGIES["async_pipeline"],
+    "model.": "lightning_asyncpp.GPTModule",
+    "data.": "lightning_asyncpp.data.TextDataModule",
 }
 """Where a name without a section may belong, with the class that most recipes have there."""
 _PLACES = (
@@ -35,40 +33,30 @@ _PLACES = (
 )  # fmt: skip
 
 
-def explained(message: str, known: Iterable[str]) -> str:
+def explained(message: str, keys: Iterable[str]) -> str:
     """What to say: a line for each name that does not exist and is near to one that does, and the message.
 
     Args:
         message: jsonargparse's.
-        known: the keys of the parser, and options of the tool that it reads the rest for.
+        keys: of the parser.
     """
-    if required := _REQUIRED.search(message):
-        return missing(required.group(1).split(", "))
-    candidates = [*dict.fromkeys([*known, *_WRITTEN, *_of_classes(message), *_of_sections(), *_class_names()])]
+    if "arguments are required" in message:
+        return f"{message} (give a recipe; `asyncpp recipes` lists some that have all that is needed)"
+    known = [*_of_classes(message), *keys, *_WRITTEN, *_of_sections(), *_class_names()]
     unknown = dict.fromkeys(part for match in _UNKNOWN.finditer(message) for part in match.groups() if part)
-    lines = [
-        f"there is no {name!r}; did you mean {' or '.join(near)}?"
-        for name in unknown
-        if name not in candidates and (near := nearest(name, candidates))
-    ]
-    return "\n".join([*lines, message])
-
-
-def missing(keys: Iterable[str]) -> str:
-    """What to say where recipes and options leave out whole sections."""
-    sections = " and ".join(f"`{key.rpartition('.')[2]}:`" for key in sorted(keys, reverse=True))
-    return f"no recipe and no option says {sections}; `asyncpp recipes` lists recipes that have all that is needed"
+    hints = {name: did_you_mean(name, known) for name in unknown if name not in known}
+    return "\n".join([*(f"there is no {name!r}{hint}" for name, hint in hints.items() if hint), message])
 
 
 def _of_classes(message: str) -> Iterator[str]:
     """The arguments of the classes that a message names."""
-    for path in dict.fromkeys(first or second for first, second in _CLASS.findall(message)):
+    for path in dict.fromkeys(_CLASS.findall(message)):
         yield from _arguments_of(path)
 
 
 def _of_sections() -> Iterator[str]:
     for section, class_path in _SECTIONS.items():
-        yield from (f"{section}.{name}" for name in _arguments_of(class_path))
+        yield from (section + name for name in _arguments_of(class_path))
 
 
 def _class_names() -> Iterator[str]:
@@ -86,31 +74,20 @@ def _arguments_of(class_path: str) -> list[str]:
         return []
 
 
-_DEBUG = "JSONARGPARSE_DEBUG"  # has jsonargparse raise what it found
-
-
 class RecipeParser(LightningArgumentParser):
-    """Says what is wrong, and which name may have been meant.
+    """Says what is wrong, and which name may have been meant."""
 
-    Args:
-        own_options: of the tool that this parser reads the rest of the arguments for.
-    """
-
-    def __init__(self, *args: Any, own_options: Sequence[str] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # those of classes inside get no arguments
-        self._own_options = list(own_options)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # A name cut short would be taken for one that begins so: ``--trainer.max_step`` for ``max_steps``.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with what is wrong; the usage, a screen of options, would hide it."""
-        if not self.exit_on_error or _DEBUG in os.environ:
+        if not self.exit_on_error:
             super().error(message, ex)
         parser: RecipeParser = getattr(ex, "subcommand_parser", None) or self
-        known = [*parser.get_defaults(skip_validation=True).keys(branches=True), *self._own_options]
-        full = "" if self._own_options else "=full"
-        program = str(parser.prog).replace(" [options]", "")
-        self.exit(
-            2, f"asyncpp: error: {explained(message, map(str, known))}\n(`{program} --help{full}` lists the options)\n"
-        )
+        known = map(str, parser.get_defaults(skip_validation=True).keys(branches=True))
+        self.exit(2, f"asyncpp: error: {explained(message, known)}\n(`asyncpp fit --help=full` lists the options)\n")
 
     def parse_string(self, *args: Any, **kwargs: Any) -> Namespace:
         """Read a recipe; arguments are jsonargparse's. A strategy's name stands for its class: options can follow."""

@@ -17,10 +17,8 @@ from typing import Any, TextIO
 
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
-from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.core.settings import is_whole
 from lightning_asyncpp.core.trace import Beside, Moment, Reader, Span, SpanKind, Trace, Wait
 from lightning_asyncpp.errors import ConfigurationError
 
@@ -51,7 +49,6 @@ class Meta:
         num_replicas: number of replicas.
         layers: how many layers this stage has.
         host: name of the machine.
-        clock_error: seconds by which times may be off those of rank 0.
         schedule: of the stage.
     """
 
@@ -60,7 +57,6 @@ class Meta:
     num_replicas: int
     layers: int
     host: str
-    clock_error: float
     schedule: Schedule
 
     @property
@@ -148,24 +144,6 @@ class TraceFile:
 
 _WRITE_EVERY = 0.25  # seconds: what a killed run may lose
 _END_SECONDS = 1.0  # how long the end of a recording waits for a device to come to what was launched
-_CLOCK_ROUNDS = 24
-
-
-@dataclass(frozen=True)
-class Window:
-    """Which mini-batches of a run are recorded: ``count`` of them, or all that follow, from ``first`` on."""
-
-    first: int = 0
-    count: int | None = None
-
-    def problems(self) -> list[str]:
-        """Return what is wrong with it, under the names that users give the values."""
-        problems = []
-        if not (is_whole(self.first) and self.first >= 0):
-            problems.append(f"first_mini_batch={self.first!r} must be a whole number, 0 or more: they count from 0")
-        if self.count is not None and not (is_whole(self.count) and self.count >= 1):
-            problems.append(f"mini_batches={self.count!r} must be at least 1; leave it out to record to the end")
-        return problems
 
 
 class Recorder:
@@ -176,22 +154,23 @@ class Recorder:
     Args:
         session: the pipeline, started.
         folder: where the files go; with files of another recording in it, beside it under the name ``<folder>-2``, ...
-        window: which mini-batches are recorded.
+        first: the first mini-batch that is recorded.
+        count: how many are recorded; ``None`` for all that follow.
 
     Attributes:
         folder: where this recording's files are.
 
     Raises:
-        ConfigurationError: on every rank; the window makes no sense, or a rank cannot write there.
+        ConfigurationError: on every rank; a rank cannot write there.
     """
 
-    def __init__(self, session: PipelineSession, folder: Path, window: Window = Window()) -> None:
-        if problems := window.problems():
-            raise ConfigurationError.from_problems(problems)
-        self._window, self._engine = window, session.running()
+    def __init__(self, session: PipelineSession, folder: Path, first: int = 0, count: int | None = None) -> None:
+        self._first, self._count, self._engine = first, count, session.running()
         mesh = self._engine.mesh
-        self.folder = Path(exchange(mesh, str(unused(folder)) if mesh.rank == 0 else "")[0])
-        self._file = self._open()
+        given = json.dumps([str(unused(folder)), time.time()]) if mesh.rank == 0 else ""
+        where, zero = json.loads(exchange(mesh, given)[0])
+        self.folder = Path(where)
+        self._file = self._open(zero)
         self._reader: Reader | None = None
         self._starts: list[tuple[int, int]] = []  # mini-batch and its first microbatch
         self._pause: tuple[SpanKind, Moment] | None = None  # what passes between batches, and since when
@@ -200,11 +179,11 @@ class Recorder:
 
     def begin_batch(self) -> None:
         """Note that the next training batch is there and is run now."""
-        self._end_pause()
-        mini_batch, window = self._engine.mini_batch, self._window
-        if self._closed or mini_batch < window.first:
+        self.end_pause()
+        mini_batch = self._engine.mini_batch
+        if self._closed or mini_batch < self._first:
             return
-        if window.count is not None and mini_batch >= window.first + window.count:
+        if self._count is not None and mini_batch >= self._first + self._count:
             self.close()
         elif self._reader is None:
             self._reader = follow(self._engine)
@@ -212,7 +191,7 @@ class Recorder:
 
     def end_batch(self) -> None:
         """Note that the training batch is over: what follows is the way to the next one."""
-        self._begin_pause(Wait.DATA)
+        self.begin_pause(Wait.DATA)
         self._note_starts()
         if self._reader is not None and time.perf_counter() - self._written >= _WRITE_EVERY:
             self.write()
@@ -222,26 +201,27 @@ class Recorder:
         if self._pause is not None:
             self._pause = Beside.CHECKPOINT, self._pause[1]
 
-    def stop_waiting(self) -> None:
-        """End the pause: what follows, at an epoch's end, is no way to the next batch."""
-        self._end_pause()
+    def begin_pause(self, kind: SpanKind) -> None:
+        """Note what passes from here on, up to the next pause or batch: an evaluation, or the way to the next batch."""
+        self.end_pause()
+        self._pause = kind, self._engine.runner.clock.now()
 
-    def begin_evaluation(self) -> None:
-        """Note that an evaluation begins."""
-        self._begin_pause(Beside.EVALUATE)
-
-    def end_evaluation(self) -> None:
+    def end_pause(self) -> None:
         """Note that it is over."""
-        self._begin_pause(Wait.DATA)
+        trace = self._engine.runner.trace
+        if self._pause is not None and self._reader is not None and trace is not None:
+            kind, since = self._pause
+            trace.record(kind, self._engine.mini_batch, since, trace.clock.now())
+        self._pause = None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Record what runs inside a ``with`` statement as an evaluation."""
-        self.begin_evaluation()
+        self.begin_pause(Beside.EVALUATE)
         try:
             yield
         finally:
-            self.end_evaluation()
+            self.begin_pause(Wait.DATA)
 
     def write(self, seconds: float = 0.0) -> None:
         """Write what has ended, and what ends within some seconds."""
@@ -265,17 +245,6 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin_pause(self, kind: SpanKind) -> None:
-        self._end_pause()
-        self._pause = kind, self._engine.runner.clock.now()
-
-    def _end_pause(self) -> None:
-        trace = self._engine.runner.trace
-        if self._pause is not None and self._reader is not None and trace is not None:
-            kind, since = self._pause
-            trace.record(kind, self._engine.mini_batch, since, trace.clock.now())
-        self._pause = None
-
     def _note_starts(self) -> None:
         if self._reader is not None:
             begun = self._engine.updates.begun(self._engine.next_forward)
@@ -286,13 +255,14 @@ class Recorder:
         mini_batch, first = self._starts[at]
         return mini_batch, k - first
 
-    def _open(self) -> TraceFile:
+    def _open(self, zero: float) -> TraceFile:
         mesh = self._engine.mesh
-        offset, clock_error = clock_offset(mesh)
         meta = Meta(
             mesh.rank, mesh.replica, mesh.num_replicas, len(self._engine.runner.stage.units), socket.gethostname(),
-            clock_error, self._engine.schedule,
+            self._engine.schedule,
         )  # fmt: skip
+        # Hosts agree on the time of day to what their clocks are set by; their performance counters begin anywhere.
+        offset = time.time() - zero - time.perf_counter()
         file, error = None, None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -305,41 +275,6 @@ class Recorder:
         agree_on_error(mesh, error)
         assert file is not None
         return file
-
-
-def clock_offset(
-    mesh: Mesh, host: str | None = None, now: Callable[[], float] = time.perf_counter
-) -> tuple[float, float]:
-    """Compare this process's clock with rank 0's; a collective call.
-
-    Rank 0 reads its clock between two exchanges, and all ranks know the time before and after both: the shortest of
-    some rounds bounds the difference. Processes of one host read the same clock and take the result of the first.
-
-    Args:
-        mesh: this rank's place, connected.
-        host: name that only processes with the same clock share; default: of this start of this machine.
-        now: the clock, in seconds.
-
-    Returns:
-        Seconds to add for rank 0's clock, and by how much that may be wrong.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = host or socket.gethostname() + (boot.read_text() if boot.exists() else "")
-    hosts = exchange(mesh, host)
-    if len(set(hosts)) == 1:
-        return 0.0, 0.0
-    error, offset = float("inf"), 0.0
-    before = now()
-    exchange(mesh, "")
-    for _ in range(_CLOCK_ROUNDS):
-        entered = now()
-        at_rank_0 = float(exchange(mesh, repr(now()))[0])
-        after = now()
-        if (after - before) / 2 < error:
-            error, offset = (after - before) / 2, at_rank_0 - (before + after) / 2
-        before = entered
-    found = exchange(mesh, json.dumps([offset, error]))[hosts.index(host)]
-    return (0.0, 0.0) if host == hosts[0] else tuple(json.loads(found))
 
 
 def follow(engine: Engine) -> Reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from torch import Tensor
 from lightning_asyncpp.core.checkpoint import PIPELINE
 from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.storage import StorageError, is_sharded, load, read_index, save_file, usual_mode, written_beside
-from lightning_asyncpp.tools.parsers import FORMS, checkpoint_command, convert_parser, info_parser
+from lightning_asyncpp.tools.parsers import checkpoint_parser
 
 _OF_PIPELINE = (
     "num_stages", "partition", "data_parallel_size", "micro_batches", "lookahead", "delay", "staleness", "slack",
@@ -29,27 +30,23 @@ _LIGHTNING = "pytorch-lightning_version"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``asyncpp checkpoint <command> ...``."""
-    if (given := checkpoint_command(argv)) is None:
-        return
-    command, rest = given
-    {"info": _info, "convert": _convert}[command](rest)
-
-
-def _info(argv: Sequence[str]) -> None:
-    parser = info_parser()
+    parser = checkpoint_parser()
     arguments = parser.parse_args(argv)
+    if arguments.command == "info":
+        _info(arguments)
+        return
+    if arguments.entry is not None and arguments.to != "weights":
+        parser.error(f"--entry {arguments.entry}: only weights are taken from one entry; give --to weights")
+    _convert(arguments)
+
+
+def _info(arguments: Namespace) -> None:
     with _reported("info"):
         facts = describe(Path(arguments.checkpoint).expanduser())
     print(json.dumps(facts, indent=2) if arguments.json else table(facts))
 
 
-def _convert(argv: Sequence[str]) -> None:
-    parser = convert_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.to not in FORMS:
-        parser.error(f"--to {arguments.to}: choose one of {', '.join(FORMS)}")
-    if arguments.entry is not None and arguments.to != "weights":
-        parser.error(f"--entry {arguments.entry}: only weights are taken from one entry; give --to weights")
+def _convert(arguments: Namespace) -> None:
     source, output = Path(arguments.checkpoint).expanduser(), Path(arguments.output).expanduser()
     with _reported("convert"):
         if os.path.lexists(output) and not arguments.force:

@@ -5,34 +5,26 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jsonargparse import Namespace
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from lightning_asyncpp.data import TextDataModule, Tokenizer
 from lightning_asyncpp.data.token_dataset import is_token_source
 from lightning_asyncpp.models import GPT, SavedGPT, WeightsError
-from lightning_asyncpp.tools.model_arguments import (
-    DTYPES,
-    check_choice,
-    check_device,
-    check_vocabulary,
-    find_tokenizer,
-    read_model,
-    reported,
-)
-from lightning_asyncpp.tools.parsers import SPLITS, evaluate_parser
+from lightning_asyncpp.tools.model_arguments import DTYPES, check_vocabulary, find_tokenizer, read_model
+from lightning_asyncpp.tools.parsers import evaluate_parser
 from lightning_asyncpp.trainer.gpt_module import IGNORED
 
-_DATA = ("val_source", "val_fraction", "context_length", "batch_size", "max_bytes", "cache_dir")
+_DATA = ("val_fraction", "context_length", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -55,29 +47,21 @@ class Evaluation:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate, print the figures, and write them if it is asked for."""
-    parser = evaluate_parser()
-    arguments = parser.parse_args(argv)
-    check_choice(parser, arguments, "dtype")
-    check_device(parser, arguments)
-    if arguments.split not in SPLITS:
-        parser.error(f"--split {arguments.split}: choose one of {', '.join(SPLITS)}")
-    if arguments.json is not None and not Path(arguments.json).resolve().parent.is_dir():
-        parser.error(f"--json {arguments.json}: there is no such folder")
-    with reported("evaluate"), ExitStack() as stack:
-        saved = read_model(arguments)
-        tokenizer = find_tokenizer(saved, arguments.tokenizer)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        data = make_data(saved, tokenizer, arguments, folder)
+    arguments = evaluate_parser().parse_args(argv)
+    saved = read_model(arguments)
+    tokenizer = find_tokenizer(saved, arguments.tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_data(saved, tokenizer, arguments, Path(folder))
         batches = batches_of(data, arguments.split)
-        model = saved.build(arguments.device, DTYPES[arguments.dtype])
         total = min(len(batches), arguments.limit_batches or len(batches))
-        shown = tqdm(batches, total=total, desc="evaluating", unit="batch", leave=False)
-        result = evaluate(model, shown, arguments.device, tokenizer, total)
-        settings = {"model": arguments.model, "data": data.source, "split": arguments.split}
-        content = {**settings, "context_length": data.context_length, **asdict(result)}
-        print(_table(content))
-        if arguments.json is not None:
-            Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        shown = tqdm(islice(batches, total), total=total, desc="evaluating", unit="batch", leave=False)
+        model = saved.build(arguments.device, DTYPES[arguments.dtype])
+        result = evaluate(model, shown, arguments.device, tokenizer)
+    settings = {"model": arguments.model, "data": data.source, "split": arguments.split}
+    content = {**settings, "context_length": data.context_length, **asdict(result)}
+    print(_table(content))
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def make_data(saved: SavedGPT, tokenizer: Tokenizer | None, arguments: Namespace, folder: Path) -> TextDataModule:
@@ -93,7 +77,7 @@ def make_data(saved: SavedGPT, tokenizer: Tokenizer | None, arguments: Namespace
         WeightsError: it is not the model's; with both numbers.
         DataError: it cannot be read.
     """
-    given = {name: arguments[name] for name in _DATA if arguments[name] is not None}
+    given = {name: value for name in _DATA if (value := getattr(arguments, name)) is not None}
     source = arguments.data
     options = {"source": source, "context_length": saved.config.context_length, **given}
     if arguments.split == "all":
@@ -130,9 +114,7 @@ def batches_of(data: TextDataModule, split: str) -> Any:
 
 
 @torch.no_grad()
-def evaluate(
-    model: GPT, batches: Iterable[Tensor], device: str, tokenizer: Tokenizer | None = None, limit: int | None = None
-) -> Evaluation:
+def evaluate(model: GPT, batches: Iterable[Tensor], device: str, tokenizer: Tokenizer | None = None) -> Evaluation:
     """Measure a model's loss.
 
     Args:
@@ -140,22 +122,10 @@ def evaluate(
         batches: of tokens, (batch, time + 1) int64; -100 does not count as a target.
         device: where to compute.
         tokenizer: says how many bytes a token stands for, if it is known.
-        limit: most batches to take; ``None`` for all.
-
-    Raises:
-        WeightsError: a token is not in the vocabulary.
     """
-    vocab_size = model.config.vocab_size if tokenizer is None else tokenizer.vocab_size
     lengths = None if tokenizer is None else tokenizer.byte_lengths()
     loss = tokens = num_bytes = sequences = 0.0
-    for number, batch in enumerate(batches):
-        if limit is not None and number >= limit:
-            break
-        if (largest := int(batch.max())) >= vocab_size:
-            raise WeightsError(
-                f"the data has token id {largest}, and the vocabulary has {vocab_size} ids. Name data that was written"
-                " with the model's tokenizer: --data"
-            )
+    for batch in batches:
         inputs, targets = batch[:, :-1].to(device), batch[:, 1:].to(device)
         logits = model(inputs.clamp_min(0)).flatten(0, 1).float()  # (batch * time, vocab_size)
         # Each sum in fp32, as it is trained with; their sum, which can be millions of tokens, in fp64.
@@ -197,7 +167,3 @@ def _table(content: dict[str, Any]) -> str:
         "data": f"{content['data']}, split {content['split']}",
     }
     return "\n".join(f"{name:<14}{text}" for name, text in rows.items())
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import Namespace
 from torch import Tensor, nn
 
 from lightning_asyncpp.data import hf_tokenizer_files
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.hf import new_folder, write_hf
 from lightning_asyncpp.storage import StorageError, is_sharded, load
-from lightning_asyncpp.tools.model_arguments import DTYPES, check_choice, find_tokenizer, read_model, reported
-from lightning_asyncpp.tools.parsers import LORA_FORMS, export_parser
-from lightning_asyncpp.trainer.hf_model import TASKS, transformers_package, with_adapters
+from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer, read_model
+from lightning_asyncpp.tools.parsers import export_parser
+from lightning_asyncpp.trainer.hf_model import transformers_package, with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
 
 _MODEL, _ADAPTED, _BASE = "model.", "base_model.model.", ".base_layer."
-MERGED, ADAPTER = "merged", "adapter"
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,7 @@ class TrainedHF:
 
 
 def read_trained(path: Path) -> TrainedHF | None:
-    """Read a checkpoint of ``HFModule``; ``None`` if it is something else, or cannot be read.
-
-    Raises:
-        WeightsError: it says that it is one, and is none.
-    """
+    """Read a checkpoint of ``HFModule``; ``None`` if it is something else, or cannot be read."""
     if not path.is_file() and not is_sharded(path):
         return None
     try:
@@ -57,19 +51,14 @@ def read_trained(path: Path) -> TrainedHF | None:
     except StorageError:
         return None
     said = content.get(SAVED) if isinstance(content, Mapping) else None
-    state = content.get("state_dict") if isinstance(content, Mapping) else None
-    if not isinstance(said, Mapping) or not isinstance(state, Mapping):
+    if not isinstance(said, Mapping):
         return None
-    config, lora, task = said.get("config"), said.get("lora"), said.get("task")
-    is_one = isinstance(config, Mapping) and isinstance(config.get("model_type"), str) and task in TASKS
-    if not is_one or not (lora is None or isinstance(lora, Mapping)):
-        raise WeightsError(f"{path} is damaged: what it says of its model is not what HFModule writes")
-    weights = {name[len(_MODEL) :]: tensor for name, tensor in state.items() if name.startswith(_MODEL)}
-    return TrainedHF(str(path), str(task), dict(config), lora, str(said.get("model_id")), weights)  # type: ignore[arg-type]
+    weights = {name[len(_MODEL) :]: tensor for name, tensor in content["state_dict"].items() if name.startswith(_MODEL)}
+    return TrainedHF(str(path), said["task"], said["config"], said["lora"], said["model_id"], weights)
 
 
 def export_hf(
-    trained: TrainedHF, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, tokenizer: str | None, lora: str
+    trained: TrainedHF, folder: Path, dtype: torch.dtype | None, tokenizer: str | None, lora: str
 ) -> tuple[str, bool]:
     """Write the folder: config, weights in safetensors under the names of the hub, tokenizer.
 
@@ -77,7 +66,6 @@ def export_hf(
         trained: the model.
         folder: where to; it must not exist, or be empty. It appears when it is complete.
         dtype: of the weights; ``None`` for the one that they have.
-        max_shard_bytes: most bytes of weights per file, as long as a single tensor is not larger.
         tokenizer: folder or name of the tokenizer; ``None`` for that of the model that the training began with, if it
             is on this machine.
         lora: ``"merged"`` adds adapters to the weights that they adapt, ``"adapter"`` writes them alone.
@@ -94,8 +82,7 @@ def export_hf(
         model = build(trained, merge=lora != ADAPTER)
         if dtype is not None:
             model.to(dtype)
-        more = {} if lora == ADAPTER else {"max_shard_size": max_shard_bytes}
-        model.save_pretrained(temporary, **more)  # type: ignore[operator]
+        model.save_pretrained(temporary)  # type: ignore[operator]
         has_tokenizer = _save_tokenizer(trained, tokenizer, temporary)
     return type(model).__name__, has_tokenizer
 
@@ -170,61 +157,22 @@ def _save_tokenizer(trained: TrainedHF, given: str | None, folder: Path) -> bool
     return True
 
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the folder, and say what it holds."""
-    parser = export_parser()
-    arguments = parser.parse_args(argv)
-    check_choice(parser, arguments, "dtype")
-    shard = _size(arguments.max_shard_size)
-    if shard is None:
-        parser.error(f"--max-shard-size {arguments.max_shard_size}: give bytes, or a number with a unit such as 500MB")
-    if arguments.lora not in LORA_FORMS:
-        parser.error(f"--lora {arguments.lora}: choose one of {', '.join(LORA_FORMS)}")
+    arguments = export_parser().parse_args(argv)
     folder = Path(arguments.output).expanduser()
-    if _export_of_transformers(arguments, folder, shard):
+    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
+    if (trained := read_trained(Path(arguments.model).expanduser())) is not None:
+        name, has_tokenizer = export_hf(trained, folder, dtype, arguments.tokenizer, arguments.lora)
+        print(f"{name} of {sum(t.numel() for t in trained.weights.values()):,} parameters: {folder}")
+        if not has_tokenizer:
+            print(f"Without a tokenizer: that of {trained.model_id} is not on this machine; --tokenizer names one.")
         return
-    with reported("export"):
-        saved = read_model(arguments)
-        tokenizer = find_tokenizer(saved, arguments.tokenizer)
-        files = {} if tokenizer is None else hf_tokenizer_files(tokenizer, saved.config.context_length)
-        end = None if tokenizer is None else tokenizer.end_of_document
-        dtype = _dtype(arguments)
-        architecture = write_hf(saved, folder, dtype, shard, end, files)
+    saved = read_model(arguments)
+    tokenizer = find_tokenizer(saved, arguments.tokenizer)
+    files = {} if tokenizer is None else hf_tokenizer_files(tokenizer, saved.config.context_length)
+    end = None if tokenizer is None else tokenizer.end_of_document
+    architecture = write_hf(saved, folder, dtype, end=end, files=files)
     print(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {folder}")
     if tokenizer is None:
         print("Without a tokenizer: the checkpoint holds none; --tokenizer names one.")
-
-
-def _export_of_transformers(arguments: Namespace, folder: Path, shard: int) -> bool:
-    """Write the folder of a checkpoint of ``HFModule``; whether it is one."""
-    from lightning_asyncpp.tools.export import export_hf, read_trained  # what most exports do without
-
-    with reported("export"):
-        trained = read_trained(Path(arguments.model).expanduser())
-        if trained is None:
-            return False
-        if arguments.config is not None:
-            raise WeightsError(f"{arguments.model} says what its model is; leave --config out")
-        name, has_tokenizer = export_hf(trained, folder, _dtype(arguments), shard, arguments.tokenizer, arguments.lora)
-    print(f"{name} of {sum(t.numel() for t in trained.weights.values()):,} parameters: {folder}")
-    if not has_tokenizer:
-        print(f"Without a tokenizer: that of {trained.model_id} is not on this machine; --tokenizer names one.")
-    return True
-
-
-def _dtype(arguments: Namespace) -> torch.dtype | None:
-    return None if arguments.dtype is None else DTYPES[arguments.dtype]
-
-
-def _size(text: str) -> int | None:
-    """Bytes of ``5GB``, ``500 MB`` or ``123``; ``None`` if it is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    size = 0 if match is None else int(float(match.group(1)) * _UNITS[match.group(2).upper()])
-    return size or None
-
-
-if __name__ == "__main__":
-    main()

@@ -10,14 +10,7 @@ from lightning_asyncpp.data import Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
-from lightning_asyncpp.tools.model_arguments import (
-    DTYPES,
-    check_choice,
-    check_device,
-    find_tokenizer,
-    read_model,
-    reported,
-)
+from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer, read_model
 from lightning_asyncpp.tools.parsers import generate_parser
 
 _UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are not all there
@@ -25,29 +18,21 @@ _UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the prompt and what follows it, token by token."""
-    parser = generate_parser()
-    arguments = parser.parse_args(argv)
-    check_choice(parser, arguments, "dtype")
-    check_device(parser, arguments)
-    try:
-        temperature = 0.0 if arguments.greedy else arguments.temperature
-        sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    except ValueError as error:
-        parser.error(str(error))
-    with reported("generate"):
-        saved = read_model(arguments)
-        tokenizer = find_tokenizer(saved, arguments.tokenizer)
-        if tokenizer is None:
-            raise WeightsError(f"{saved.origin} holds no tokenizer; name it: --tokenizer byte, or a tokenizer.json")
-        prompt = prompt_tokens(tokenizer, arguments.prompt)
-        if len(prompt) > saved.config.context_length:
-            raise WeightsError(
-                f"--prompt has {len(prompt)} tokens, and the model sees context_length={saved.config.context_length};"
-                " shorten it"
-            )
-        model = saved.build(arguments.device, DTYPES[arguments.dtype])
+    arguments = generate_parser().parse_args(argv)
+    temperature = 0.0 if arguments.greedy else arguments.temperature
+    sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    saved = read_model(arguments)
+    tokenizer = find_tokenizer(saved, arguments.tokenizer)
+    if tokenizer is None:
+        raise WeightsError(f"{saved.origin} holds no tokenizer; name it: --tokenizer byte, or a tokenizer.json")
+    prompt = prompt_tokens(tokenizer, arguments.prompt)
+    if len(prompt) > saved.config.context_length:
+        raise WeightsError(
+            f"--prompt has {len(prompt)} tokens, and the model sees context_length={saved.config.context_length};"
+            " shorten it"
+        )
     tokens = generate_tokens(
-        logits_of(model, arguments.device),
+        logits_of(saved.build(arguments.device, DTYPES[arguments.dtype]), arguments.device),
         prompt,
         saved.config.context_length,
         arguments.max_new_tokens,
@@ -56,9 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         vocab_size=tokenizer.vocab_size,
     )
     print(arguments.prompt, end="", flush=True)
-    with reported("generate"):
-        for text in stream(tokenizer, tokens, prompt):
-            print(text, end="", flush=True)
+    for text in stream(tokenizer, tokens, prompt):
+        print(text, end="", flush=True)
     print()
 
 
@@ -85,7 +69,3 @@ def stream(tokenizer: Tokenizer, tokens: Iterator[int], prompt: Sequence[int] = 
 
 def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,18 +12,16 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from lightning_asyncpp.models import SavedGPT, WeightsError
 from lightning_asyncpp.models.hf import read_hf
 from lightning_asyncpp.storage import save_file
-from lightning_asyncpp.tools.model_arguments import reported
 from lightning_asyncpp.tools.parsers import import_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the config for a recipe, and write the checkpoint if it is asked for."""
     arguments = import_parser().parse_args(argv)
-    with reported("import"):
-        saved = read_hf(Path(arguments.folder).expanduser())
-        saved.check()
-        if arguments.output is not None:
-            write_checkpoint(saved, Path(arguments.output).expanduser())
+    saved = read_hf(Path(arguments.folder).expanduser())
+    saved.check()
+    if arguments.output is not None:
+        write_checkpoint(saved, Path(arguments.output).expanduser())
     print("# What the model of a recipe needs; `initial_weights` takes the folder or the checkpoint.")
     config = asdict(saved.config)
     shown = {"config": config, "initial_weights": arguments.output or arguments.folder}
@@ -50,7 +48,3 @@ def write_checkpoint(saved: SavedGPT, path: Path) -> None:
     if saved.tokenizer is not None:
         content["TextDataModule"] = {"tokenizer": saved.tokenizer}
     save_file(content, path)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,47 +1,21 @@
-"""What the commands on saved models share: their arguments, the model and the tokenizer that these name, and errors."""
+"""The model and the tokenizer that the arguments of the commands on saved models name."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import yaml  # type: ignore[import-untyped, unused-ignore]
-from jsonargparse import ArgumentParser, Namespace, get_loader
+from jsonargparse import get_loader
 
-from lightning_asyncpp.data import DataError, Tokenizer, tokenizer_of_definition
+from lightning_asyncpp.data import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.data.tokenizer import end_of_text_in, load_tokenizer
 from lightning_asyncpp.models import GPTConfig, SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.saved import config_of_values
 from lightning_asyncpp.tools.parsers import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
-
-
-def check_choice(parser: ArgumentParser, arguments: Namespace, name: str) -> None:
-    """End with the choices if the argument names no dtype."""
-    if arguments[name] is not None and arguments[name] not in DTYPES:
-        parser.error(f"--{name} {arguments[name]}: choose one of {', '.join(DTYPES)}")
-
-
-def check_device(parser: ArgumentParser, arguments: Namespace) -> None:
-    """End if there is no such device, or none that computes."""
-    try:
-        torch.zeros(1, device=arguments.device).item()
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {arguments.device}: {str(error).splitlines()[0]}")
-
-
-@contextmanager
-def reported(command: str) -> Iterator[None]:
-    """End the command with what is wrong, without a traceback, and code 2."""
-    try:
-        yield
-    except (WeightsError, DataError, ImportError, OSError) as error:
-        print(f"asyncpp {command}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def read_model(arguments: Namespace) -> SavedGPT:
@@ -59,15 +33,10 @@ def read_config(path: Path) -> GPTConfig:
     Raises:
         WeightsError: it holds none.
     """
-    try:
-        content = get_loader("yaml")(path.read_text(encoding="utf-8"))  # as `asyncpp fit` reads it: 1e-5 is a number
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise WeightsError(f"--config {path} is neither YAML nor JSON: {error}") from error
+    content = get_loader("yaml")(path.read_text(encoding="utf-8"))  # as `asyncpp fit` reads it: 1e-5 is a number
     for key in ("model", "init_args", "config"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    if not isinstance(content, Mapping):
-        raise WeightsError(f"--config {path} holds no fields of a GPTConfig")
     return config_of_values(content, str(path))
 
 
@@ -75,27 +44,20 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
     """The tokenizer that a model was trained with, as far as anybody says so.
 
     Args:
-        saved: the model; what it was saved with counts.
-        given: what the user says.
+        saved: the model.
+        given: what the user says, in place of what it was saved with.
 
     Raises:
-        WeightsError: the two differ, or the vocabulary is not the model's; with both sizes.
+        WeightsError: its vocabulary is not the model's; with both sizes.
     """
-    end = end_of_text_in(Path(saved.origin))
-    recorded = None if saved.tokenizer is None else tokenizer_of_definition(saved.tokenizer, end)
-    if given is None:
-        tokenizer = recorded
-    else:
+    if given is not None:
         tokenizer = load_tokenizer(given)
-        if recorded is not None and recorded.fingerprint != tokenizer.fingerprint:
-            raise WeightsError(
-                f"{saved.origin} was trained with another tokenizer ({recorded.fingerprint}, {recorded.vocab_size}"
-                f" token ids) than --tokenizer {given} ({tokenizer.fingerprint}, {tokenizer.vocab_size} token ids);"
-                " leave --tokenizer out"
-            )
-    if tokenizer is not None:
-        # A model may have rows that pad its matrices, but only who trained it can know that.
-        check_vocabulary(saved, tokenizer.vocab_size, exactly=recorded is None, what="the tokenizer")
+    elif saved.tokenizer is not None:
+        tokenizer = tokenizer_of_definition(saved.tokenizer, end_of_text_in(Path(saved.origin)))
+    else:
+        return None
+    # A model may have rows that pad its matrices, but only who trained it can know that.
+    check_vocabulary(saved, tokenizer.vocab_size, exactly=saved.tokenizer is None, what="the tokenizer")
     return tokenizer
 
 

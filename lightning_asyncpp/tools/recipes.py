@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.lightning_cli.arguments import package_recipes, unknown_recipe
+from lightning_asyncpp.lightning_cli.arguments import package_recipe, package_recipes
 from lightning_asyncpp.tools.parsers import recipes_parser
 
 _WIDTH = 120
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the list, or what was copied.
 
     Raises:
-        ConfigurationError: there is no such recipe, or nothing can be written where it should go.
+        ConfigurationError: there is no such recipe, or a file where it should go.
     """
     parser = recipes_parser()
     arguments = parser.parse_args(argv)
@@ -42,19 +42,15 @@ def copy_recipe(name: str, folder: Path) -> Path:
         The file.
 
     Raises:
-        ConfigurationError: there is no such recipe, or nothing can be written there.
+        ConfigurationError: there is no such recipe, or a file of its name.
+        OSError: nothing can be written there.
     """
-    recipes = package_recipes()
-    if name not in recipes:
-        raise unknown_recipe(name, name, recipes)
-    path = folder / recipes[name].name
+    recipe = package_recipe(name)
+    path = folder / recipe.name
     if path.exists():
         raise ConfigurationError(f"{path}: already there, and not written over; name another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(recipes[name], path)
-    except OSError as error:
-        raise ConfigurationError(f"{folder}: the recipe cannot be written there ({error.strerror})") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(recipe, path)
     return path
 
 

@@ -53,14 +53,12 @@ class RecordedRun:
 
     Attributes:
         ranks: by replica and stage.
-        start: of the time that is looked at, in seconds since the start of the recording.
-        end: likewise.
+        seconds: from the first work to the last.
         notes: what a reader should know, such as missing ranks.
     """
 
     ranks: Sequence[RankTrace]
-    start: float
-    end: float
+    seconds: float
     notes: Sequence[str] = ()
 
     @property
@@ -69,47 +67,15 @@ class RecordedRun:
         return self.ranks[0].meta
 
     @property
-    def seconds(self) -> float:
-        """Length of the time that is looked at."""
-        return self.end - self.start
-
-    @property
-    def begins(self) -> dict[int, float]:
-        """When the first stage begins each mini-batch."""
-        found: dict[int, float] = {}
-        for span in self.ranks[0].of(Kind.FORWARD):
-            found.setdefault(self.ranks[0].mini_batch(span), span.start)
-        return found
-
-    @property
     def mini_batches(self) -> range:
-        """The mini-batches that begin in the time that is looked at."""
-        begun = [t for t, begin in self.begins.items() if self.start <= begin < self.end]
+        """The mini-batches that begin in it."""
+        begun = [self.ranks[0].mini_batch(span) for span in self.ranks[0].of(Kind.FORWARD)]
         return range(min(begun), max(begun) + 1) if begun else range(0)
 
     def replicas(self) -> list[list[RankTrace]]:
         """Return the stages of each replica."""
         numbers = sorted({rank.meta.replica for rank in self.ranks})
         return [[rank for rank in self.ranks if rank.meta.replica == number] for number in numbers]
-
-    def between(self, first: int | None, last: int | None) -> RecordedRun:
-        """Cut out the time from the start of mini-batch ``first`` to that of the one after ``last``.
-
-        Raises:
-            TraceError: the recording does not hold them.
-        """
-        if first is None and last is None:
-            return self
-        begins = self.begins
-        for name, value in (("--from-mini-batch", first), ("--to-mini-batch", last)):
-            if value is not None and value not in begins:
-                raise TraceError(f"{name} {value}: the recording holds mini-batches {min(begins)} to {max(begins)}")
-        start = self.start if first is None else begins[first]
-        end = self.end if last is None else begins.get(last + 1, self.end)
-        if end <= start:
-            raise TraceError(f"--from-mini-batch {first} lies behind --to-mini-batch {last}: swap them")
-        ranks = [replace(rank, spans=[s for s in rank.spans if s.end > start and s.start < end]) for rank in self.ranks]
-        return RecordedRun(ranks, start, end, self.notes)
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -131,7 +97,7 @@ def read_run(path: Path) -> RecordedRun:
         replace(rank, spans=[replace(s, start=s.start - zero, end=s.end - zero) for s in rank.spans]) for rank in ranks
     ]
     placed.sort(key=lambda rank: rank.meta.process)
-    return RecordedRun(placed, 0.0, max(span.end for span in work) - zero, _notes(ranks, folder, path))
+    return RecordedRun(placed, max(span.end for span in work) - zero, _notes(ranks, folder, path))
 
 
 def _notes(ranks: Sequence[RankTrace], folder: Path, asked: Path) -> list[str]:
@@ -140,8 +106,6 @@ def _notes(ranks: Sequence[RankTrace], folder: Path, asked: Path) -> list[str]:
         notes.append(f"the files of ranks {missing} are missing: copy them here to see the whole run")
     if folder != asked:
         notes.append(f"read from {folder}, the newest recording below {asked}")
-    if (error := max(rank.meta.clock_error for rank in ranks)) > 0:
-        notes.append(f"clocks of different hosts agree to {error * 1e6:.0f} us")
     return notes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
@@ -13,8 +12,7 @@ from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import BACKGROUND, Beside, Span, SpanKind, Wait
 from lightning_asyncpp.strategy_parts.recording import NAMES, PER_MICRO_BATCH, about, event
 from lightning_asyncpp.tools.parsers import trace_parser
-from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun, TraceError, read_run
-from lightning_asyncpp.tools.tool_parser import write_json
+from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun, read_run
 from lightning_asyncpp.tools.trace_summary import Summary, headline, summarise, table
 
 # The later ones lie on top.
@@ -54,7 +52,7 @@ def _by_depth(spans: Sequence[Span]) -> list[Span]:
 
 
 def _bar(run: RecordedRun, rank: RankTrace, span: Span, lane: int) -> str:
-    start, end = max(span.start, run.start), min(span.end, run.end)
+    start, end = max(span.start, 0.0), min(span.end, run.seconds)
     mini_batch = rank.mini_batch(span)
     facts = [f"{NAMES[span.kind]} {span.index}", f"{1e3 * (span.end - span.start):.3f} ms", f"mini-batch {mini_batch}"]
     facts += [f"W{span.version}"] if span.version >= 0 else []
@@ -63,7 +61,7 @@ def _bar(run: RecordedRun, rank: RankTrace, span: Span, lane: int) -> str:
     micro_batch = f' data-k="{rank.meta.replica}-{span.index}"' if span.kind in PER_MICRO_BATCH else ""
     high = _BAR if span.kind is not Beside.SEND else _BAR // 3
     return (
-        f'<rect x="{(start - run.start) * _MICROSECONDS:.1f}" y="{_LANE * lane + (_LANE - _BAR) // 2}" height="{high}"'
+        f'<rect x="{start * _MICROSECONDS:.1f}" y="{_LANE * lane + (_LANE - _BAR) // 2}" height="{high}"'
         f' width="{(end - start) * _MICROSECONDS:.1f}" fill="{_COLORS[span.kind]}"{micro_batch}>'
         f"<title>{rank.meta.name}: {', '.join(facts)}</title></rect>"
     )
@@ -80,29 +78,26 @@ def write_perfetto(run: RecordedRun, summary: Summary, path: Path) -> None:
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
+def write_json(summary: Summary, path: Path) -> None:
+    """Write the figures of the table."""
+    path.write_text(json.dumps(summary.as_json(), indent=2) + "\n", encoding="utf-8")
+
+
 _WRITERS: dict[str, Callable[[RecordedRun, Summary, Path], None]] = {
     "html": write_html,
     "perfetto": write_perfetto,
-    "json": lambda run, summary, path: write_json(str(path), summary.as_json()),
+    "json": lambda _, summary, path: write_json(summary, path),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write what was asked for; a run that breaks its schedule's staleness ends with code 1."""
     arguments = trace_parser().parse_args(argv)
-    files = {name: Path(arguments[name]) for name in _WRITERS if arguments[name] is not None}
-    try:
-        run = read_run(Path(arguments.run)).between(arguments.from_mini_batch, arguments.to_mini_batch)
-        summary = summarise(run)
-        for name, path in files.items():
-            _WRITERS[name](run, summary, path)
-    except (TraceError, OSError) as error:
-        print(f"asyncpp trace: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    files = {name: Path(path) for name in _WRITERS if (path := getattr(arguments, name)) is not None}
+    run = read_run(Path(arguments.run))
+    summary = summarise(run)
+    for name, path in files.items():
+        _WRITERS[name](run, summary, path)
     print("\n".join([table(run, summary), *(f"{name}: {path}" for name, path in files.items())]))
     if summary.violations:
         raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,18 +8,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_asyncpp.core.schedule import Kind, Schedule
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.simulation import Pace, pace_of
-from lightning_asyncpp.core.trace import REST, WORK, Beside, Wait, hidden_share, seconds_by_kind
+from lightning_asyncpp.core.trace import WORK, Beside, seconds_by_kind
+from lightning_asyncpp.strategy_parts.recording import NAMES
+from lightning_asyncpp.tools.parsers import columns
 from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun
-from lightning_asyncpp.tools.tool_parser import columns
 
-CAUSES = (
-    Wait.ACTIVATION.value, Wait.GRADIENT.value, Beside.DRAIN.value, Beside.SEND.value, Wait.AGREEMENT.value, "update",
-    Wait.DATA.value, Beside.EVALUATE.value, Beside.CHECKPOINT.value, REST,
-)  # fmt: skip
-"""What a stage does when it runs neither a forward nor a backward."""
-_KIND_NAMES: dict[Any, str] = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+CAUSES = {
+    "activation": "waiting for the stage before",
+    "gradient": "waiting for the stage after",
+    "drain": "waiting while the pipeline is emptied",
+    "send": "handing over messages",
+    "agreement": "waiting for the other ranks' part of an update",
+    "update": "optimizer steps",
+    "data": "waiting for the loader, and what the loop does between batches",
+    "evaluate": "validation",
+    "checkpoint": "saving",
+    "rest": "what no span covers",
+}
+"""What a stage does when it runs neither a forward nor a backward, and what that means."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,6 @@ class Row:
         forward_ms: the median of one.
         backward_ms: the median of one.
         bytes_sent: in activations, gradients and other messages of this stage.
-        bytes_reduced: over the replicas.
-        hidden: share of the time in which updates were pending that the stage did not wait.
-        versions: lowest and highest W_v that it ran on; None if it ran nothing.
         staleness: mean of the updates by which gradients were too old, once the delay has begun.
     """
 
@@ -45,30 +50,12 @@ class Row:
     forward_ms: float
     backward_ms: float
     bytes_sent: int
-    bytes_reduced: int
-    hidden: float | None
-    versions: tuple[int, int] | None
     staleness: float | None
 
     @property
     def utilisation(self) -> float:
         """Share of the elapsed time inside forwards and backwards."""
         return self.shares["forward"] + self.shares["backward"]
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Computation of the stages against each other.
-
-    Attributes:
-        busiest: the stage that computes most.
-        imbalance: its forwards and backwards over the mean of all stages'; 1 is even.
-        layers: of each stage.
-    """
-
-    busiest: int
-    imbalance: float
-    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +68,8 @@ class Summary:
         rows: of the stages.
         total: of all of them: means of shares, sums of bytes.
         ideal_step: seconds per mini-batch of the schedule with the stages' median times and nothing else.
-        balance: how evenly the stages compute; None with one stage, or if recordings of stages are missing.
+        balance: time of the busiest stage in forwards and backwards over the mean of all stages; 1 is even.
+        layers: of each stage.
         violations: microbatches that ran on other weights than the schedule prescribes, in words.
         notes: what a reader should know of the recording.
     """
@@ -91,7 +79,8 @@ class Summary:
     rows: Sequence[Row]
     total: Row
     ideal_step: float | None
-    balance: Balance | None
+    balance: float
+    layers: Sequence[int]
     violations: Sequence[str]
     notes: Sequence[str]
 
@@ -116,10 +105,12 @@ def summarise(run: RecordedRun) -> Summary:
         ideals = [None] * len(stages) if paces[-1] is None else paces[-1].work
         rows += [_row(run, stage, ideal) for stage, ideal in zip(stages, ideals)]
     known = [pace.step for pace in paces if pace is not None]
+    busy = [row.utilisation for row in rows]
     batches = run.mini_batches
     return Summary(
-        run.seconds, (batches.start, batches.stop - 1), rows, _total(run, rows),
-        max(known) if len(known) == len(paces) else None, _balance(run, rows),
+        run.seconds, (batches.start, batches.stop - 1), rows, _total(rows),
+        max(known) if len(known) == len(paces) else None, max(busy) / (statistics.fmean(busy) or 1.0),
+        [stage.meta.layers for stage in run.replicas()[0]],
         [problem for rank in run.ranks for problem in violations(rank)], run.notes,
     )  # fmt: skip
 
@@ -141,52 +132,35 @@ def violations(rank: RankTrace) -> list[str]:
     for span in rank.of(*WORK):
         promised = rule.version(*rank.places[span.index])
         if span.version != promised:
-            what = _KIND_NAMES[span.kind]
             found.append(
-                f"{rank.meta.name}: {what} {span.index} of mini-batch {rank.mini_batch(span)} ran on W{span.version},"
-                f" not on W{promised}"
+                f"{rank.meta.name}: {NAMES[span.kind]} {span.index} of mini-batch {rank.mini_batch(span)} ran on"
+                f" W{span.version}, not on W{promised}"
             )
     return found
 
 
 def _row(run: RecordedRun, rank: RankTrace, ideal: float | None) -> Row:
-    spent = seconds_by_kind(rank.spans, run.start, run.end)
+    spent = seconds_by_kind(rank.spans, 0.0, run.seconds)
     seconds = dict.fromkeys(("forward", "backward", *CAUSES), 0.0)
     for kind, value in spent.items():
-        seconds[_KIND_NAMES.get(kind) or str(getattr(kind, "value", kind))] += value
-    forwards, begun = rank.of(Kind.FORWARD), rank.meta.schedule.pipeline_rule.synchronous_start
-    ages = [t - span.version for span in forwards if (t := rank.mini_batch(span)) > begun]
-    versions = [span.version for span in forwards]
-    sent, reduced = (sum(span.num_bytes for span in rank.of(kind)) for kind in (Beside.SEND, Beside.REDUCE))
+        seconds[NAMES[kind] if isinstance(kind, Kind) else str(getattr(kind, "value", kind))] += value
+    begun = rank.meta.schedule.pipeline_rule.synchronous_start
+    ages = [t - span.version for span in rank.of(Kind.FORWARD) if (t := rank.mini_batch(span)) > begun]
+    sent = sum(span.num_bytes for span in rank.of(Beside.SEND))
     return Row(
         rank.meta.name, {cause: value / run.seconds for cause, value in seconds.items()}, ideal,
-        1e3 * (_median(rank, Kind.FORWARD) or 0.0), 1e3 * (_median(rank, Kind.BACKWARD) or 0.0), sent, reduced,
-        hidden_share(rank.spans), (min(versions), max(versions)) if versions else None,
+        1e3 * (_median(rank, Kind.FORWARD) or 0.0), 1e3 * (_median(rank, Kind.BACKWARD) or 0.0), sent,
         statistics.fmean(ages) if ages else None,
     )  # fmt: skip
 
 
-def _total(run: RecordedRun, rows: Sequence[Row]) -> Row:
+def _total(rows: Sequence[Row]) -> Row:
     shares = {cause: statistics.fmean(row.shares[cause] for row in rows) for cause in rows[0].shares}
-    seen = [version for row in rows for version in row.versions or ()]
     return Row(
         "all", shares, _mean([row.ideal for row in rows]), statistics.median(row.forward_ms for row in rows),
         statistics.median(row.backward_ms for row in rows), sum(row.bytes_sent for row in rows),
-        sum(row.bytes_reduced for row in rows), hidden_share(span for rank in run.ranks for span in rank.spans),
-        (min(seen), max(seen)) if seen else None, _mean([row.staleness for row in rows]),
+        _mean([row.staleness for row in rows]),
     )  # fmt: skip
-
-
-def _balance(run: RecordedRun, rows: Sequence[Row]) -> Balance | None:
-    count = run.meta.schedule.num_stages
-    if count < 2 or len(run.ranks) != count * run.meta.num_replicas:
-        return None
-    shares, layers = [0.0] * count, [0] * count
-    for rank, row in zip(run.ranks, rows):
-        shares[rank.meta.schedule.stage] += row.utilisation
-        layers[rank.meta.schedule.stage] = rank.meta.layers
-    busiest = shares.index(max(shares))
-    return Balance(busiest, shares[busiest] / statistics.fmean(shares), tuple(layers)) if any(shares) else None
 
 
 def _median(rank: RankTrace, kind: Kind) -> float | None:
@@ -199,18 +173,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if len(known) == len(values) else None
 
 
-MEANINGS = {
-    "activation": "waiting for the stage before",
-    "gradient": "waiting for the stage after",
-    "drain": "waiting while the pipeline is emptied",
-    "send": "handing over messages",
-    "agreement": "waiting for the other ranks' part of an update",
-    "update": "optimizer steps",
-    "data": "waiting for the loader, and what the loop does between batches",
-    "evaluate": "validation",
-    "checkpoint": "saving",
-    "rest": "what no span covers",
-}
 _SHORT = {"activation": "activ.", "agreement": "agree", "checkpoint": "save", "evaluate": "val."}
 _RARE = ("drain", "evaluate", "checkpoint")
 _WIDTH = 120
@@ -220,10 +182,10 @@ def table(run: RecordedRun, summary: Summary) -> str:
     """Return where the time of every stage went, in per cent of the elapsed time, and what else a recording shows."""
     shown = _causes(summary)
     titles = ["", "busy", "ideal", *(_SHORT.get(cause, cause) for cause in shown)]
-    titles += ["F ms", "B ms", "sent", "weights", "stale", "hidden"]
+    titles += ["F ms", "B ms", "sent", "stale"]
     head, *lines, total = columns([titles, *(_cells(row, shown) for row in (*summary.rows, summary.total))])
     rule = "-" * max(map(len, (head, *lines, total)))
-    meanings = "; ".join(f"{_SHORT.get(cause, cause)} = {MEANINGS[cause]}" for cause in shown)
+    meanings = "; ".join(f"{_SHORT.get(cause, cause)} = {CAUSES[cause]}" for cause in shown)
     explained = f"Per cent of the elapsed time; busy and the causes after ideal add up to 100. {meanings}."
     rows = [head, rule, *lines, *([rule, total] if len(lines) > 1 else [])]
     return "\n".join(
@@ -248,11 +210,10 @@ def _causes(summary: Summary) -> list[str]:
 
 
 def _cells(row: Row, shown: list[str]) -> list[str]:
-    versions = "-" if row.versions is None else f"W{row.versions[0]}-W{row.versions[1]}"
     return [
         row.name, _percent(row.utilisation), _percent(row.ideal), *(_percent(row.shares[cause]) for cause in shown),
-        f"{row.forward_ms:.2f}", f"{row.backward_ms:.2f}", format_bytes(row.bytes_sent), versions,
-        "-" if row.staleness is None else f"{row.staleness:.2f}", _percent(row.hidden),
+        f"{row.forward_ms:.2f}", f"{row.backward_ms:.2f}", format_bytes(row.bytes_sent),
+        "-" if row.staleness is None else f"{row.staleness:.2f}",
     ]  # fmt: skip
 
 
@@ -264,10 +225,11 @@ def statements(run: RecordedRun, summary: Summary) -> list[str]:
             f"Ideal: with each stage's median times and nothing else a mini-batch takes {1e3 * summary.ideal_step:.1f}"
             f" ms; here it took {1e3 * summary.step:.1f} ms, {summary.step / summary.ideal_step:.2f} times as long."
         )
-    if (balance := summary.balance) is not None:
+    if len(summary.rows) > 1:
+        busiest = max(summary.rows, key=lambda row: row.utilisation).name
         lines.append(
-            f"Balance: the busiest stage, stage {balance.busiest}, computes {balance.imbalance:.2f} times the mean of"
-            f" the stages; layers per stage: {', '.join(map(str, balance.layers))}."
+            f"Balance: the busiest stage, {busiest}, computes {summary.balance:.2f} times the mean of the stages;"
+            f" layers per stage: {', '.join(map(str, summary.layers))}."
         )
     lines += _staleness(run, summary)
     return lines + [f"Note: {note}." for note in summary.notes]
@@ -278,16 +240,12 @@ def _staleness(run: RecordedRun, summary: Summary) -> list[str]:
         count = len(summary.violations)
         lines = [f"STALENESS VIOLATED {count} times: this run did not train as its schedule prescribes."]
         return lines + [f"  - {problem}" for problem in summary.violations[:5]]
-    expected = ", ".join(f"{phi(rank.meta.schedule, rank.micro_batches):.3g}" for rank in run.replicas()[0])
+    stages = [(rank.meta.schedule, rank.micro_batches) for rank in run.replicas()[0]]
+    ages = ", ".join(f"{schedule.stage_rule.staleness(count):.3g}" for schedule, count in stages)
     return [
         "Staleness: every micro-batch ran on the weights that the schedule prescribes; gradients of stages"
-        f" {', '.join(str(rank.meta.schedule.stage) for rank in run.replicas()[0])} are {expected} updates old."
+        f" {', '.join(str(schedule.stage) for schedule, _ in stages)} are {ages} updates old."
     ]
-
-
-def phi(schedule: Schedule, micro_batches: int) -> float:
-    """Return how many updates old the gradients of a stage are."""
-    return schedule.stage_rule.staleness(micro_batches)
 
 
 def _percent(share: float | None) -> str:

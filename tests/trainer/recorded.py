@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Trace
-from lightning_asyncpp.strategy_parts.recording import clock_offset
 from tests.core.cases import DIM
 from tests.core.fake_device import lagging_clock
 from tests.trainer.runs import Net, Run, fit
@@ -130,12 +128,3 @@ class RunsTwice(Net):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         optimizer.step(closure=optimizer_closure)
-
-
-def shifted_clock(apart: bool) -> tuple[float, float, float]:
-    """Rank r's clock is 1000 r seconds ahead; what is found, when ranks are on hosts of their own or on one."""
-    rank = dist.get_rank()
-    mesh = Mesh(dist.get_world_size(), 1, rank)
-    mesh.connect()
-    ahead = 1000.0 * rank
-    return *clock_offset(mesh, f"host {rank if apart else 0}", lambda: time.perf_counter() + ahead), ahead

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_asyncpp.lightning_cli.arguments import recipes_first, written_out
+from lightning_asyncpp.lightning_cli.arguments import written_out
 from lightning_asyncpp.lightning_cli.command import make_cli
 from lightning_asyncpp.tools.check.model_check import check_model
 from lightning_asyncpp.tools.parsers import check_parser
@@ -19,10 +19,9 @@ from lightning_asyncpp.tools.parsers import check_parser
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what ``check_model`` finds; a difference ends with code 1."""
-    parser = check_parser()
-    own, rest = parser.parse_known_args(recipes_first(sys.argv[1:] if argv is None else argv))
-    sys.argv[1:] = written_out(rest)
-    cli = make_cli(prog=parser.prog, own_options=parser.option_names, run=False, save_config_callback=None)
+    own, rest = check_parser().parse_known_args(argv)
+    sys.argv[1:] = written_out(["check", *rest])[1:]
+    cli = make_cli(run=False, save_config_callback=None)
     report = check_model(cli.model, _batches(cli), **_shape(cli, own), updates=own.updates)
     print(report)
     if not report.ok:

@@ -1,1 +1,1 @@
-"""``asyncpp plan``: what a recipe needs on a kind of device, before anything is trained, and what to change."""
+"""``asyncpp plan``: what a recipe needs on a kind of device, before anything is trained."""

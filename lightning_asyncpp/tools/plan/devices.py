@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it takes torch, for which `asyncpp plan --help` does not wait
@@ -18,7 +17,7 @@ HOP_SECONDS = 20e-6
 
 @dataclass(frozen=True)
 class Device:
-    """What a recipe is to run on: peaks, GB/s in one direction, and names that are those of the command's options."""
+    """What a recipe is to run on; speeds are peaks, in one direction."""
 
     name: str
     memory: float  # GiB that a program can allocate: a little less than what the name says; 0: of the host
@@ -28,14 +27,15 @@ class Device:
     network: float  # GB/s to a device of another node
     devices_per_node: int = 8
     is_gpu: bool = True
-    reserve: float = 0.0  # GiB of its memory that are left free
     mfu: float = 0.4  # share of the peak that forwards and backwards reach, recomputation counted as work
     bandwidth_share: float = 0.7  # share of the memory's bandwidth that the optimizer reaches
 
     @property
     def room(self) -> float:
         """Bytes that a stage may take."""
-        return (self.memory - self.reserve) * GIB
+        # The context of CUDA, the buffers of NCCL and cuBLAS, and gaps between allocations.
+        reserve = 2.0 + 0.05 * self.memory if self.is_gpu else 0.0
+        return (self.memory - reserve) * GIB
 
     def compute(self, flops: float) -> float:
         """Return the seconds of a forward or a backward."""
@@ -70,22 +70,18 @@ DEVICES = {
 """By name."""
 
 
-def device_of(own: Namespace, recipe: Recipe) -> Device:
-    """Return the device that the command's options describe.
+def device_of(name: str, recipe: Recipe, memory: float | None = None, mfu: float = 0.4) -> Device:
+    """Return the device that a recipe is to run on; of a single node it may have more of them than are usual.
 
     Args:
-        own: the options, None where they were not given.
-        recipe: what it is to run; of a single node it may have more devices than are usual.
+        name: of its kind.
+        recipe: what it is to run.
+        memory: GiB, in place of the kind's.
+        mfu: see :class:`Device`.
     """
-    kind = DEVICES[own.device]
+    kind = DEVICES[name]
     usual = max(recipe.per_node, kind.devices_per_node if kind.is_gpu else recipe.devices)
-    per_node = own.devices_per_node or (recipe.per_node if recipe.nodes > 1 else usual)
+    per_node = recipe.per_node if recipe.nodes > 1 else usual
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    given = {field.name: getattr(own, field.name, None) for field in fields(Device)}
-    memory = kind.memory or host / min(per_node, recipe.devices)
-    kind = replace(kind, devices_per_node=per_node, memory=memory)
-    device = replace(kind, **{name: value for name, value in given.items() if value is not None})
-    if own.reserve is not None or not device.is_gpu:
-        return device
-    # The context of CUDA, the buffers of NCCL and cuBLAS, and gaps between allocations.
-    return replace(device, reserve=2.0 + 0.05 * device.memory)
+    memory = memory or kind.memory or host / min(per_node, recipe.devices)
+    return replace(kind, devices_per_node=per_node, memory=memory, mfu=mfu)

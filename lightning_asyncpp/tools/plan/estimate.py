@@ -91,14 +91,9 @@ class Estimate:
         ]
 
     @property
-    def most(self) -> int:
-        """Bytes of the stage that needs most."""
-        return max(memory.total for memory in self.memory)
-
-    @property
     def fits(self) -> bool:
         """Whether every stage fits its device."""
-        return self.most <= self.device.room
+        return max(memory.total for memory in self.memory) <= self.device.room
 
     @property
     def samples(self) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,22 +18,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, Unsuppor
 from lightning_asyncpp.core.cut.units import telling
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.command import read_configuration
-from lightning_asyncpp.tools.parsers import plan_parser
+from lightning_asyncpp.tools.parsers import columns, plan_parser
 from lightning_asyncpp.tools.plan.devices import GIB, device_of
 from lightning_asyncpp.tools.plan.estimate import Estimate
 from lightning_asyncpp.tools.plan.recipe import build
-from lightning_asyncpp.tools.tool_parser import columns, write_json
 
 _WIDTH = 120
 
 
-def as_json(plan: Estimate, changes: Sequence[Change]) -> dict[str, Any]:
-    """Return everything; memory in bytes, times in seconds.
-
-    Args:
-        plan: of the recipe.
-        changes: that were tried if it does not fit.
-    """
+def as_json(plan: Estimate) -> dict[str, Any]:
+    """Return everything; memory in bytes, times in seconds."""
     settings = plan.settings
     return {
         "device": asdict(plan.device),
@@ -45,14 +39,11 @@ def as_json(plan: Estimate, changes: Sequence[Change]) -> dict[str, Any]:
         "samples_per_update": plan.samples,
         "tokens_per_update": plan.tokens,
         "flops_per_sample": plan.flops_per_sample,
+        "room": plan.device.room,
         "fits": plan.fits,
         "stages": [_stage(plan, index) for index in range(settings.num_stages)],
         "schedule": plan.own,
         "schedules": {n: {**asdict(pace), "staleness": plan.staleness(n)} for n, pace in plan.paces.items()},
-        "changes": [
-            {"change": arguments, "bytes": new.most, "fits": new.fits, "step": new.paces[new.own].step}
-            for arguments, new in changes
-        ],
     }
 
 
@@ -91,8 +82,7 @@ def _headline(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _memory(plan: Mapping[str, Any]) -> list[str]:
-    stages, device = plan["stages"], plan["device"]
-    room, busy = device["memory"] - device["reserve"], plan["schedules"][plan["schedule"]]["busy"]
+    stages, busy = plan["stages"], plan["schedules"][plan["schedule"]]["busy"]
     sizes = [stage["bytes"] for stage in stages]
     unit, per = ("GiB", GIB) if max(size["total"] for size in sizes) > GIB else ("MiB", 2**20)
     parts = [part for part in sizes[0] if any(size[part] >= 0.01 * size["total"] for size in sizes)]  # of some weight
@@ -102,9 +92,10 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
         rows.append([
             str(index), f"{len(names)}: {' to '.join(dict.fromkeys((names[0], names[-1])))}",
             _count(stage["parameters"]), *(f"{stage['bytes'][part] / per:.2f}" for part in parts),
-            str(stage["in_flight"]), "yes" if stage["bytes"]["total"] <= room * GIB else "NO", f"{busy[index]:.0%}",
+            str(stage["in_flight"]), "yes" if stage["bytes"]["total"] <= plan["room"] else "NO", f"{busy[index]:.0%}",
         ])  # fmt: skip
-    return [*columns(rows, left=(1,)), f"memory in {unit}, when a stage needs most; a device has {room:.1f} GiB for it"]
+    room = f"{plan['room'] / GIB:.1f} GiB"
+    return [*columns(rows, left=(1,)), f"memory in {unit}, when a stage needs most; a device has {room} for it"]
 
 
 def _speed(plan: Mapping[str, Any]) -> list[str]:
@@ -121,16 +112,11 @@ def _speed(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _advice(plan: Mapping[str, Any]) -> list[str]:
-    if plan["fits"]:
-        return []
-    lines = ["It does not fit. Tried, in this order:"]
-    for change in plan["changes"]:
-        verdict = "fits" if change["fits"] else "is not enough"
-        lines += [
-            f"  {change['change']}",
-            f"    {verdict}: {change['bytes'] / GIB:.2f} GiB, {_milliseconds(change['step'])} ms per update",
-        ]
-    return lines
+    text = (
+        "It does not fit. In the order of what they cost: activation_checkpointing of the model (selective, then"
+        " block), more micro_batches and lookahead 0 of the strategy, more --devices."
+    )
+    return [] if plan["fits"] else textwrap.wrap(text, _WIDTH)
 
 
 def _assumptions(device: Mapping[str, Any]) -> list[str]:
@@ -155,82 +141,29 @@ def _count(number: float) -> str:
     return f"{number:g} "
 
 
-_CHECKPOINTING = "--model.init_args.activation_checkpointing"
-_PIPELINE = "--trainer.strategy.init_args."
-_MICRO_BATCHES, _LOOKAHEAD, _PARTITION = (_PIPELINE + name for name in ("micro_batches", "lookahead", "partition"))
-
-
-Change = tuple[str, Estimate]
-"""Arguments of the command, and what becomes of the recipe with them."""
-
-
-def changes_of(estimate: Estimate, plan: Callable[[Sequence[str]], Estimate]) -> list[Change]:
-    """Try changes, those that cost least first; end with the first that is enough.
-
-    Args:
-        estimate: of the recipe as it is.
-        plan: further arguments of the command -> what it says with them.
-    """
-    tried: list[Change] = []
-    for candidate in _candidates(estimate):
-        arguments = [str(part) for argument in candidate.items() for part in argument]
-        with suppress(ConfigurationError, ValueError):  # else this recipe cannot be changed so
-            tried.append((" ".join(arguments), plan(arguments)))
-            if tried[-1][1].fits:
-                break
-    return tried
-
-
-def _candidates(estimate: Estimate) -> Iterator[Mapping[str, Any]]:
-    settings, recipe = estimate.settings, estimate.recipe
-    kinds = {"none": ("selective", "block"), "selective": ("block",)}.get(recipe.checkpointing or "", ())
-    counts = [settings.micro_batches * factor for factor in (2, 4, 8, 16)]
-    checkpointed: list[dict[str, Any]] = [{_CHECKPOINTING: kind} for kind in kinds]
-    more: list[dict[str, Any]] = [{_MICRO_BATCHES: count} for count in counts if recipe.batch_size % count == 0]
-    ahead: list[dict[str, Any]] = [{_LOOKAHEAD: 0}] if settings.lookahead else []
-    yield from (*checkpointed[:1], *more, *ahead, *checkpointed[1:])
-    together = {name: value for part in (*checkpointed[-1:], *more[-1:], *ahead) for name, value in part.items()}
-    yield together
-    for factor in (2, 4, 8):
-        devices = factor * recipe.devices
-        stages = devices // settings.data_parallel_size
-        count = {_MICRO_BATCHES: max(2 * stages, together.get(_MICRO_BATCHES, 0))} if settings.delay else {}
-        # Numbers of the recipe are for as many stages as it has.
-        uncut = {} if isinstance(settings.partition, str) else {_PARTITION: "auto"}
-        yield {"--devices": devices, **together, **count, **uncut}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan; a recipe that cannot be run ends with code 2, one that does not fit with code 1."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Print the plan; a recipe that does not fit ends with code 1.
+
+    Raises:
+        ConfigurationError: it cannot be run at all.
+    """
+    own, rest = plan_parser().parse_known_args(argv)
     try:
         with _quiet():
-            estimate = estimate_of(arguments)
-            changes = [] if estimate.fits else changes_of(estimate, lambda more: estimate_of([*arguments, *more]))
-            content = as_json(estimate, changes)
+            recipe = build(read_configuration(["fit", *rest]), own.devices)
+            content = as_json(Estimate(recipe, device_of(own.device, recipe, own.memory, own.mfu)))
     except (DataDependentOutputException, UnsupportedOperatorException) as error:
-        _end(f"a layer or the optimizer looks at values, which tensors without memory do not have: {error}")
-    except (ConfigurationError, MisconfigurationException, ValueError, TypeError) as error:
-        _end(str(error))
-    path = plan_parser().parse_known_args(arguments)[0].json
-    print(json.dumps(content, indent=2) if path == "-" else table(content))
-    if path not in (None, "-"):
-        write_json(path, content)
-    if not estimate.fits:
+        raise ConfigurationError(
+            f"a layer or the optimizer looks at values, which tensors without memory do not have: {error}"
+        ) from error
+    except (MisconfigurationException, ValueError, TypeError) as error:
+        raise ConfigurationError(str(error)) from error
+    text = json.dumps(content, indent=2)
+    print(text if own.json == "-" else table(content))
+    if own.json not in (None, "-"):
+        Path(own.json).write_text(text + "\n", encoding="utf-8")
+    if not content["fits"]:
         raise SystemExit(1)
-
-
-def estimate_of(arguments: Sequence[str]) -> Estimate:
-    """Plan what the arguments of the command ask for."""
-    parser = plan_parser()
-    own, rest = parser.parse_known_args(arguments)
-    recipe = build(read_configuration(["fit", *rest], parser.option_names), own.devices)
-    return Estimate(recipe, device_of(own, recipe))
-
-
-def _end(error: str) -> None:
-    print(f"asyncpp plan: error: {error}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 @contextmanager
@@ -243,7 +176,3 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(logging.NOTSET)
-
-
-if __name__ == "__main__":
-    main()

@@ -42,7 +42,6 @@ class Recipe:
     nodes: int
     per_node: int  # devices
     batch: Any  # on the host, in the structure that the loader gives
-    checkpointing: str | None  # kind of activation checkpointing, of modules that have such an argument
 
     @property
     def batch_size(self) -> int:
@@ -88,8 +87,7 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
     for name in ("log", "log_dict"):
         setattr(module, name, lambda *_, **__: None)
     per_node, batch = per_node or -(-devices // nodes), _example_batch(module, data)
-    checkpointing = (config["model"].get("init_args") or {}).get("activation_checkpointing")
-    return Recipe(module, model, trainer, settings, devices, nodes, per_node, batch, checkpointing)
+    return Recipe(module, model, trainer, settings, devices, nodes, per_node, batch)
 
 
 def _settings(strategy: Any) -> PipelineSettings:

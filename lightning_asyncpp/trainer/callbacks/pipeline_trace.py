@@ -8,8 +8,9 @@ from typing import Any
 import lightning as L
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.strategy_parts.recording import Recorder, Window
+from lightning_asyncpp.strategy_parts.recording import Recorder
 from lightning_asyncpp.trainer.base import PipelineStrategy
 
 FOLDER = "trace"
@@ -30,17 +31,11 @@ class PipelineTrace(L.Callback):
         folder: where the newest recording is; ``None`` before the first.
 
     Raises:
-        ConfigurationError: an argument makes no sense, or the strategy is none of a pipeline's.
+        ConfigurationError: the strategy is none of a pipeline's.
     """
 
     def __init__(self, dirpath: str | None = None, first_mini_batch: int = 0, mini_batches: int | None = None) -> None:
-        self.window = Window(first_mini_batch, mini_batches)
-        problems = self.window.problems()
-        if dirpath is not None and Path(dirpath).is_file():
-            problems.append(f"dirpath={str(dirpath)!r} is a file; name a folder")
-        if problems:
-            raise ConfigurationError.from_problems(problems)
-        self.dirpath = dirpath
+        self.dirpath, self.first_mini_batch, self.mini_batches = dirpath, first_mini_batch, mini_batches
         self.folder: Path | None = None
         self._recorder: Recorder | None = None
 
@@ -57,7 +52,8 @@ class PipelineTrace(L.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, PipelineStrategy)
         default = Path(trainer.log_dir or trainer.default_root_dir) / FOLDER
-        self._recorder = Recorder(strategy.session, Path(self.dirpath) if self.dirpath else default, self.window)
+        folder = Path(self.dirpath) if self.dirpath else default
+        self._recorder = Recorder(strategy.session, folder, self.first_mini_batch, self.mini_batches)
         self.folder = self._recorder.folder
         rank_zero_info(f"The pipeline's trace goes to {self.folder}; look at it with: asyncpp trace {self.folder}")
 
@@ -78,7 +74,7 @@ class PipelineTrace(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """An epoch's end is no time in which data is fetched."""
         if self._recorder is not None:
-            self._recorder.stop_waiting()
+            self._recorder.end_pause()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Tell what the time until the next batch goes for."""
@@ -88,12 +84,12 @@ class PipelineTrace(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave validations out."""
         if self._recorder is not None:
-            self._recorder.begin_evaluation()
+            self._recorder.begin_pause(Beside.EVALUATE)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Go on."""
         if self._recorder is not None:
-            self._recorder.end_evaluation()
+            self._recorder.begin_pause(Wait.DATA)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the files."""

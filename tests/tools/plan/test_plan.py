@@ -15,6 +15,7 @@ import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
+from lightning_asyncpp.cli import main as asyncpp
 from lightning_asyncpp.core.schedule import Schedule, Slack, StalenessRule
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, Reading, bytes_of, drop_memory, kernels_of_gpu
@@ -190,32 +191,25 @@ def test_a_recipe_is_planned(path: Path, capsys: pytest.CaptureFixture[str], tmp
     assert f"{steps['1F1B'] / steps['least staleness']:.2f}x" in table
 
 
-def test_a_change_that_is_enough_is_what_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = written(tmp_path, Case(2, {**TINY, "num_layers": 2}, SGD, 64, {"micro_batches": 2, "lookahead": 0}).recipe())
-    plan = planned(capsys, path, "--device", "cpu", "--memory", str(2 * 2**20 / 2**30), code=1)
-    *insufficient, last = plan["changes"]
-    assert not any(change["fits"] for change in insufficient)
-    assert last["bytes"] <= 2 * 2**20 < plan["stages"][0]["bytes"]["total"]
-    again = planned(capsys, path, "--device", "cpu", *last["change"].split())
-    assert max(stage["bytes"]["total"] for stage in again["stages"]) == last["bytes"]
-    assert again["schedules"][again["schedule"]]["step"] == last["step"]
-
-
-def test_more_devices_are_the_last_change(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = [written(tmp_path, plain("Deep")), "--reserve", "0"]
-    plan = planned(capsys, *arguments, "--memory", str(0.07 * 2**20 / 2**30), code=1)
-    wider = next(change for change in plan["changes"] if "--devices 4" in change["change"])
-    again = planned(capsys, *arguments, *wider["change"].split())
-    assert len(again["stages"]) == 4
-    assert max(stage["bytes"]["total"] for stage in again["stages"]) == wider["bytes"]
+def test_what_does_not_fit_ends_with_a_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = written(tmp_path, plain("Deep"))
+    plan = planned(capsys, path, "--device", "cpu", "--memory", str(0.01 * 2**20 / 2**30), code=1)
+    assert not plan["fits"]
+    assert all(stage["bytes"]["total"] > plan["room"] for stage in plan["stages"])
+    with pytest.raises(SystemExit, match="1"):
+        main([path, "--memory", "2"])
+    assert "It does not fit. In the order of what they cost: " in capsys.readouterr().out
 
 
 def test_the_slow_link_is_where_nodes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Rank 0 is the last stage: of three stages the first one stands alone."""
-    path = written(tmp_path, plain("Deep", micro_batches=4))
-    plan = planned(capsys, path, "--devices", "3", "--devices-per-node", "2", "--network", "1e-3", "--link", "1")
-    sent = plan["stages"][0]["sent_bytes"]
-    assert [stage["seconds"]["transfer"] for stage in plan["stages"]] == pytest.approx([sent / 1e6, sent / 1e9, 0])
+    """Rank 0 is the last stage: of four stages on two nodes the first two stand apart."""
+    recipe = plain("Deep", micro_batches=4)
+    recipe["trainer"]["num_nodes"] = 2
+    plan = planned(capsys, written(tmp_path, recipe))
+    sent, device = plan["stages"][0]["sent_bytes"], plan["device"]
+    speeds = [1e9 * device[kind] for kind in ("link", "network", "link")]
+    expected = [sent / speed for speed in speeds]
+    assert [stage["seconds"]["transfer"] for stage in plan["stages"]] == pytest.approx([*expected, 0])
 
 
 @pytest.mark.parametrize("name", [[], ["--config"]])
@@ -256,7 +250,7 @@ def test_ordinary_modules_with_data_that_must_be_loaded(
 
 def test_what_training_refuses_is_refused_by_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([written(tmp_path, plain("Manual"))])
+        asyncpp(["plan", written(tmp_path, plain("Manual"))])
     assert "automatic_optimization=False" in capsys.readouterr().err
 
 
@@ -277,7 +271,7 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     path = written(tmp_path, Case(2, TINY, ADAMW, 4, {"micro_batches": 2}).recipe())
     with pytest.raises(SystemExit, match="2"):
-        main([path, *arguments])
+        asyncpp(["plan", path, *arguments])
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert re.search(message, error), error

@@ -56,7 +56,7 @@ class Recording:
                 rank = replica * self.stages + self.stages - 1 - stage
                 file = TraceFile(
                     folder / f"rank-{rank:05d}.json",
-                    Meta(rank, replica, self.replicas, 3, "host", 0.0, schedule),
+                    Meta(rank, replica, self.replicas, 3, "host", schedule),
                     500.0,
                 )
                 file.add(lanes[stage], lambda k: divmod(k, self.micro_batches))

@@ -89,13 +89,12 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
 def test_continued_pretraining_becomes_a_folder_again(pools: Pools, place: Path) -> None:
     pools.run(2, command, str(place), *continued(place, "continued"), timeout=120)
     checkpoint, out = checkpoint_of(place, "continued"), place / "continued"
-    main(["export", str(checkpoint), "--output", str(out), "--max-shard-size", "40KB"])
+    main(["export", str(checkpoint), "--output", str(out)])
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     trained, before = weights_in(checkpoint), transformers.AutoModelForCausalLM.from_pretrained(place / "model")
     assert model.state_dict().keys() == trained.keys() == before.state_dict().keys()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
     assert not all(torch.equal(p, trained[name]) for name, p in before.named_parameters())
-    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
     module = HFModule.load_from_checkpoint(checkpoint)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in module.model.state_dict().items())  # type: ignore[union-attr]
     changed = {"_name_or_path", "dtype", "transformers_version"}
@@ -200,13 +199,11 @@ def test_what_cannot_be_exported_is_said(place: Path, capsys: pytest.CaptureFixt
     main(["export", str(place / "own.ckpt"), "--output", str(place / "without")])
     assert "Without a tokenizer: that of gone is not on this machine" in capsys.readouterr().out
     torch.save({"state_dict": dict(list(state.items())[1:]), "hf": said}, place / "lacks.ckpt")
-    torch.save({"state_dict": state, "hf": {**said, "task": "pipeline"}}, place / "damaged.ckpt")
     for arguments, message in (
         (["own.ckpt", "--output", str(place / "without")], "exists already"),
         (["own.ckpt", "--output", str(place / "x"), "--lora", "adapter"], "was trained without adapters"),
         (["own.ckpt", "--output", str(place / "x"), "--tokenizer", str(place / "text")], "--tokenizer"),
         (["lacks.ckpt", "--output", str(place / "x")], "model.embed_tokens.weight"),
-        (["damaged.ckpt", "--output", str(place / "x")], "is damaged"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["export", str(place / arguments[0]), *arguments[1:]])
