@@ -210,7 +210,8 @@ class StepLog:
             return
         logged = self._rows.setdefault(name, _Logged(options, metric))
         if is_number:
-            weight = options.get("batch_size", self._weight)
+            size = options.get("batch_size")  # None from log_dict()
+            weight = self._weight if size is None else size
             logged.add(number.detach() if isinstance(number, Tensor) else number, weight)
 
     # -- what all ranks know --------------------------------------------------------------------------------------
