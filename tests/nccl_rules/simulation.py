@@ -10,9 +10,8 @@ Each simulation draws anew how long everything takes, how fast each host is, and
 its process from launching, as a lock of the driver would. Between any two things that a thread does, others may go on.
 
 Not modelled: the very first micro-batch, after which all hosts meet; evaluation, which has forwards alone; tied weights
-and loaded batches, which travel between hosts; several buckets per all-reduce; how kernels slow each other down; waits
-that keep the interpreter, so that no other thread of the process runs. The stream of a way and that of its communicator
-are one.
+and loaded batches, which travel between hosts; several buckets per all-reduce; waits that keep the interpreter, so that
+no other thread of the process runs. The stream of a way and that of its communicator are one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ACTIVATION, GRADIENT, PART, TOTAL, END = "activation", "gradient", "part", "tota
 
 
 class Case(NamedTuple):
-    """What is run: ``runs`` counts mini-batches, and a drain ends each run."""
+    """What is run: ``runs`` counts mini-batches, and a drain ends each run; ``slowdown`` is that of ``Device``."""
 
     stages: int
     micro_batches: int
@@ -42,14 +41,15 @@ class Case(NamedTuple):
     synchronous_start: int = 0
     staleness: Staleness = "uniform"
     slack: Slack = 0
+    slowdown: float = 0.0
 
 
 class Host(Process):
     """The training thread of one rank."""
 
     def __init__(self, simulation: Simulation, stage: int, queue_of: Queues, waits: Waits) -> None:
-        super().__init__(simulation.clock, queue_of, waits)
         case = simulation.case
+        super().__init__(simulation.clock, queue_of, waits, case.slowdown)
         self.simulation, self.case, self.stage = simulation, case, stage
         rule = StalenessRule(1, case.synchronous_start)
         self.schedule = Schedule(stage, case.stages, case.lookahead, rule, case.staleness, case.slack)

@@ -11,8 +11,8 @@ hosts are launching theirs**, and nothing between the two may wait for a device,
         a thread launches the send, answers ..  launches the receive
 
 The thread answers at once, whatever its process waits for; so the receiver's host loses a round trip, and its device
-nothing as long as it has work. Each side launches from a stream of its own, which waits for the tensor of this message
-and not for what is being computed now.
+nothing as long as it has work. Each side launches from a stream of its own: a send waits for its tensor, and not for
+what is being computed now; a receive, for all that was launched before it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,13 @@ class Way(NamedTuple):
             return [info.empty(self.device) for info in infos]
 
     def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
-        """Launch receives into tensors; what is computed from now on waits for them, the host does not."""
+        """Launch receives into tensors, behind what this device has to compute before it needs them.
+
+        A receive that has started takes part of the device from what is computed beside it, until its tensor is there;
+        and hosts are far ahead. What is computed from now on waits for it, the host does not.
+        """
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.launching():
             stored = [as_bytes(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
             works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
