@@ -223,12 +223,12 @@ class Host(Process):
                 yield from self._apply(self._closed.popleft())
 
     def _step_ahead(self, t: int) -> Thread:
-        """``UpdateQueue._step_ahead``: wait for the replicas, and not for the other stages."""
+        """``UpdateQueue._step_ahead``: wait for the replicas, if there are any, and not for the other stages."""
         self.doing = f"U{t} ahead"
         self._stepped.add(t)
-        if t not in self._launched:
-            yield from self._launch_message(t)
         if self.case.replicas > 1:  # their samples are counted together
+            if t not in self._launched:
+                yield from self._launch_message(t)
             self.device.launch("compute", self._counts[t])
             yield self.device.newest["compute"]
         self.device.launch("compute", duration=UPDATE_TIME)
