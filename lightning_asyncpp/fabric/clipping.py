@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_asyncpp.core.foreach import clip_values
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.core.updates.clipping import clip_values
 from lightning_asyncpp.errors import ConfigurationError
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asyncpp.core.ranks.alike import TRACEBACK, is_alike
+from lightning_asyncpp.core.ranks.agreement import TRACEBACK, is_alike
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError
 
 _PACKAGE = "lightning_asyncpp."

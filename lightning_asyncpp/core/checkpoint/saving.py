@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_asyncpp.core.checkpoint.gathering import on_host
 from lightning_asyncpp.core.checkpoint.state import gathered
-from lightning_asyncpp.core.failures.at_exit import AtExit, uncaught
+from lightning_asyncpp.core.first_cause import AtExit, uncaught
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.core.trace import Moment
-from lightning_asyncpp.core.updates.control_exchange import ControlExchange
 from lightning_asyncpp.core.updates.reduction import Gradients, Reduction
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.wire.transport import Transport

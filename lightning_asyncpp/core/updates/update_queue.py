@@ -17,12 +17,12 @@ from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
 from lightning_asyncpp.core.not_counted import no_weight_text
 from lightning_asyncpp.core.randomness import derive, drawing_from
+from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.trace import HOST, Beside, Trace, Wait
-from lightning_asyncpp.core.updates.control_exchange import ControlExchange
 from lightning_asyncpp.core.updates.mini_batch import (
     ControlMessage,
     HyperParameters,
