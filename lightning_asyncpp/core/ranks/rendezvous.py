@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from lightning_asyncpp.errors import PeerLostError, lost_peers
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the network interface to use, that of torch's own gloo."""
-LOOPBACK = "lo"
 _TAG = 3
 _OFFER_BYTES = 512
 _TOKEN_BYTES = 16
@@ -35,10 +34,10 @@ _SIOCGIFADDR = 0x8915
 
 def use_loopback() -> None:
     """Let this process connect over loopback alone, before its first process group, unless an interface is named."""
-    if not os.environ.get(INTERFACE_VARIABLE) and LOOPBACK in {name for _, name in socket.if_nameindex()}:
-        os.environ[INTERFACE_VARIABLE] = LOOPBACK
+    if not os.environ.get(INTERFACE_VARIABLE) and "lo" in {name for _, name in socket.if_nameindex()}:
+        os.environ[INTERFACE_VARIABLE] = "lo"
         # Exactly: without the sign NCCL takes it for a prefix.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={LOOPBACK}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
 
 
 def connect_stages(mesh: Mesh) -> tuple[socket.socket | None, socket.socket | None]:
@@ -56,9 +55,9 @@ def connect_stages(mesh: Mesh) -> tuple[socket.socket | None, socket.socket | No
     assert mesh.groups is not None
     group, offer = mesh.groups.host, torch.zeros(_OFFER_BYTES, dtype=torch.uint8)
     before = after = None
-    with ExitStack() as closing, lost_peers():
+    with ExitStack() as stack, lost_peers():
         if not mesh.is_first:
-            listener = closing.enter_context(Listener())
+            listener = stack.enter_context(closing(Listener()))
             text = torch.frombuffer(bytearray(listener.offer.ljust(_OFFER_BYTES).encode()), dtype=torch.uint8)
             dist.send(text, mesh.rank_of(mesh.stage - 1), group=group, tag=_TAG)
         if not mesh.is_last:
@@ -81,10 +80,8 @@ class Listener:
         self._listening = socket.create_server((network_address(), 0))
         self.offer = json.dumps({"address": self._listening.getsockname(), "token": self._token.hex()})
 
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Take no calls any more."""
         self._listening.close()
 
     def answer(self, who: str, seconds: float = _ANSWER_SECONDS) -> socket.socket:

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -30,7 +31,7 @@ def loopback() -> Iterator[None]:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    with Listener() as listening:
+    with closing(Listener()) as listening:
         yield listening
 
 
@@ -79,7 +80,7 @@ def test_a_neighbour_that_does_not_call(listener: Listener) -> None:
 
 
 def test_a_neighbour_where_nobody_listens() -> None:
-    with Listener() as listener:
+    with closing(Listener()) as listener:
         offer = listener.offer
     with pytest.raises(PeerLostError, match=r"rank 0 cannot be reached .*Connection refused.*set GLOO_SOCKET_IFNAME"):
         call(offer, "rank 0")
