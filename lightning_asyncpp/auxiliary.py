@@ -41,7 +41,8 @@ class StatisticsLayer(nn.Module):
         """Change the versioned buffers; called once per update that is applied, without gradients.
 
         Args:
-            totals: (num_statistics,) fp64 on the host, summed over the micro-batches and replicas of the mini-batch.
+            totals: (num_statistics,) fp64 on the layer's device, summed over the micro-batches and replicas of the
+                mini-batch. Reading it would make the host wait for a GPU.
         """
 
     @classmethod
@@ -49,7 +50,7 @@ class StatisticsLayer(nn.Module):
         """Numbers for the logger, by the names in ``metrics``.
 
         Args:
-            totals: (num_statistics,) fp64 on the host, as above.
+            totals: as above, on the host.
         """
         return {}
 

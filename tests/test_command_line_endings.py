@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.cli import main
-from lightning_asyncpp.core.ranks.alike import TRACEBACK, raised_alike
+from lightning_asyncpp.core.ranks.agreement import TRACEBACK, raised_alike
 from lightning_asyncpp.data import DataError
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError
 from lightning_asyncpp.lightning_cli.messages import is_raised_by

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.ties import check_copies, keep_once
-from lightning_asyncpp.core.failures.at_exit import AtExit, uncaught
+from lightning_asyncpp.core.first_cause import AtExit, uncaught
 from lightning_asyncpp.core.host_copies import as_bytes, pieces_on_host
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh

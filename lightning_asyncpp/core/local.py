@@ -227,9 +227,8 @@ class LocalPipeline(Engine):
             other.updates.poll()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
             return False
-        if engine.schedule.steps_ahead(action.index) and not mini_batch.stepped:
-            return mini_batch.can_send()
-        return len(self.engines) == 1 or action.index in mailbox.totals
+        steps_ahead = engine.schedule.steps_ahead(action.index) and not mini_batch.stepped
+        return steps_ahead or len(self.engines) == 1 or action.index in mailbox.totals
 
 
 def _python_draws() -> tuple[Any, Any]:

@@ -20,7 +20,8 @@ from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.failures.failure_watch import FailureWatch
+from lightning_asyncpp.core.failure_watch import FailureWatch
+from lightning_asyncpp.core.foreach import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.agreement import (
     compare_ranks,
@@ -36,7 +37,6 @@ from lightning_asyncpp.core.stage_optimizer import (
     in_words,
     name_parameters,
 )
-from lightning_asyncpp.core.updates.clipping import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asyncpp.core.ranks.alike import TRACEBACK, is_alike
+from lightning_asyncpp.core.ranks.agreement import TRACEBACK, is_alike
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")

@@ -3,7 +3,8 @@
 What is launched on a stream runs in order. It goes through the hardware queue of its stream, which hands over in the
 order of launching: its head, until what it waits for is done, blocks everything behind it, whatever the stream. A
 kernel that has started blocks its queue no more, but its stream for as long as it runs. The kernels of a message, and
-of an all-reduce, end together, once all of them have started.
+of an all-reduce, end together, once all of them have started. One that spins until then slows down what starts
+beside it.
 
 Threads of hosts are generators. How long anything takes is drawn around the time that is named.
 """
@@ -99,13 +100,16 @@ class Operation(Signal):
         queue: the hardware queue that it goes through.
         duration: of a kernel that waits for no other.
         meeting: of a kernel that does.
+        spins: whether it takes part of the device while it waits.
     """
 
-    __slots__ = ("blockers", "duration", "followers", "meeting", "queue")
+    __slots__ = ("blockers", "duration", "followers", "meeting", "queue", "spins")
 
-    def __init__(self, clock: Clock, queue: deque[Operation], duration: float, meeting: Meeting | None) -> None:
+    def __init__(
+        self, clock: Clock, queue: deque[Operation], duration: float, meeting: Meeting | None, spins: bool
+    ) -> None:
         super().__init__(clock)
-        self.queue, self.duration, self.meeting = queue, duration, meeting
+        self.queue, self.duration, self.meeting, self.spins = queue, duration, meeting, spins
         self.blockers = 0  # how many it still waits for
         self.followers: list[Operation] = []
 
@@ -122,19 +126,26 @@ class Device:
     Args:
         clock: of the simulation.
         queue_of: stream -> its hardware queue.
+        slowdown: the further share of its time that a kernel takes if another one spins beside it.
     """
 
-    def __init__(self, clock: Clock, queue_of: Queues) -> None:
-        self.clock, self._queue_of = clock, queue_of
+    def __init__(self, clock: Clock, queue_of: Queues, slowdown: float = 0.0) -> None:
+        self.clock, self._queue_of, self._slowdown = clock, queue_of, slowdown
+        self._spinning = 0
         self._queues: defaultdict[str, deque[Operation]] = defaultdict(deque)
         self.newest: dict[str, Operation] = {}  # stream -> what was launched there last
 
     def launch(
-        self, stream: str, after: Operation | None = None, duration: float = 0.0, meeting: Meeting | None = None
+        self,
+        stream: str,
+        after: Operation | None = None,
+        duration: float = 0.0,
+        meeting: Meeting | None = None,
+        spins: bool = False,
     ) -> Operation:
         """Put a kernel on a stream, or a wait for ``after``."""
         queue = self._queues[self._queue_of(stream)]
-        operation = Operation(self.clock, queue, duration, meeting)
+        operation = Operation(self.clock, queue, duration, meeting, spins)
         for before in (after, self.newest.get(stream)):
             if before is not None:
                 operation.follow(before)
@@ -153,14 +164,17 @@ class Device:
         while queue and not queue[0].blockers:
             operation = queue.popleft()
             if operation.meeting is not None:
+                self._spinning += operation.spins
                 operation.meeting.start(partial(self._end, operation))
             elif operation.duration:
-                self.clock.at(operation.duration, partial(self._end, operation))
+                seconds = operation.duration * (1 + self._slowdown * (self._spinning > 0))
+                self.clock.at(seconds, partial(self._end, operation))
             else:
                 self._end(operation)
 
     def _end(self, operation: Operation) -> None:
         operation.set()
+        self._spinning -= operation.spins
         while operation.followers:
             follower = operation.followers.pop(0)
             follower.blockers -= 1

@@ -23,8 +23,8 @@ Waits: TypeAlias = Callable[[Random, int], bool]
 class Process:
     """One rank: a device, and threads that launch on it."""
 
-    def __init__(self, clock: Clock, queue_of: Queues, waits: Waits) -> None:
-        self.clock, self.device, self._waits = clock, Device(clock, queue_of), waits
+    def __init__(self, clock: Clock, queue_of: Queues, waits: Waits, slowdown: float) -> None:
+        self.clock, self.device, self._waits = clock, Device(clock, queue_of, slowdown), waits
         self.step, self._locks = clock.random.choice(HOST_TIMES), clock.random.random() < 0.5
         self._wait: Signal | None = None  # the end of the one under way
 
@@ -76,7 +76,12 @@ class Direction:
         receiver: who takes from it.
         leaves_on: the sender's stream.
         arrives_on: the receiver's stream.
+
+    Attributes:
+        sends_spin: whether a tensor is larger than NCCL's buffers: its send waits on the device for the receive.
     """
+
+    sends_spin = False
 
     def __init__(self, sender: Process, receiver: Process, leaves_on: str, arrives_on: str) -> None:
         self.sender, self.receiver, self.leaves_on, self.arrives_on = sender, receiver, leaves_on, arrives_on
@@ -116,17 +121,19 @@ class Direction:
         self.sender.device.launch(self.leaves_on, ready)
         yield self.sender.step
         yield from self.sender.may_launch()
-        self._sends.append(self.sender.device.launch(self.leaves_on, meeting=self._meetings[k]))
+        self._sends.append(self.sender.device.launch(self.leaves_on, meeting=self._meetings[k], spins=self.sends_spin))
 
     def receive(self, k: int) -> Thread:
         """``Way.receive``."""
+        self.receiver.device.launch(self.arrives_on, self.receiver.device.newest.get("compute"))
+        yield self.receiver.step
         receive = self.launch_receive(k)
         yield self.receiver.step
         self.receiver.device.launch("compute", receive)
         yield self.receiver.step
 
     def launch_receive(self, k: int) -> Operation:
-        return self.receiver.device.launch(self.arrives_on, meeting=self._meetings[k])
+        return self.receiver.device.launch(self.arrives_on, meeting=self._meetings[k], spins=True)
 
     def _serve(self) -> Thread:
         """``Outbox._serve``, in a thread of its own."""

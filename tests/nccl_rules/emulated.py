@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.updates import reduction
 from lightning_asyncpp.core.wire import handover
-from lightning_asyncpp.core.wire.device_tensors import DeviceTensors
+from lightning_asyncpp.core.wire.handover import DeviceTensors
 from lightning_asyncpp.core.wire.header import TensorInfo
 
 HANG_SECONDS = 20.0

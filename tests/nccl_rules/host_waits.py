@@ -44,6 +44,7 @@ _SHAPED_BY_VALUES = frozenset(
 _READ_AT_ONCE = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__")}
 _FROM_HOST = frozenset([torch.tensor, torch.as_tensor, torch.asarray])
 _BY_SOCKET = "core/wire/transport.py"
+_UPDATES = "core/updates/update_queue.py"
 _ON_BEHALF_OF_OTHERS = ("core/host_copies.py", "core/foreach.py")
 _MAY_MIX = frozenset(["copy_", "_to_copy", "index", "index_put_", "set_", "lift_fresh", "_foreach_copy_"])
 
@@ -52,7 +53,8 @@ class Wait(NamedTuple):
     """A place where the host waits.
 
     Attributes:
-        per: what it is part of: ``"micro-batch"`` (its forward or its backward on a stage) or ``"mini-batch"``.
+        per: what it is part of: ``"micro-batch"`` (its forward or its backward on a stage), ``"update"`` (its step, or
+            what is done for it before all stages have agreed) or ``"mini-batch"``.
         what: the operation.
         place: the innermost function in this package or in Lightning, but for those that only help others to read.
     """
@@ -316,6 +318,7 @@ def _where(what: str) -> Wait:
             if place == "elsewhere" and is_named and inside not in _ON_BEHALF_OF_OTHERS:
                 place = f"{inside}:{frame.f_code.co_name}"
             is_run = inside.startswith("core/runner.py") and frame.f_code.co_name in ("forward", "backward")
-            per = "micro-batch" if is_run else per
+            is_step = inside == _UPDATES and frame.f_code.co_name in ("_step_ahead", "_step")
+            per = "micro-batch" if is_run else "update" if is_step else per
         frame = frame.f_back
     return Wait(per, what, place)

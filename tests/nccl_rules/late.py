@@ -7,7 +7,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 from tests.nccl_rules.emulated import emulate
 
@@ -34,5 +38,16 @@ def read_late(rank: int) -> Callable[[], None]:
         queue._late = True
 
     Reading.is_there, Reading.get = is_there, waited_for  # type: ignore[method-assign]
+    know_on_device_alone()
     UpdateQueue.__init__ = begin_late  # type: ignore[method-assign]
     return emulate(rank)
+
+
+def know_on_device_alone() -> None:
+    """Let no host know from now on whether a gradient is finite when it is applied."""
+
+    def is_finite(mini_batch: MiniBatch) -> bool | Tensor:
+        norms = list((mini_batch._norms or {}).values())
+        return torch.stack(norms).isfinite().all() if norms else True
+
+    MiniBatch._is_finite = is_finite  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 Three files: ``devices.py`` has streams and hardware queues, ``directions.py`` the protocol by which tensors change
 hands, and this one the hosts, who do what ``engine.py``, ``transport.py`` and ``update_queue.py`` do: the actions of a
-``Schedule``; frames, read in the order in which they were written; parts and totals of control messages; all-reduces of
+``Schedule``; frames, read in the order in which they were written; control messages, which all exchange; all-reduces of
 replicas; updates; drains. At any of its moments (before and after each action, before it asks for a tensor, before what
 it has computed leaves) a host may wait for its whole device: no wait for a device can be for more.
 
@@ -10,9 +10,8 @@ Each simulation draws anew how long everything takes, how fast each host is, and
 its process from launching, as a lock of the driver would. Between any two things that a thread does, others may go on.
 
 Not modelled: the very first micro-batch, after which all hosts meet; evaluation, which has forwards alone; tied weights
-and loaded batches, which travel between hosts; several buckets per all-reduce; how kernels slow each other down; waits
-that keep the interpreter, so that no other thread of the process runs. The stream of a way and that of its communicator
-are one.
+and loaded batches, which travel between hosts; several buckets per all-reduce; waits that keep the interpreter, so that
+no other thread of the process runs. The stream of a way and that of its communicator are one.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from tests.nccl_rules.directions import Direction, Process, Waits
 FORWARD_TIME, BACKWARD_TIME, UPDATE_TIME = 1.0, 2.0, 0.3
 STREAMS = ("compute", "from_before", "to_before", "to_next", "from_next")
 REPLICAS = "replicas"  # the stream of all-reduces
-ACTIVATION, GRADIENT, PART, TOTAL, END = "activation", "gradient", "part", "total", "end"
+ACTIVATION, GRADIENT, END = "activation", "gradient", "end"
 
 
 class Case(NamedTuple):
-    """What is run: ``runs`` counts mini-batches, and a drain ends each run."""
+    """What is run: ``runs`` counts mini-batches, and a drain ends each run; ``slowdown`` is that of ``Device``."""
 
     stages: int
     micro_batches: int
@@ -42,14 +41,15 @@ class Case(NamedTuple):
     synchronous_start: int = 0
     staleness: Staleness = "uniform"
     slack: Slack = 0
+    slowdown: float = 0.0
 
 
 class Host(Process):
     """The training thread of one rank."""
 
     def __init__(self, simulation: Simulation, stage: int, queue_of: Queues, waits: Waits) -> None:
-        super().__init__(simulation.clock, queue_of, waits)
         case = simulation.case
+        super().__init__(simulation.clock, queue_of, waits, case.slowdown)
         self.simulation, self.case, self.stage = simulation, case, stage
         rule = StalenessRule(1, case.synchronous_start)
         self.schedule = Schedule(stage, case.stages, case.lookahead, rule, case.staleness, case.slack)
@@ -61,7 +61,7 @@ class Host(Process):
         self._forwards = self._backwards = 0  # how many are done
         self._closed: deque[int] = deque()  # mini-batches without an update
         self._stepped: set[int] = set()  # of those, whose update came before all had agreed
-        self._sums: set[tuple[str, int]] = set()  # control messages that were read
+        self._norms: dict[int, Operation] = {}  # mini-batch -> what the device has to do until its norm is there
         self._reductions: dict[int, Operation] = {}  # mini-batch -> its all-reduce
         self._counts: dict[int, Operation] = {}  # and that of its samples, where a stage steps ahead
         self._launched: set[int] = set()  # mini-batches whose control message was sent
@@ -143,20 +143,9 @@ class Host(Process):
     # -- messages of hosts --
 
     def _frame(self, direction: Direction, kind: str, index: int) -> Thread:
-        """``Transport._next``: the next frame must be this one; control messages before it are put aside."""
-        while (frame := (yield from direction.frames.read())) != (kind, index):
-            self._put_aside(frame)
-
-    def _sum(self, direction: Direction, kind: str, t: int) -> Thread:
-        while (kind, t) not in self._sums:
-            self._put_aside((yield from direction.frames.read()))
-
-    def _put_aside(self, frame: tuple[str, int]) -> None:
-        kind, t = frame
-        assert kind in (PART, TOTAL), f"{frame} came, which nobody expected"
-        self._sums.add(frame)
-        if kind == TOTAL and self.to_next is not None:
-            self.to_next.frames.write(TOTAL, t)
+        """``Transport._next``: the next frame must be this one."""
+        frame = yield from direction.frames.read()
+        assert frame == (kind, index), f"{frame} came, and not {kind} {index}"
 
     # -- updates --
 
@@ -165,7 +154,7 @@ class Host(Process):
         for t in self._closed:
             if self._backwards >= (t + 1) * self.case.micro_batches and t not in self._launched:
                 if self.case.replicas == 1:
-                    yield from self._launch_message(t)
+                    self._norms.setdefault(t, self.device.newest["compute"])
                 else:
                     if t not in self._reductions:
                         yield from self._reduce(t)
@@ -178,10 +167,10 @@ class Host(Process):
         yield from self._poll()
 
     def _poll(self) -> Thread:
-        """``UpdateQueue.poll``: with replicas, what is reduced sends its message."""
-        for t in self._reductions:
+        """``UpdateQueue.poll``: what is known, with replicas what is reduced, sends its message."""
+        for t, operation in (self._reductions or self._norms).items():
             if t not in self._launched:
-                if not self._reductions[t].is_set:
+                if not operation.is_set:
                     return
                 yield from self._launch_message(t)
 
@@ -200,18 +189,10 @@ class Host(Process):
         if t in self._reductions:
             self.device.launch("compute", self._reductions[t])
             yield self.step
-        yield self.device.newest["compute"]
+        yield self._norms.get(t, self.device.newest["compute"])
         yield self.step
-        if self.case.replicas > 1:
-            self._agreed[t] = Signal(self.clock)
-            self.simulation.exchanges[t].start(self._agreed[t].set)
-            return
-        if self.from_next is not None:
-            yield from self._sum(self.from_next, PART, t)
-        if self.to_before is not None:
-            self.to_before.frames.write(PART, t)
-        else:
-            self._put_aside((TOTAL, t))
+        self._agreed[t] = Signal(self.clock)
+        self.simulation.exchanges[t].start(self._agreed[t].set)
 
     def _apply_held(self, t: int) -> Thread:
         """``UpdateQueue.apply_held``, in the middle of a batch."""
@@ -223,12 +204,12 @@ class Host(Process):
                 yield from self._apply(self._closed.popleft())
 
     def _step_ahead(self, t: int) -> Thread:
-        """``UpdateQueue._step_ahead``: wait for the replicas, and not for the other stages."""
+        """``UpdateQueue._step_ahead``: wait for the replicas, if there are any, and not for the other stages."""
         self.doing = f"U{t} ahead"
         self._stepped.add(t)
-        if t not in self._launched:
-            yield from self._launch_message(t)
         if self.case.replicas > 1:  # their samples are counted together
+            if t not in self._launched:
+                yield from self._launch_message(t)
             self.device.launch("compute", self._counts[t])
             yield self.device.newest["compute"]
         self.device.launch("compute", duration=UPDATE_TIME)
@@ -241,10 +222,7 @@ class Host(Process):
         self.doing = f"U{t}"
         if t not in self._launched:
             yield from self._launch_message(t)
-        if self.case.replicas > 1:
-            yield self._agreed[t]
-        elif self.from_before is not None:
-            yield from self._sum(self.from_before, TOTAL, t)
+        yield self._agreed[t]
         if t not in self._stepped:
             self.device.launch("compute", duration=UPDATE_TIME)
         yield from self.moment(self._forwards)

@@ -7,12 +7,15 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Inbox, Outbox, Way
 from lightning_asyncpp.core.wire.header import TensorInfo
 from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link
@@ -122,6 +125,20 @@ def test_what_is_empty_is_not_asked_for(ends: Ends) -> None:
     ends.outbox.put([])
     assert ends.inbox.take([]) == []
     ends.outbox.settle()
+
+
+def test_a_receive_is_launched_behind_what_was_computed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would spin beside that otherwise."""
+    launched: list[object] = []
+    messages = Mock(wait_stream=launched.append)
+    computing = Mock()
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
+    monkeypatch.setattr(handover, "dist", Mock(irecv=lambda *_, **__: launched.append("receive") or Done()))
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    way = Way(1, None, torch.device("cpu"), messages)  # type: ignore[arg-type]
+    way.receive(infos(torch.ones(2)), [torch.ones(2)])
+    assert launched == [computing, "receive"]
 
 
 def test_a_limit_holds_until_somebody_takes(ends: Ends) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.core.failures import failure_watch
+from lightning_asyncpp.core import failure_watch
 from lightning_asyncpp.core.ranks.mesh import destroy_retired
 from tests.workers import end_with_parent, free_port, worker_context
 

@@ -109,15 +109,13 @@ def update_from_counts(model: nn.Module, counted: Collected) -> dict[str, float]
     units = [Unit(name, child) for name, child in model.named_children()]
     layers, layout = counting_layers(units), StatisticsLayout(units)
     totals = layout.pack(counted.take_statistics(), layers)
+    totals = totals.to(next((tensor.device for tensor in model.parameters()), totals.device))
     if dist.is_available() and dist.is_initialized() and layers:
-        device = next((tensor.device for tensor in model.parameters()), totals.device)
-        on_device = totals.to(device)
-        dist.all_reduce(on_device)
-        totals = on_device.cpu()
+        dist.all_reduce(totals)
     for place in layout.layers:
         with torch.no_grad():
             layers[place.name].update_from_statistics(place.of(totals))
-    return layout.metrics(totals)
+    return layout.metrics(totals.cpu())
 
 
 def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:

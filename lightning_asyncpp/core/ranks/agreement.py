@@ -1,10 +1,20 @@
-"""Checks that every rank must pass: what one of them finds, all of them raise."""
+"""What all ranks agree on: checks that each must pass, errors that all raise, and the batch after which all end.
+
+What one of them finds, all of them raise; rank 0 shows it in full, where users look, and the others in a line.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
+import textwrap
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import as_bytes
-from lightning_asyncpp.core.ranks.alike import raised_alike
-from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, different_calls, lost_peers
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+TRACEBACK = "ASYNCPP_TRACEBACK"
+"""Environment variable: anything but nothing has every rank show its traceback."""
+MOST_EXCHANGING = 16
+"""Ranks of which each sends its control message to all others."""
 _FINISHED = "finished"
 _MOST = 8  # differences that an error names
+_CONTROL_TAG = 4
+_MARK = "_asyncpp_alike"
+_SHOWN = 100  # characters of an error that another rank shows
+_PRINT_ALONE = ("sys", "torch.")  # modules whose hooks print, and do nothing else
 _REMEDY = "start all ranks with the same script, recipe and arguments"
 
 
@@ -157,3 +175,185 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
     if len(problems) > _MOST:
         problems = [*problems[:_MOST], f"{len(problems) - _MOST} more differ"]
     raise raised_alike(ConfigurationError.from_problems(problems, _REMEDY), mesh.rank)
+
+
+def raised_alike(error: E, rank: int) -> E:
+    """Mark an error that all ranks raise, so that a script which it ends shows it once.
+
+    On other ranks than 0 ``sys.excepthook`` is replaced, unless somebody has done so who may want to know of errors.
+
+    Args:
+        error: of this rank.
+        rank: this one.
+
+    Returns:
+        The error.
+    """
+    with suppress(AttributeError, TypeError):  # a class of errors with slots, or of a C extension
+        setattr(error, _MARK, rank)
+    before = sys.excepthook
+    if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
+        sys.excepthook = partial(_show, before)  # its module is functools: it is not replaced again
+    return error
+
+
+def is_alike(error: BaseException | None) -> bool:
+    """Whether all ranks raise it."""
+    return hasattr(error, _MARK)
+
+
+def _show(
+    before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    rank = getattr(error, _MARK, None)
+    if rank is None:
+        before(kind, error, trace)
+        return
+    said = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
+    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {said}\n")  # at once: other ranks write as well
+
+
+def batches_behind(num_stages: int, micro_batches: int) -> int:
+    """How many batches later a sum is read: so late that no stage waits for those behind it, which lag by nature."""
+    return 2 + (num_stages - 1) // micro_batches
+
+
+class StopRounds:
+    """How all ranks learn in an evaluation, where no control message travels, that one of them was told to end.
+
+    After every batch each rank gives its flag to an asynchronous sum over all ranks, and reads the sum of a few batches
+    before: all ranks read the same one after the same batch, so all of them stop there. Replicas may have different
+    numbers of batches: who is done with a loader keeps on giving flags until all are. Every rank makes its calls in the
+    same order.
+
+    Args:
+        mesh: this rank's place.
+        behind: number of batches after which a sum is read.
+    """
+
+    def __init__(self, mesh: Mesh, behind: int) -> None:
+        self.mesh, self.behind = mesh, behind
+        self._pending: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._read = 0
+
+    def after_batch(self, stop: bool) -> bool:
+        """Give this rank's flag after a batch.
+
+        Args:
+            stop: whether this rank was told to end.
+
+        Returns:
+            Whether all ranks end after this batch: some rank was told to, ``behind`` batches ago.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        self._give(stop, running=True)
+        if len(self._pending) <= self.behind:
+            return False
+        agreed = self._take()[0]
+        if agreed:
+            self._finish_with(len(self._pending))
+        return agreed
+
+    def finish(self, stop: bool) -> bool:
+        """Read what is outstanding, after the last batch of this rank; waits for those with more batches.
+
+        Args:
+            stop: whether this rank was told to end.
+
+        Returns:
+            Whether all ranks end here: some rank was told to.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        last: int | None = None
+        while True:
+            if not self._pending:
+                self._give(stop, running=False)
+            agreed, running = self._take()
+            if agreed and last is None:
+                last = self._read + self.behind  # where those with more batches stop
+            if not running or self._read == last:
+                self._finish_with(0)
+                return last is not None
+
+    def _give(self, stop: bool, running: bool) -> None:
+        flags = torch.tensor([stop, running], dtype=torch.float64, device="cpu")
+        work = None
+        if self.mesh.groups is not None:
+            with lost_peers():
+                work = started(dist.all_reduce(flags, group=self.mesh.groups.host, async_op=True))
+        self._pending.append((work, flags))
+
+    def _take(self) -> tuple[bool, bool]:
+        """Whether any rank was told to end, and whether any has more batches, as of the oldest sum not read yet."""
+        work, flags = self._pending.popleft()
+        if work is not None:
+            with lost_peers():
+                work.wait()
+        self._read += 1
+        stop, running = flags.tolist()
+        return stop > 0, running > 0
+
+    def _finish_with(self, outstanding: int) -> None:
+        for _ in range(outstanding):
+            self._take()
+        self._read = 0
+
+
+class ControlExchange:
+    """Sums the control message of a mini-batch where it does not travel along the pipeline.
+
+    With one replica on CPUs it does, behind the gradients. Replicas complete in any order: with several of them every
+    rank sends its message to all, or beyond a number of ranks, where that is too many messages, an all-reduce takes
+    over. So it is on GPUs: hosts are far ahead of them, and along the pipeline each would wait for the GPUs of all
+    stages behind it, in the middle of a later mini-batch.
+
+    Args:
+        mesh: this rank's place, connected.
+        length: of the vectors, the same on all ranks.
+    """
+
+    def __init__(self, mesh: Mesh, length: int) -> None:
+        assert mesh.groups is not None
+        self.mesh = mesh
+        self._group = mesh.groups.control
+        # With one replica the group is that of other collectives, which an all-reduce might meet: ranks start it when
+        # each of them has read what it gives.
+        shares_group = mesh.groups.control is mesh.groups.host
+        self._pairwise = mesh.world_size <= MOST_EXCHANGING or shares_group
+        self._works: list[dist.Work] = []
+        # Shape (ranks, length).
+        rows = mesh.world_size if self._pairwise else 1
+        self._messages = torch.zeros((rows, length), dtype=torch.float64, device="cpu")
+        if self._pairwise:
+            with lost_peers():
+                for rank in self._others():
+                    row = self._messages[rank]
+                    self._works.append(started(dist.irecv(row, rank, group=self._group, tag=_CONTROL_TAG)))
+
+    def send(self, message: Tensor) -> None:
+        """Give this rank's vector (length,); returns at once."""
+        if not self._pairwise:
+            self._messages[0] = message
+            with lost_peers():
+                self._works.append(started(dist.all_reduce(self._messages[0], group=self._group, async_op=True)))
+            return
+        own = self._messages[self.mesh.rank]
+        own.copy_(message)
+        with lost_peers():
+            for rank in self._others():
+                self._works.append(started(dist.isend(own, rank, group=self._group, tag=_CONTROL_TAG)))
+
+    def finish(self) -> Tensor:
+        """Wait for all vectors and return their sum (length,); added replica by replica."""
+        with lost_peers():
+            for work in self._works:
+                work.wait()
+        self._works.clear()
+        return self._messages.sum(0)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.mesh.world_size) if rank != self.mesh.rank]

@@ -1,7 +1,7 @@
 """How a stage is connected with the one before it: by a socket, whose address travels over the process group.
 
-It listens in the network that gloo uses. Each side shows half of a token that travelled with the address, so that
-whoever else calls, or answers, is not taken for the neighbour.
+A stage listens in the network that gloo uses, and the one before it calls. It shows a token that travelled with the
+address, so that whoever else calls is not taken for the neighbour.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import secrets
 import socket
 import struct
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 import torch
 import torch.distributed as dist
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.errors import ConfigurationError, PeerLostError, lost_peers
+from lightning_asyncpp.errors import PeerLostError, lost_peers
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the network interface to use, that of torch's own gloo."""
-LOOPBACK = "lo"
 _TAG = 3
 _OFFER_BYTES = 512
-_HALF_BYTES = 16
+_TOKEN_BYTES = 16
 _SHOW_SECONDS = 5.0
 _CALL_SECONDS = 10.0
 _ANSWER_SECONDS = 120.0
@@ -35,10 +34,10 @@ _SIOCGIFADDR = 0x8915
 
 def use_loopback() -> None:
     """Let this process connect over loopback alone, before its first process group, unless an interface is named."""
-    if not os.environ.get(INTERFACE_VARIABLE) and LOOPBACK in _interfaces():
-        os.environ[INTERFACE_VARIABLE] = LOOPBACK
+    if not os.environ.get(INTERFACE_VARIABLE) and "lo" in {name for _, name in socket.if_nameindex()}:
+        os.environ[INTERFACE_VARIABLE] = "lo"
         # Exactly: without the sign NCCL takes it for a prefix.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={LOOPBACK}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
 
 
 def connect_stages(mesh: Mesh) -> tuple[socket.socket | None, socket.socket | None]:
@@ -51,43 +50,38 @@ def connect_stages(mesh: Mesh) -> tuple[socket.socket | None, socket.socket | No
         With the stage before and the stage after; ``None`` at the ends of the pipeline.
 
     Raises:
-        ConfigurationError: the interface that was named has no address here.
         PeerLostError: a neighbour cannot be reached.
     """
     assert mesh.groups is not None
     group, offer = mesh.groups.host, torch.zeros(_OFFER_BYTES, dtype=torch.uint8)
-    with ExitStack() as closing, lost_peers():
-        before = after = None
+    before = after = None
+    with ExitStack() as stack, lost_peers():
         if not mesh.is_first:
-            listener = closing.enter_context(Listener())
+            listener = stack.enter_context(closing(Listener()))
             text = torch.frombuffer(bytearray(listener.offer.ljust(_OFFER_BYTES).encode()), dtype=torch.uint8)
             dist.send(text, mesh.rank_of(mesh.stage - 1), group=group, tag=_TAG)
         if not mesh.is_last:
             dist.recv(offer, mesh.rank_of(mesh.stage + 1), group=group, tag=_TAG)
-            call = Call(offer.numpy().tobytes().decode(), mesh.name_of(mesh.stage + 1))
+            after = call(offer.numpy().tobytes().decode(), mesh.name_of(mesh.stage + 1))
         if not mesh.is_first:
             before = listener.answer(mesh.name_of(mesh.stage - 1))
-        if not mesh.is_last:  # only now: that stage answers once it has called the one after it
-            after = call.answered()
     return before, after
 
 
 class Listener:
-    """Waits for the one caller who was told where.
+    """Waits for the one caller who was told where, and the token.
 
     Attributes:
         offer: JSON for the caller.
     """
 
     def __init__(self) -> None:
-        self._token = secrets.token_bytes(2 * _HALF_BYTES)
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listening = socket.create_server((network_address(), 0))
         self.offer = json.dumps({"address": self._listening.getsockname(), "token": self._token.hex()})
 
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Take no calls any more."""
         self._listening.close()
 
     def answer(self, who: str, seconds: float = _ANSWER_SECONDS) -> socket.socket:
@@ -105,15 +99,14 @@ class Listener:
             self._listening.settimeout(left)
             with suppress(TimeoutError):
                 connection, _ = self._listening.accept()
-                if _shows(connection, self._token[:_HALF_BYTES], _SHOW_SECONDS):
-                    connection.sendall(self._token[_HALF_BYTES:])
+                if secrets.compare_digest(_shown(connection), self._token):
                     return connection
                 connection.close()
         raise PeerLostError(f"{who} did not call within {seconds:g} seconds")
 
 
-class Call:
-    """A call of the stage after, which has not answered yet.
+def call(offer: str, who: str) -> socket.socket:
+    """Connect with the stage after.
 
     Args:
         offer: of its :class:`Listener`.
@@ -122,62 +115,37 @@ class Call:
     Raises:
         PeerLostError: it cannot be reached.
     """
-
-    def __init__(self, offer: str, who: str) -> None:
-        told = json.loads(offer)
-        (self._host, self._port), self._token = told["address"], bytes.fromhex(told["token"])
-        self._who = who
-        try:
-            self._connection = socket.create_connection((self._host, self._port), timeout=_CALL_SECONDS)
-            self._connection.sendall(self._token[:_HALF_BYTES])
-        except OSError as error:
-            raise self._failed(str(error)) from None
-
-    def answered(self, seconds: float = _ANSWER_SECONDS) -> socket.socket:
-        """The connection, once the other side has answered.
-
-        Raises:
-            PeerLostError: it does not, or is somebody else.
-        """
-        if not _shows(self._connection, self._token[_HALF_BYTES:], seconds):
-            self._connection.close()
-            raise self._failed("nobody, or somebody else, answers")
-        return self._connection
-
-    def _failed(self, why: str) -> PeerLostError:
-        return PeerLostError(
-            f"{self._who} cannot be reached from {socket.gethostname()} at {self._host}, port {self._port} ({why}): set"
+    told = json.loads(offer)
+    host, port = told["address"]
+    try:
+        connection = socket.create_connection((host, port), timeout=_CALL_SECONDS)
+        connection.sendall(bytes.fromhex(told["token"]))
+    except OSError as error:
+        raise PeerLostError(
+            f"{who} cannot be reached from {socket.gethostname()} at {host}, port {port} ({error}): set"
             f" {INTERFACE_VARIABLE} on all machines to the network interface that connects them, and let a firewall"
             " pass it"
-        )
+        ) from None
+    return connection
 
 
 def network_address() -> str:
-    """This machine's address in the network that gloo uses: of the interface that was named, or of the host's name.
-
-    Raises:
-        ConfigurationError: there is no such interface here, or it has no address.
-    """
-    if name := os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]:
-        if (address := _address_of(name)) is not None:
-            return address
-        raise ConfigurationError(
-            f"{INTERFACE_VARIABLE}={name}: {socket.gethostname()} has no such network interface with an IPv4 address;"
-            f" it has {', '.join(_interfaces())}"
-        )
+    """This machine's address in the network that gloo uses: of the interface that was named, or of the host's name."""
+    if address := _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]):
+        return address
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
 
 
-def _shows(connection: socket.socket, half: bytes, seconds: float) -> bool:
-    """Whether the other side shows this half of the token in time."""
-    connection.settimeout(seconds)
+def _shown(connection: socket.socket) -> bytes:
+    """What a caller shows in time of the token."""
+    connection.settimeout(_SHOW_SECONDS)
     received = b""
     with suppress(OSError):
-        while len(received) < _HALF_BYTES and (part := connection.recv(_HALF_BYTES - len(received))):
+        while len(received) < _TOKEN_BYTES and (part := connection.recv(_TOKEN_BYTES - len(received))):
             received += part
-    return secrets.compare_digest(received, half)
+    return received
 
 
 def _address_of(interface: str) -> str | None:
@@ -186,7 +154,3 @@ def _address_of(interface: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
     return None
-
-
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]

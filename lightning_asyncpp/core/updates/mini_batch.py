@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from lightning_asyncpp.auxiliary import Collected
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import Reading
+from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.core.trace import Moment
-from lightning_asyncpp.core.updates.control_exchange import ControlExchange
 from lightning_asyncpp.core.updates.reduction import Gradients, Reduction
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
 from lightning_asyncpp.core.wire.transport import Transport
@@ -96,6 +96,7 @@ class MiniBatch:
         launched: whether its gradient is complete and on the way.
         gradients: name -> summed gradient of this stage, once complete; replaced by the sum over the replicas.
         stepped: whether this stage has stepped ahead of the others.
+        squares: name -> the square of a gradient's norm, of those that this stage counts, once the host knows them.
         completed: when its gradient was complete, on the clock of the trace; None if nothing is recorded.
         message: this rank's part of the control message, once it was sent.
     """
@@ -116,14 +117,16 @@ class MiniBatch:
     launched: bool = False
     gradients: Gradients = field(default_factory=dict)
     stepped: bool = False
+    squares: dict[str, float] = field(default_factory=dict)
     completed: Moment | None = None
     message: Tensor | None = None
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    _counts: Tensor = field(init=False)  # where this stage's layers counted
     _statistics: Tensor | Reading = field(init=False)  # on the host, or on their way there
     _count: tuple[Tensor, dist.Work] | None = None
-    _norms: Sequence[Tensor] | Reading | None = None
-    _squares: float = 0.0
+    _norms: dict[str, Tensor] | None = None
+    _reading: Reading | None = None  # of the norms, if they are on a device
     _total: Tensor | None = None  # of all stages, on the first
 
     def close(self, end: int, num_statistics: int) -> None:
@@ -159,6 +162,7 @@ class MiniBatch:
             steps_ahead: whether :meth:`reduce_now` will be called.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
+        self._counts = statistics
         self._statistics = statistics if statistics.is_cpu else Reading([statistics])
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
@@ -182,32 +186,31 @@ class MiniBatch:
             if not (self.tied is None or self.tied.have_arrived()):
                 return False
             self._read_norms()
-        others_wait = self.transport is not None and self.exchange is None  # along the pipeline
-        if self.can_send() if others_wait else self._is_known():
+        if self.transport is None or self.exchange is not None:
+            is_ready = self._is_known()
+        else:  # the stages before wait for it
+            is_ready = self.mesh.is_last or self.transport.has_part(self.index)
+        if is_ready:
             self.send_message()
         return self.message is not None
 
-    def can_send(self) -> bool:
-        """Whether the control message, unless it has been sent, need not wait for a stage behind in this process."""
-        if self.message is not None or self.transport is None or self.exchange is not None or self.mesh.is_last:
-            return True
-        return self.transport.has_part(self.index)
-
-    def reduce_now(self) -> tuple[float, float, Tensor]:
-        """Wait for the replicas, not for the other stages; the control message is sent.
+    def reduce_now(self) -> tuple[float, bool | Tensor, Tensor]:
+        """Wait for the replicas, not for the other stages, and not for the device unless there are replicas.
 
         Returns:
-            The sum of the weights over the replicas; this stage's sum of squares; and its statistics
-            over the replicas.
+            The sum of the weights over the replicas; whether this stage's gradient is finite, on the device where the
+            host does not know; and its statistics over the replicas.
         """
-        statistics = self.send_message()[_FIXED:]
         if self._count is None:
-            return self.weight, self._squares, statistics
+            self._begin_message()
+            self.poll()
+            return self.weight, self._is_finite(), self._counts
+        self.send_message()
         total, work = self._count
         with lost_peers():
             work.wait()
         self._count, counted = None, total.cpu()
-        return float(counted[0]), self._squares, counted[1:]
+        return float(counted[0]), self._is_finite(), counted[1:]
 
     def let_go(self) -> None:
         """Hold no gradients any more: what is left to wait for are the other stages' sums."""
@@ -236,17 +239,12 @@ class MiniBatch:
         """
         if self.message is not None:
             return self.message
-        if self._norms is None:
-            if self.reduction is not None:
-                self.reduction.wait()
-            self._read_norms()
-        assert self._norms is not None
-        # The newest reading first: what was asked for before it is there when it is. Added exactly, so that the order
-        # of the squares does not matter.
-        there = self._norms
-        norms = [n for (n,) in there.get()] if isinstance(there, Reading) else [norm.item() for norm in there]
-        squares = [norm * norm for norm in norms]
-        self._squares = math.fsum(squares if self.reduction is None else self.reduction.squares + squares)
+        # The newest reading first: what was asked for before it is there when it is.
+        names, norms = self._begin_message(), self._reading
+        numbers = [norm.item() for norm in names.values()] if norms is None else [number for (number,) in norms.get()]
+        self.squares = {name: number * number for name, number in zip(names, numbers)}
+        if self.reduction is not None:
+            self.squares |= self.reduction.squares
         self.message = self._written()
         if self.exchange is not None:
             self.exchange.send(self.message)
@@ -269,9 +267,10 @@ class MiniBatch:
 
     def _written(self) -> Tensor:
         """This rank's vector: weights of last stages count, and one replica's squares of each stage."""
-        mesh, finite = self.mesh, math.isfinite(self._squares)
+        mesh, squares = self.mesh, math.fsum(self.squares.values())  # exactly: their order does not matter
+        finite = math.isfinite(squares)
         weight = self.weight if mesh.is_last else 0.0
-        squares = self._squares if mesh.replica == 0 and finite else 0.0  # every replica holds the same gradient
+        squares = squares if mesh.replica == 0 and finite else 0.0  # every replica holds the same gradient
         there = self._statistics
         counts = there.tolist() if isinstance(there, Tensor) else there.get()[0]
         fixed = (weight, squares, not finite, self._stop.interrupted, self._stop.finished)
@@ -292,6 +291,22 @@ class MiniBatch:
             work = started(dist.all_reduce(total, group=self.mesh.groups.data_parallel, async_op=True))
         self._count = total, work
 
+    def _begin_message(self) -> dict[str, Tensor]:
+        """Begin to read what the control message says, waiting for what that is computed from; the norms by name."""
+        if self._norms is None:
+            if self.reduction is not None:
+                self.reduction.wait()
+            self._read_norms()
+        assert self._norms is not None
+        return self._norms
+
+    def _is_finite(self) -> bool | Tensor:
+        """Whether the gradient is that this stage counts, on the device where the host does not know."""
+        if self.message is not None or not self._norms:
+            return all(map(math.isfinite, self.squares.values()))
+        finite = torch.stack(list(self._norms.values())).isfinite().all()
+        return bool(finite) if finite.is_cpu else finite
+
     def _read_norms(self) -> None:
         """Begin to read what of this stage's gradient the host must know: all that is not in the reduction's norms."""
         gradients = self.gradients
@@ -301,13 +316,14 @@ class MiniBatch:
             gradients = {name: gradient for name, gradient in gradients.items() if name in names}
         elif self.reduction is not None:
             gradients = {}
-        counted = [gradient for gradient in gradients.values() if gradient is not None]
-        norms = foreach.norm(counted, 2, dtype=torch.float64) if counted else []
-        self._norms = norms if not norms or norms[0].is_cpu else Reading(norms)
+        counted = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        norms = foreach.norm(list(counted.values()), 2, dtype=torch.float64) if counted else []
+        self._norms = dict(zip(counted, norms))
+        self._reading = None if not norms or norms[0].is_cpu else Reading(norms)
 
     def _is_known(self) -> bool:
         """Whether the device has got to everything that the message holds."""
-        return all(not isinstance(r, Reading) or r.is_there() for r in (self._norms, self._statistics))
+        return all(not isinstance(r, Reading) or r.is_there() for r in (self._reading, self._statistics))
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class Reduction:
     Attributes:
         gradients: name -> sum over the replicas, of the buckets that were taken up; None where no replica had one, once
             all were.
-        squares: the sum of squares of each gradient that there is, in fp64, once all buckets were taken up.
+        squares: name -> the sum of squares of a gradient that there is, in fp64, once all buckets were taken up.
         started: when the first bucket was sent, a moment of the clock; None before.
         ends: when each arrived that was taken up.
         num_bytes: size of what was sent, in bytes.
@@ -128,7 +128,7 @@ class Reduction:
         clock: Clock = HOST,
     ) -> None:
         self.gradients: Gradients = {}
-        self.squares: list[float] = []
+        self.squares: dict[str, float] = {}
         self.started: Moment | None = None
         self.ends: list[Moment] = []
         self.num_bytes = 0
@@ -236,7 +236,7 @@ class Reduction:
                 if not flag > 0:
                     self.gradients[name] = None
                 elif name not in self._apart:
-                    self.squares.append(norm * norm)
+                    self.squares[name] = norm * norm
         self._looked_at, self._reading = [], None
 
 

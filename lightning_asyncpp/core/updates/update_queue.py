@@ -15,12 +15,12 @@ from torch import Tensor
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
 from lightning_asyncpp.core.randomness import derive, drawing_from
+from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.trace import HOST, Beside, Trace, Wait
-from lightning_asyncpp.core.updates.control_exchange import ControlExchange
 from lightning_asyncpp.core.updates.mini_batch import (
     ControlMessage,
     HyperParameters,
@@ -280,21 +280,24 @@ class UpdateQueue:
 
         Unclipped, if no mini-batch had any samples yet. (The very first has no delay, so that its norm is known.)
 
-        It waits for replicas, and for shared gradients. One that is not finite is left alone: the control message will
-        stop all ranks.
+        It waits for replicas, and for shared gradients. One that is not finite is left alone, or where only the device
+        knows by now, zeros take its place: the control message will stop all ranks.
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
-            weight, squares, statistics = mini_batch.reduce_now()
+            weight, finite, statistics = mini_batch.reduce_now()
             if mini_batch.tied is not None:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, statistics)
-        is_sound = math.isfinite(squares) and weight > 0
-        self._step(mini_batch, message, is_sound)
-        if is_sound:
-            mini_batch.let_go()
+        if isinstance(finite, Tensor):
+            for gradient in mini_batch.gradients.values():
+                if gradient is not None:
+                    gradient.masked_fill_(~finite, 0.0)
+            finite = True
+        self._step(mini_batch, message, finite and weight > 0)
+        mini_batch.let_go()
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch) -> Update:
@@ -342,7 +345,8 @@ class UpdateQueue:
             ):
                 self.apply(update)
                 self.weights.note_step()
-                runner.stage.update_from_statistics(update.message.statistics)
+                counts = update.message.statistics.to(runner.device, non_blocking=True)
+                runner.stage.update_from_statistics(counts)
         finally:
             for parameter in self.weights.parameters.values():
                 parameter.grad = None
@@ -362,7 +366,7 @@ def _no_optimizer(_: Update) -> None:
 
 def _non_finite(mini_batch: MiniBatch, agrees_first: bool) -> str:
     stage = mini_batch.mesh.stage
-    bad = [name for name, g in mini_batch.gradients.items() if g is not None and not bool(torch.isfinite(g).all())]
+    bad = [name for name, square in mini_batch.squares.items() if not math.isfinite(square)]
     where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
     return (
         f"the gradient of mini-batch {mini_batch.index} holds NaN or Inf ({where}); the weights are those before its"

@@ -15,6 +15,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -125,10 +126,8 @@ class Link:
 
     def hang_up(self) -> None:
         """End the connection, from any thread: whoever waits on either side gets an error."""
-        try:
+        with suppress(OSError):  # it is broken already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it is broken already
 
     def close(self) -> None:
         """Let go of the connection once its backlog is sent; what was sent still arrives."""

@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.ranks.agreement import exchange
-from lightning_asyncpp.core.ranks.stop_rounds import StopRounds, batches_behind
+from lightning_asyncpp.core.ranks.agreement import StopRounds, batches_behind, exchange
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds

@@ -18,10 +18,12 @@ from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.microbatch import UserHooks, split_batch
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.schedule import Staleness
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.errors import PeerLostError
+from lightning_asyncpp.errors import NonFiniteGradientError, PeerLostError
 from tests.core.cases import DIM, Case, make_model
+from tests.nccl_rules.late import know_on_device_alone
 from tests.workers import free_port, worker_context
 
 CPU = torch.device("cpu")
@@ -91,13 +93,16 @@ class Run:
     mesh: Mesh
     micro_batches: int = 3
     split_batch: Callable[[Any, int], list[Any]] = split_batch
+    staleness: Staleness = "uniform"
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
         mesh = self.mesh
         self.model = make_model()
         stage = cut(self.model, mesh.stage, mesh.num_stages, 0, CPU)
-        settings = PipelineSettings(micro_batches=self.micro_batches, data_parallel_size=mesh.num_replicas)
+        settings = PipelineSettings(
+            micro_batches=self.micro_batches, data_parallel_size=mesh.num_replicas, staleness=self.staleness
+        )
         self.case = Case(self.micro_batches, batch_sizes=(6,) * 40)
         hooks = UserHooks(split_batch=self.split_batch, micro_batch_weight=self.case.weight)
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
@@ -235,6 +240,21 @@ def not_a_number_on_one_stage(mesh: Mesh, stage: int) -> tuple[str, str, int]:
         except Exception as error:
             return type(error).__name__, str(error), run.engine.weights.newest
     return "", "", 0
+
+
+def not_a_number_that_the_device_alone_knows(mesh: Mesh, stage: int) -> tuple[str, bool]:
+    """The same where stages step ahead of the others, and of their devices; and whether weights stay numbers."""
+    know_on_device_alone()
+    run = Run(mesh, staleness="least")
+    for index in range(6):
+        if (mesh.stage, index) == (stage, 2):
+            _spoil_gradient(run.engine.stage.units[0].module)
+        try:
+            run.train(index)
+        except NonFiniteGradientError as error:
+            weights = run.engine.stage.parameters.values()
+            return f"{index} {error}", all(bool(weight.isfinite().all()) for weight in weights)
+    return "", False
 
 
 def _spoil_gradient(module: torch.nn.Module) -> None:

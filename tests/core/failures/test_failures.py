@@ -137,6 +137,17 @@ def test_a_gradient_that_is_no_number_stops_every_rank_before_its_update(world_s
 
 
 @pytest.mark.parametrize("stage", range(STAGES))
+def test_a_gradient_that_is_no_number_leaves_the_weights_of_who_does_not_wait_to_know_it_numbers(stage: int) -> None:
+    outcomes = run_ranks(failing_cases.not_a_number_that_the_device_alone_knows, STAGES, stage)
+    assert errors(outcomes) == [""] * STAGES
+    for rank, outcome in enumerate(outcomes):
+        where = "on this stage" if STAGES - 1 - rank == stage else "not on this stage"
+        text, finite = outcome.value
+        assert text.startswith(f"3 the gradient of mini-batch 2 holds NaN or Inf ({where}")
+        assert finite
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
 def test_the_stage_of_a_gradient_that_is_no_number_names_its_parameter(stage: int) -> None:
     outcomes = run_ranks(failing_cases.not_a_number_on_one_stage, STAGES, stage)
     assert errors(outcomes) == [""] * STAGES

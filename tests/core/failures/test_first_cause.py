@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from lightning_asyncpp.core.failures import first_cause
-from lightning_asyncpp.core.failures.first_cause import MAX_LINE, MAX_TRACE, Cause, FirstCause
+from lightning_asyncpp.core import first_cause
+from lightning_asyncpp.core.first_cause import MAX_LINE, MAX_TRACE, Cause, FirstCause
 from lightning_asyncpp.errors import PeerLostError
 
 SOON = 20.0  # on a machine that others use, too

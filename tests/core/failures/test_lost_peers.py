@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_asyncpp.core.failures.failure_watch import FailureWatch
+from lightning_asyncpp.core.failure_watch import FailureWatch
 from lightning_asyncpp.core.wire.handover import Outbox
 from lightning_asyncpp.errors import ConsequenceError, PeerLostError, ProtocolError, is_noise, lost_peers
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightning_asyncpp.core.failures import at_exit, failure_watch
-from lightning_asyncpp.core.failures.failure_watch import FailureWatch
-from lightning_asyncpp.core.failures.first_cause import Cause
+from lightning_asyncpp.core import failure_watch, first_cause
+from lightning_asyncpp.core.failure_watch import FailureWatch
+from lightning_asyncpp.core.first_cause import Cause
 from lightning_asyncpp.core.ranks.agreement import OtherStageFailedError
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
@@ -205,22 +205,22 @@ def ending(code: object) -> BaseException | None:
         except ValueError:
             sys.exit(code)  # type: ignore[arg-type]
     except SystemExit:
-        return at_exit.uncaught()
+        return first_cause.uncaught()
 
 
 def test_the_error_that_ends_a_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert at_exit.uncaught() is None
+    assert first_cause.uncaught() is None
     assert ending(0) is None
     assert repr(ending(1)) == 'ValueError("the user\'s own mistake")', "a worker of multiprocessing ends so"
     error = ValueError("nobody caught it")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    assert at_exit.uncaught() is error
+    assert first_cause.uncaught() is error
 
 
 HANGS = """
     import threading, time
-    from lightning_asyncpp.core.failures import failure_watch
-    from lightning_asyncpp.core.failures.first_cause import Cause
+    from lightning_asyncpp.core import failure_watch
+    from lightning_asyncpp.core.first_cause import Cause
     from tests.core.failures.test_watch import CAUSE, watching
 
     failure_watch.LEAVE_SECONDS = 0.5

@@ -8,8 +8,8 @@ import time
 
 import torch.distributed as dist
 
-from lightning_asyncpp.core.failures import failure_watch
-from lightning_asyncpp.core.failures.failure_watch import FailureWatch
+from lightning_asyncpp.core import failure_watch
+from lightning_asyncpp.core.failure_watch import FailureWatch
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import PeerLostError
 

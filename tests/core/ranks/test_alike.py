@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lightning_asyncpp.core.ranks import agreement
-from lightning_asyncpp.core.ranks.alike import TRACEBACK, is_alike, raised_alike
+from lightning_asyncpp.core.ranks.agreement import TRACEBACK, is_alike, raised_alike
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import ConfigurationError
 

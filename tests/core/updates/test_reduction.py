@@ -132,7 +132,7 @@ def test_gradients_of_earlier_micro_batches_are_in_the_sum(works: list[Work]) ->
     assert {name: g.tolist() for name, g in reduction.gradients.items() if g is not None} == dict.fromkeys(
         parameters, [6.0] * 4
     )
-    assert math.fsum(reduction.squares) == 3 * 4 * 36.0
+    assert math.fsum(reduction.squares.values()) == 3 * 4 * 36.0
 
 
 def test_what_the_last_backward_does_not_reach_is_sent_after_it_in_order(works: list[Work]) -> None:

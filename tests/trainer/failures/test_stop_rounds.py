@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_asyncpp.core.ranks.agreement import StopRounds, batches_behind
 from lightning_asyncpp.core.ranks.mesh import Groups, Mesh
-from lightning_asyncpp.core.ranks.stop_rounds import StopRounds, batches_behind
 from tests.trainer.pool import Pools
 
 Place = tuple[int, int]

@@ -6,12 +6,16 @@ behind a cut network, no script waits for it.
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import sys
 import textwrap
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing import util
 from typing import Any
 
 import torch.distributed as dist
@@ -126,3 +130,37 @@ class FirstCause:
 
 def _shortened(text: str) -> str:
     return textwrap.shorten(text, MAX_LINE, placeholder=" ...")
+
+
+class AtExit:
+    """Calls a function once when this process ends, not when one ends that was forked from it.
+
+    Args:
+        action: the function.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+        self._process = os.getpid()
+        atexit.register(self._run)
+        # Before Python 3.13 processes that multiprocessing forked end without atexit.
+        self._finalizer = util.Finalize(None, self._run, exitpriority=0)
+
+    def cancel(self) -> None:
+        """Do not call it."""
+        self._action = None
+        atexit.unregister(self._run)
+        self._finalizer.cancel()
+
+    def _run(self) -> None:
+        action, self._action = self._action, None
+        if action is not None and os.getpid() == self._process:
+            action()
+
+
+def uncaught() -> BaseException | None:
+    """The error that ends this process; to be called when it ends."""
+    error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        return (error.__context__ or error) if error.code else None
+    return error

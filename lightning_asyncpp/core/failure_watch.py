@@ -16,15 +16,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 
+import torch
+import torch.distributed as dist
+
 from lightning_asyncpp.core import background
-from lightning_asyncpp.core.failures import connections
-from lightning_asyncpp.core.failures.at_exit import AtExit, uncaught
-from lightning_asyncpp.core.failures.first_cause import POLL_SECONDS, Cause, FirstCause
-from lightning_asyncpp.core.ranks.agreement import broadcast
-from lightning_asyncpp.core.ranks.alike import is_alike
+from lightning_asyncpp.core.first_cause import POLL_SECONDS, AtExit, Cause, FirstCause, uncaught
+from lightning_asyncpp.core.ranks.agreement import broadcast, is_alike
 from lightning_asyncpp.core.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_noise, peer_lost
@@ -34,6 +35,8 @@ TOLD_SECONDS = 2 * POLL_SECONDS
 LEAVE_SECONDS = 30.0
 """How long a rank may take to end after a failure, until it is ended."""
 _STDERR = 2
+_TAG_NEVER_SENT = 6
+_MOMENT = timedelta(milliseconds=1)
 _DECIDING = threading.Lock()
 """Held while the script's thread or the watch's decides who is first; not a watch's own, which can be copied."""
 
@@ -184,7 +187,7 @@ class FailureWatch:
         """
         if self._mesh is not None and self._mesh.groups is not None:
             grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
-            background.run_later(grace, partial(connections.end, self._mesh, self._transport))
+            background.run_later(grace, partial(end_connections, self._mesh, self._transport))
 
     # -- an error of another one ----------------------------------------------------------------------------------
 
@@ -208,11 +211,11 @@ class FailureWatch:
         with _DECIDING:
             if self.failure is None:
                 self.failure = self._unheard = error
-        connections.end(self._mesh, self._transport)
+        end_connections(self._mesh, self._transport)
 
     def _give_up_default_group(self) -> None:
         if self._unheard is not None:
-            connections.leave_default_group()
+            leave_default_group()
 
     # -- the end of the process -----------------------------------------------------------------------------------
 
@@ -290,3 +293,57 @@ def _call(watch: weakref.ref[FailureWatch], method: Callable[..., None], *args: 
 
 def _name(mesh: Mesh, rank: int) -> str:
     return f"rank {rank} (stage {mesh.stage_of(rank)})"
+
+
+def end_connections(mesh: Mesh | None, transport: Transport | None) -> None:
+    """End the connections of a rank, so that nobody waits any more: with its neighbours, and its process groups.
+
+    The groups are of no use afterwards; torch's default group, which later runs start from, is left alone.
+    """
+    if transport is not None:
+        transport.leave_neighbours()
+    if mesh is None or mesh.groups is None:
+        return
+    for group in mesh.groups.on_host():
+        _close(group)
+    for group in mesh.groups.on_devices():
+        _abort(group)
+
+
+def leave_default_group() -> None:
+    """End this rank's waits in torch's default group, too; nothing can be started from it any more."""
+    if dist.is_initialized() and (group := dist.group.WORLD) is not None:
+        config = dist.get_backend_config(group)
+        if "gloo" in config:
+            _close(group)
+        if "nccl" in config:
+            _abort(group)
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    with suppress(KeyError, ValueError):  # nothing used the group any more, and it is gone
+        for rank in dist.get_process_group_ranks(group):
+            if rank != dist.get_rank():
+                _wait_in_vain(group, rank)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """End what is under way in a group on devices, in a thread of its own.
+
+    It may wait for its device, where a message of another group waits for a rank that is gone; and for that one's end.
+    """
+    background.run(lambda: _abort_now(group), "abort")
+
+
+def _abort_now(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # it is gone, or its backend has no such thing
+        group.abort()
+
+
+def _wait_in_vain(group: dist.ProcessGroup, rank: int) -> None:
+    # Gloo closes all connections of a group in which a wait timed out; no call does just that. With a rank that is gone
+    # the wait fails before it begins, and at the very end of a process the group may be gone.
+    with suppress(RuntimeError, ValueError):
+        work = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG_NEVER_SENT)
+        if work is not None:
+            work.wait(_MOMENT)
