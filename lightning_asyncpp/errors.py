@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
 
+E = TypeVar("E", bound=Exception)
+TRACEBACK = "ASYNCPP_TRACEBACK"
+"""Environment variable: anything but nothing has every rank show its traceback."""
+_MARK = "_asyncpp_alike"
+_SHOWN = 100  # characters of an error that another rank shows
+_PRINT_ALONE = ("sys", "torch.")  # modules whose hooks print, and do nothing else
 _PLACE = re.compile(r"\[[^\]]*\.cc:\d+\] ")  # in gloo's source
 _NOISE = re.compile(f"{_PLACE.pattern}|caused pair closure|Connection (closed|reset) by peer")
 _OWN_DEVICE = re.compile("ncclUnhandledCudaError|Cuda failure|CUDA error")  # NCCL found it broken, or without memory
@@ -144,3 +157,39 @@ def is_noise(error: BaseException) -> bool:
 def _essence(error: BaseException) -> str:
     """What gloo says, without the place in its source before it and the advice behind it."""
     return _PLACE.sub("", str(error)).partition(". This is typically caused")[0]
+
+
+def raised_alike(error: E, rank: int) -> E:
+    """Mark an error that all ranks raise, so that a script which it ends shows it once.
+
+    On other ranks than 0 ``sys.excepthook`` is replaced, unless somebody has done so who may want to know of errors.
+
+    Args:
+        error: of this rank.
+        rank: this one.
+
+    Returns:
+        The error.
+    """
+    with suppress(AttributeError, TypeError):  # a class of errors with slots, or of a C extension
+        setattr(error, _MARK, rank)
+    before = sys.excepthook
+    if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
+        sys.excepthook = partial(_show, before)  # its module is functools: it is not replaced again
+    return error
+
+
+def is_alike(error: BaseException | None) -> bool:
+    """Whether all ranks raise it."""
+    return hasattr(error, _MARK)
+
+
+def _show(
+    before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    rank = getattr(error, _MARK, None)
+    if rank is None:
+        before(kind, error, trace)
+        return
+    said = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
+    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {said}\n")  # at once: other ranks write as well

@@ -14,9 +14,8 @@ from torch import nn
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.cli import main
-from lightning_asyncpp.core.ranks.agreement import TRACEBACK, raised_alike
 from lightning_asyncpp.data import DataError
-from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError
+from lightning_asyncpp.errors import TRACEBACK, BatchMismatchError, ConfigurationError, raised_alike
 from lightning_asyncpp.lightning_cli.messages import is_raised_by
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import MuonAdamW

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from lightning_asyncpp.core import background
 from lightning_asyncpp.core.first_cause import POLL_SECONDS, AtExit, Cause, FirstCause, uncaught
-from lightning_asyncpp.core.ranks.agreement import broadcast, is_alike
+from lightning_asyncpp.core.ranks.agreement import broadcast
 from lightning_asyncpp.core.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.core.wire.transport import Transport
-from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_noise, peer_lost
+from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_alike, is_noise, peer_lost
 
 TOLD_SECONDS = 2 * POLL_SECONDS
 """How long a rank that noticed that some rank is gone waits to be told why."""

@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_asyncpp.core.ranks.agreement import TRACEBACK, is_alike
-from lightning_asyncpp.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.errors import TRACEBACK, ConfigurationError, PeerLostError, is_alike
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 

@@ -1,20 +1,14 @@
-"""What all ranks agree on: checks that each must pass, errors that all raise, and the batch after which all end.
+"""What all ranks agree on: checks that each must pass, and the batch after which all end.
 
-What one of them finds, all of them raise; rank 0 shows it in full, where users look, and the others in a line.
+What one of them finds, all of them raise.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
-import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -23,20 +17,14 @@ from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import as_bytes
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
-from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, different_calls, lost_peers
+from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, different_calls, lost_peers, raised_alike
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
-TRACEBACK = "ASYNCPP_TRACEBACK"
-"""Environment variable: anything but nothing has every rank show its traceback."""
 MOST_EXCHANGING = 16
 """Ranks of which each sends its control message to all others."""
 _FINISHED = "finished"
 _MOST = 8  # differences that an error names
 _CONTROL_TAG = 4
-_MARK = "_asyncpp_alike"
-_SHOWN = 100  # characters of an error that another rank shows
-_PRINT_ALONE = ("sys", "torch.")  # modules whose hooks print, and do nothing else
 _REMEDY = "start all ranks with the same script, recipe and arguments"
 
 
@@ -175,42 +163,6 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
     if len(problems) > _MOST:
         problems = [*problems[:_MOST], f"{len(problems) - _MOST} more differ"]
     raise raised_alike(ConfigurationError.from_problems(problems, _REMEDY), mesh.rank)
-
-
-def raised_alike(error: E, rank: int) -> E:
-    """Mark an error that all ranks raise, so that a script which it ends shows it once.
-
-    On other ranks than 0 ``sys.excepthook`` is replaced, unless somebody has done so who may want to know of errors.
-
-    Args:
-        error: of this rank.
-        rank: this one.
-
-    Returns:
-        The error.
-    """
-    with suppress(AttributeError, TypeError):  # a class of errors with slots, or of a C extension
-        setattr(error, _MARK, rank)
-    before = sys.excepthook
-    if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
-        sys.excepthook = partial(_show, before)  # its module is functools: it is not replaced again
-    return error
-
-
-def is_alike(error: BaseException | None) -> bool:
-    """Whether all ranks raise it."""
-    return hasattr(error, _MARK)
-
-
-def _show(
-    before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    rank = getattr(error, _MARK, None)
-    if rank is None:
-        before(kind, error, trace)
-        return
-    said = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
-    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {said}\n")  # at once: other ranks write as well
 
 
 def batches_behind(num_stages: int, micro_batches: int) -> int:

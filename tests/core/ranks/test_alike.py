@@ -7,9 +7,8 @@ import sys
 import pytest
 
 from lightning_asyncpp.core.ranks import agreement
-from lightning_asyncpp.core.ranks.agreement import TRACEBACK, is_alike, raised_alike
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.errors import TRACEBACK, ConfigurationError, is_alike, raised_alike
 
 REFUSED = ConfigurationError.from_problems(["the first " + "word " * 40, "the second"])
 
