@@ -76,18 +76,18 @@ class _Logged:
         name = str(given if isinstance(given, str) else getattr(given, "__name__", "")).lower()
         return name if name in _REDUCTIONS else "mean"
 
-    def value(self) -> Tensor:
-        """That of the whole batch, where the values are."""
+    def together(self) -> tuple[Tensor, Tensor]:
+        """The value of the whole batch and what it stands for, where the values are."""
         device = next((value.device for value in self.values if isinstance(value, Tensor)), torch.device("cpu"))
         wide: dict[str, Any] = {"dtype": torch.float32 if device.type == "mps" else torch.float64, "device": device}
         values = torch.stack([torch.as_tensor(value, **wide).reshape(()) for value in self.values])
-        return _REDUCTIONS[self.reduction](values, torch.tensor(self.weights, **wide)).float()
+        weights = torch.tensor(self.weights, **wide).masked_fill(values.isnan(), 0.0)
+        return _REDUCTIONS[self.reduction](values, weights).float(), weights.sum().float()
 
 
 def _mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean, without values that are NaN where others are not."""
-    missing = values.isnan()
-    return (values * weights).masked_fill(missing, 0.0).sum() / weights.masked_fill(missing, 0.0).sum()
+    """Weighted mean of values that are not NaN, which have no weight."""
+    return (values * weights).masked_fill(values.isnan(), 0.0).sum() / weights.sum()
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -174,13 +174,13 @@ class StepLog:
         self.batch_weight = weight
         batch, self._batch = self._batch, {}
         for name, logged in batch.items():
-            value = logged.value() if logged.values else None
+            value, size = logged.together() if logged.values else (None, None)
             if (metric := logged.metric) is not None:
                 if value is not None:  # its own is that of the last micro-batch
                     vars(metric)["_forward_cache"] = value
                 self._log(name, metric, **logged.options)
             elif value is not None:
-                self._log(name, value, **{**logged.options, "batch_size": sum(logged.weights)})
+                self._log(name, value, **{**logged.options, "batch_size": size})
 
     def receive(self, updates: Sequence[Update]) -> None:
         """Keep what layers counted in the batches of updates, until :meth:`log_counted`."""
