@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.agreement import broadcast, exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
@@ -81,7 +82,8 @@ class _Logged:
         device = next((value.device for value in self.values if isinstance(value, Tensor)), torch.device("cpu"))
         wide: dict[str, Any] = {"dtype": torch.float32 if device.type == "mps" else torch.float64, "device": device}
         values = torch.stack([torch.as_tensor(value, **wide).reshape(()) for value in self.values])
-        weights = torch.tensor(self.weights, **wide).masked_fill(values.isnan(), 0.0)
+        weights = torch.tensor(self.weights, dtype=wide["dtype"]).to(device, non_blocking=True)
+        weights = weights.masked_fill(values.isnan(), 0.0)
         return _REDUCTIONS[self.reduction](values, weights).float(), weights.sum().float()
 
 
@@ -115,7 +117,8 @@ class StepLog:
         self._batch: dict[str, _Logged] = {}
         self._rows: dict[str, _Logged] | None = None  # what a step records into; None outside of steps
         self._weight = 0.0
-        self._counted: dict[str, float] = {}
+        self._counted: list[tuple[int, dict[str, float]]] = []  # mini-batch, and what its layers counted
+        self._shown: list[tuple[str, Reading]] = []  # values for the bar, on their way from the device
 
     def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
         """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone.
@@ -150,6 +153,7 @@ class StepLog:
         self._trainer = None
         self._batch.clear()
         self._counted.clear()
+        self._shown.clear()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -180,20 +184,47 @@ class StepLog:
                     vars(metric)["_forward_cache"] = value
                 self._log(name, metric, **logged.options)
             elif value is not None:
-                self._log(name, value, **{**logged.options, "batch_size": size})
+                options = {**logged.options, "batch_size": size}
+                self._log(name, value, **(self._without_bar(name, value, options) if value.is_cuda else options))
+
+    def _without_bar(self, name: str, value: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """Keep a value from the progress bar, which would wait for the device, until the host has it."""
+        on_step, on_epoch = options.get("on_step"), options.get("on_epoch")
+        assert self._trainer is not None
+        if not options.get("prog_bar") or not (self._trainer.training if on_step is None else on_step):
+            return options
+        self._shown.append((f"{name}_step" if on_epoch else name, Reading([value])))
+        return {**options, "prog_bar": False}
 
     def receive(self, updates: Sequence[Update]) -> None:
-        """Keep what layers counted in the batches of updates, until :meth:`log_counted`."""
+        """Keep what layers counted in the batches of updates, until :meth:`end_batch`."""
         for update in updates:
             if update.message.weight and len(update.message.statistics):
-                self._counted |= self.session.whole_model.statistics.metrics(update.message.statistics)
+                counted = self.session.whole_model.statistics.metrics(update.message.statistics)
+                self._counted.append((update.mini_batch, counted))
+
+    def end_batch(self) -> None:
+        """Log, at the end of a batch, what layers counted, and show what has come from the device."""
+        for name, value in self._counted[-1][1].items() if self._counted and self._mesh.is_last else ():
+            self._log(name, torch.tensor(value), logger=False, on_step=True, on_epoch=False)
+        self.log_counted()
+        late = [shown for shown in self._shown if not shown[1].is_there()]
+        for name, reading in self._shown:
+            if reading.is_there():
+                self._log(name, torch.tensor(reading.get()[0][0]), prog_bar=True, logger=False, on_step=True)
+        self._shown = late
 
     def log_counted(self) -> None:
-        """Log, at the end of a batch, what layers counted in that of the newest update."""
-        counted, self._counted = self._counted, {}
-        if self._mesh.is_last:
-            for name, value in counted.items():
-                self._log(name, torch.tensor(value), on_step=True, on_epoch=False)
+        """Send the loggers what layers counted, each as of the step of its own mini-batch."""
+        trainer, engine = self._trainer, self.session.running()
+        if trainer is None:
+            return
+        first, every = trainer.global_step - engine.mini_batch, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        for mini_batch, counted in self._counted:
+            due = every and (first + mini_batch + 1) % every == 0
+            for logger in trainer.loggers if due and self._mesh.rank == 0 else ():
+                logger.log_metrics({"epoch": trainer.current_epoch, **counted}, step=first + mini_batch)
+        self._counted.clear()
 
     def _take(self, name: str, value: Any, *flags: Any, **options: Any) -> None:
         """What ``module.log`` does while the strategy runs: nothing off the last stage."""

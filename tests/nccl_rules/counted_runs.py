@@ -127,7 +127,7 @@ def count(counted: Counted) -> Found:
         strategy = kind(**{"micro_batches": MICRO_BATCHES, **counted.options})
         trainer = L.Trainer(
             accelerator="cpu", devices=world, strategy=strategy, callbacks=callbacks, max_epochs=1, **quiet,
-            logger=ListLogger() if counted.logs else False, enable_progress_bar=counted.logs, log_every_n_steps=1,
+            logger=ListLogger() if counted.logs else False, enable_progress_bar=counted.logs, log_every_n_steps=1000,
             gradient_clip_val=counted.clip, use_distributed_sampler=False, default_root_dir=folder,
             **counted.trainer,
         )  # fmt: skip

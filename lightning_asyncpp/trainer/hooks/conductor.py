@@ -80,7 +80,7 @@ class Conductor(Callback):
         assert engine is not None
         if must_drain := self._must_drain(trainer, batch_idx, engine):
             self.drain()
-        self.step_log.log_counted()
+        self.step_log.end_batch()
         if must_drain or _plateau_is_due(trainer, batch_idx):
             self.step_log.share_metrics()
         if engine.accumulating:  # an update within the batch may have agreed on a stop: it waits for a whole mini-batch
@@ -102,6 +102,7 @@ class Conductor(Callback):
         """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); end an evaluation if all do."""
         if trainer.training:
             self.drain()
+            self.step_log.log_counted()
             self.step_log.share_metrics()
         else:
             self._stop_evaluation_if_agreed(ends_loader=True, after_batch=False)

@@ -174,7 +174,7 @@ def trajectory(run: Run, evaluations: Evaluations | None, plan: Evaluations) -> 
         "buffers": arrays(dict(module.named_buffers())),
         "losses": [(s, m["train_loss_step"]) for s, m in trainer.loggers[0].records if "train_loss_step" in m],  # type: ignore[attr-defined]
         "epochs": [m["train_loss_epoch"] for _, m in trainer.loggers[0].records if "train_loss_epoch" in m],  # type: ignore[attr-defined]
-        "counted": [(m["samples"], m["busiest"]) for _, m in trainer.loggers[0].records if "busiest" in m],  # type: ignore[attr-defined]
+        "counted": sorted((step, m["busiest"]) for step, m in trainer.loggers[0].records if "busiest" in m),  # type: ignore[attr-defined]
         "batches": module.batches,
         "left_over": draw(),
         "validations": validations,
