@@ -28,7 +28,7 @@ from lightning_asyncpp.trainer import (
     SyncPipelineStrategy,
     TokensPerSecond,
 )
-from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
+from lightning_asyncpp.trainer.batch_ends import after_own_update
 from lightning_asyncpp.version import __version__
 
 if TYPE_CHECKING:

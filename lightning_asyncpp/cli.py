@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import platform
 import sys
 from collections.abc import Sequence
 
+from lightning_asyncpp.dependencies import installed_versions
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.help import FULL_HELP, GROUPS, SUBCOMMANDS, did_you_mean, help_of, overview
 from lightning_asyncpp.lightning_cli.messages import end_with, refuse, say
-from lightning_asyncpp.private_names import installed_versions
 from lightning_asyncpp.version import __version__
 
 __all__ = ["TOOLS", "main", "run"]
 
 _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
-# subcommand -> the module whose main(arguments) runs it
+# subcommand -> the function that runs it with its arguments
 TOOLS = {
-    "check": "lightning_asyncpp.tools.check.check",
-    "checkpoint": "lightning_asyncpp.tools.checkpoint",
-    "doctor": "lightning_asyncpp.tools.doctor",
-    "evaluate": "lightning_asyncpp.tools.evaluate",
-    "export": "lightning_asyncpp.tools.export",
-    "generate": "lightning_asyncpp.tools.generate",
-    "import": "lightning_asyncpp.tools.importing",
-    "plan": "lightning_asyncpp.tools.plan.plan",
-    "prepare": "lightning_asyncpp.tools.prepare",
-    "recipes": "lightning_asyncpp.tools.recipes",
-    "trace": "lightning_asyncpp.tools.trace",
+    "check": "lightning_asyncpp.tools.check.check:main",
+    "checkpoint": "lightning_asyncpp.tools.checkpoint:main",
+    "doctor": "lightning_asyncpp.tools.doctor:main",
+    "evaluate": "lightning_asyncpp.tools.evaluate:main",
+    "export": "lightning_asyncpp.tools.export:main",
+    "generate": "lightning_asyncpp.tools.generate:main",
+    "import": "lightning_asyncpp.tools.export:import_folder",
+    "plan": "lightning_asyncpp.tools.plan.plan:main",
+    "prepare": "lightning_asyncpp.tools.prepare:main",
+    "recipes": "lightning_asyncpp.tools.recipes:main",
+    "trace": "lightning_asyncpp.tools.trace:main",
 }
 
 _HELP = frozenset({"-h", "--help"})
@@ -67,7 +68,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     answer_help(given)
     if given[0] in TOOLS:
         try:
-            importlib.import_module(TOOLS[given[0]]).main(given[1:])
+            pkgutil.resolve_name(TOOLS[given[0]])(given[1:])
         except (OSError, ImportError) as error:  # of a file, or a package, that is not there
             raise ConfigurationError(str(error)) from error
     else:
@@ -122,7 +123,7 @@ def _answer_recipes(given: Sequence[str]) -> None:
     if given[0] != "recipes":
         return
     try:
-        importlib.import_module(TOOLS["recipes"]).main(given[1:])
+        pkgutil.resolve_name(TOOLS["recipes"])(given[1:])
     except (ConfigurationError, OSError) as error:
         refuse(error)
     sys.exit()

@@ -15,11 +15,11 @@ from torch import nn
 from lightning_asyncpp import cli
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import DataError
+from lightning_asyncpp.dependencies import optional_package
 from lightning_asyncpp.errors import TRACEBACK, BatchMismatchError, ConfigurationError, raised_alike
 from lightning_asyncpp.lightning_cli.messages import is_raised_by
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import MuonAdamW
-from lightning_asyncpp.optional_packages import optional_package
 
 RECIPE = str(Path(__file__).parents[1] / "recipes/quickstart.yaml")
 HINT = f"({TRACEBACK}=1 shows where)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.optional_packages import EXTRAS, needed, optional_package
+from lightning_asyncpp.dependencies import EXTRAS, needed, optional_package
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.private_names import PrivateNameError, required
+from lightning_asyncpp.dependencies import PrivateNameError, required
 
 PACKAGE = Path(__file__).parents[1] / "lightning_asyncpp"
 MOST = 28

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.examples import Call
-from lightning_asyncpp.adapt.runs import ModelRuns, Result, compare, equal
+from lightning_asyncpp.adapt.runs import Call, ModelRuns, Result, compare, equal
 from lightning_asyncpp.core.cut.network import class_name
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut
 from lightning_asyncpp.core.tree import leaves_of, map_tensors, tensors_of

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.examples import Call, copied
-from lightning_asyncpp.adapt.runs import untouched
+from lightning_asyncpp.adapt.runs import Call, copied, untouched
 from lightning_asyncpp.core.cut.network import class_name
 from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.errors import ConfigurationError

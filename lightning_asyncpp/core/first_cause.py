@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_asyncpp.core import background
+from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import PeerLostError
-from lightning_asyncpp.private_names import required
 
 POLL_SECONDS = 1.0
 """A thousand ranks that ask so often take a fiftieth of a core where the store is served."""

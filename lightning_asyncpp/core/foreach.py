@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 
+from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.private_names import required
 
 _PURPOSE = "work on many tensors at once"
 divide_ = required(torch, "_foreach_div_", _PURPOSE)

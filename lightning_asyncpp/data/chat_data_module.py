@@ -17,8 +17,8 @@ from lightning_asyncpp.data.chat_examples import Example, Padded, Row, encode, r
 from lightning_asyncpp.data.replica import replica_loader, replica_of, size_of_model
 from lightning_asyncpp.data.token_dataset import default_cache_dir, new_folder, write_split
 from lightning_asyncpp.data.tokenizer import fetch, is_hub_name, load_tokenizer
+from lightning_asyncpp.dependencies import optional_package
 from lightning_asyncpp.errors import DataError
-from lightning_asyncpp.optional_packages import optional_package
 
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader

@@ -24,6 +24,7 @@ from lightning_asyncpp.core.microbatch import Step, UserHooks, or_nan
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems
 from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric.calls import (
     ONE_MODEL_ONE_OPTIMIZER,
@@ -33,7 +34,6 @@ from lightning_asyncpp.fabric.calls import (
     not_set_up,
 )
 from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints, resumable
-from lightning_asyncpp.private_names import required
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.recording import Recorder
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader

@@ -19,11 +19,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
 from lightning_asyncpp.data import DataError, TextDataModule
+from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.arguments import find_own_modules, written_out
 from lightning_asyncpp.lightning_cli.messages import is_raised_by, say, say_what_is_logged
 from lightning_asyncpp.lightning_cli.recipe_parser import RecipeParser
-from lightning_asyncpp.private_names import required
 from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.terminal import PipelineProgressBar
 from lightning_asyncpp.trainer.set_up import trainer_problems

@@ -10,10 +10,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
 
 from lightning_asyncpp.core.checkpoint import CheckpointWriter
 from lightning_asyncpp.core.cut.partition import WHOLE, Partition
@@ -23,12 +25,58 @@ from lightning_asyncpp.core.randomness import seed_of_run
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, broadcast
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import backend_of, join_again, unbind_default_group
-from lightning_asyncpp.core.ranks.rendezvous import use_loopback
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.wire.link import use_loopback
 from lightning_asyncpp.errors import ConfigurationError, lost_peers
-from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
+from lightning_asyncpp.storage import is_sharded, load, local_path, remove_sharded, save_file
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Writes single files so that a crash at any moment leaves the one before, and reads single files and sharded ones.
+
+    What is no path of a file system (``s3://...``) goes the way of :class:`TorchCheckpointIO`.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a file.
+
+        Raises:
+            StorageError: it cannot be written; what had its name is intact.
+        """
+        if storage_options is None and (local := local_path(path)) is not None:
+            save_file(checkpoint, local)
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a file, or a folder that every stage wrote its part of; tensors are on the host.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StorageError: it is none, is damaged, or holds code and ``weights_only`` is not False.
+        """
+        local = local_path(path)
+        if local is None or not local.exists():
+            # Of a URL Lightning would run the code that it holds.
+            return super().load_checkpoint(path, map_location, weights_only is not False)
+        content: dict[str, Any] = load(local, weights_only)
+        return content
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, if it is there."""
+        local = local_path(path)
+        if local is not None and is_sharded(local):
+            remove_sharded(local)
+        else:
+            super().remove_checkpoint(path)
+
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_asyncpp.data.replica import is_litdata, reads_streams, use_replica
-from lightning_asyncpp.private_names import required
+from lightning_asyncpp.dependencies import required
 
 
 class PlaceholderBatch:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp import AsyncPipelineStrategy
 from lightning_asyncpp.core.schedule import StalenessRule
-from lightning_asyncpp.private_names import installed_versions
+from lightning_asyncpp.dependencies import installed_versions
 from lightning_asyncpp.reference import train_reference
 from lightning_asyncpp.tools.parsers import doctor_parser
 

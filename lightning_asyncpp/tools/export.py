@@ -1,22 +1,24 @@
-"""``asyncpp export``: a trained model as a folder that `transformers`, and what reads its files, loads."""
+"""``asyncpp export`` and ``import``: a model as a folder of `transformers`, and such a folder as a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
+import yaml  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor, nn
 
 from lightning_asyncpp.data import hf_tokenizer_files
-from lightning_asyncpp.models import WeightsError
-from lightning_asyncpp.models.hf import new_folder, write_hf
-from lightning_asyncpp.storage import StorageError, is_sharded, load
+from lightning_asyncpp.models import SavedGPT, WeightsError
+from lightning_asyncpp.models.hf import new_folder, read_hf, write_hf
+from lightning_asyncpp.storage import StorageError, is_sharded, load, save_file
 from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer, read_model
-from lightning_asyncpp.tools.parsers import export_parser
+from lightning_asyncpp.tools.parsers import export_parser, import_parser
 from lightning_asyncpp.trainer.hf_model import transformers_package, with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
 
@@ -176,3 +178,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {folder}")
     if tokenizer is None:
         print("Without a tokenizer: the checkpoint holds none; --tokenizer names one.")
+
+
+def import_folder(argv: Sequence[str] | None = None) -> None:
+    """Print the config for a recipe, and write the checkpoint if it is asked for."""
+    arguments = import_parser().parse_args(argv)
+    saved = read_hf(Path(arguments.folder).expanduser())
+    saved.check()
+    if arguments.output is not None:
+        write_checkpoint(saved, Path(arguments.output).expanduser())
+    print("# What the model of a recipe needs; `initial_weights` takes the folder or the checkpoint.")
+    config = asdict(saved.config)
+    shown = {"config": config, "initial_weights": arguments.output or arguments.folder}
+    print(yaml.safe_dump({"model": {"class_path": "lightning_asyncpp.GPTModule", "init_args": shown}}, sort_keys=False))
+
+
+def write_checkpoint(saved: SavedGPT, path: Path) -> None:
+    """Write weights that ``GPTModule`` loads: a checkpoint of the Trainer without a state of training.
+
+    Raises:
+        WeightsError: there is such a file already.
+        StorageError: it cannot be written.
+    """
+    if path.exists():
+        raise WeightsError(f"{path} exists already; name another file, or remove it")
+    content = {
+        "state_dict": {f"model.{name}": saved.tensors[name].float() for name in saved.shapes},
+        # With the class, or LightningCLI takes the config for arguments of LightningModule.
+        "hyper_parameters": {"_class_path": "lightning_asyncpp.GPTModule", "config": asdict(saved.config)},
+        "pytorch-lightning_version": lightning.__version__,
+        "epoch": 0,
+        "global_step": 0,
+    }
+    if saved.tokenizer is not None:
+        content["TextDataModule"] = {"tokenizer": saved.tokenizer}
+    save_file(content, path)

@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_asyncpp.data.corpus import Named, split
 from lightning_asyncpp.data.token_dataset import CHUNK_BYTES, INDEX, finish_token_dataset, joined, token_groups
 from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of_definition
+from lightning_asyncpp.dependencies import optional_package
 from lightning_asyncpp.errors import DataError
-from lightning_asyncpp.optional_packages import optional_package
 from lightning_asyncpp.tools.parsers import prepare_parser
 
 _LINES = (".jsonl", ".ndjson")

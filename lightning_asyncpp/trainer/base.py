@@ -29,11 +29,11 @@ from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder, shuffles
 from lightning_asyncpp.trainer import private
+from lightning_asyncpp.trainer.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.callbacks.terminal import show_stages
 from lightning_asyncpp.trainer.checkpoint import Progress
+from lightning_asyncpp.trainer.conductor import Conductor
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
-from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
-from lightning_asyncpp.trainer.hooks.conductor import Conductor
 from lightning_asyncpp.trainer.set_up import (
     NOTHING_TO_STEP,
     ONE_OPTIMIZER,

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_asyncpp.data.tokenizer import fetch
+from lightning_asyncpp.dependencies import optional_package
 from lightning_asyncpp.errors import ConfigurationError, DataError
-from lightning_asyncpp.optional_packages import optional_package
 
 Task = Literal[
     "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification"

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 
-from lightning_asyncpp.private_names import required
+from lightning_asyncpp.dependencies import required
 
 
 def drop_sigterm_broadcast(trainer: Trainer) -> None:

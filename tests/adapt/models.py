@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.adapt.examples import examples_of
-from lightning_asyncpp.tools.check.report import CheckReport
+from lightning_asyncpp.adapt.runs import examples_of
+from lightning_asyncpp.tools.check.record import CheckReport
 
 _SIZE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99,

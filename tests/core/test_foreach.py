@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.private_names import PrivateNameError
+from lightning_asyncpp.dependencies import PrivateNameError
 
 
 def tensors(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> list[Tensor]:

@@ -26,7 +26,7 @@ from lightning_asyncpp.storage import (
     save_file,
     write_part,
 )
-from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
+from lightning_asyncpp.strategy_parts.mixin import DurableCheckpointIO
 from tests.storage.same import assert_same
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_asyncpp.strategy_parts.checkpoint_io import DurableCheckpointIO
+from lightning_asyncpp.strategy_parts.mixin import DurableCheckpointIO
 
 
 def test_a_file_of_a_url_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch.nn import functional as F
 
-from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
+from lightning_asyncpp.trainer.batch_ends import after_own_update
 from tests.trainer.runs import Net
 
 

@@ -13,8 +13,8 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_asyncpp.core.cut.network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.own_forward import Members, OwnForwardStage, cut_of
 from lightning_asyncpp.core.cut.partition import uniform
+from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.private_names import required
 
 T = TypeVar("T")
 _ONLY_CODE = "code without weights"

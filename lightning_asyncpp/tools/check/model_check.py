@@ -30,9 +30,19 @@ from lightning_asyncpp.core.randomness import random_states, set_random_states
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.tools.check.record import GRADIENT, LOSS, OF_ORDER, Record, Rounding, first_difference
+from lightning_asyncpp.tools.check.record import (
+    EQUAL,
+    EQUAL_BUT_FOR_ORDER,
+    GRADIENT,
+    LOSS,
+    OF_ORDER,
+    CheckReport,
+    Difference,
+    Record,
+    Rounding,
+    first_difference,
+)
 from lightning_asyncpp.tools.check.reference_strategy import BATCH_NORMS, ReferenceStrategy
-from lightning_asyncpp.tools.check.report import EQUAL, EQUAL_BUT_FOR_ORDER, CheckReport, Difference
 from lightning_asyncpp.trainer.strategy import DelayedGradientStrategy
 
 _QUIET: Mapping[str, Any] = {

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import apply_layers, model_problems
+from lightning_asyncpp.dependencies import PrivateNameError
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.private_names import PrivateNameError
 from tests.core.cases import DIM, make_model
 from tests.core.cut.test_units import Layered
 

@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 
 from lightning_asyncpp.core.ranks import rendezvous
-from lightning_asyncpp.core.ranks.rendezvous import INTERFACE_VARIABLE, Listener, call, network_address, use_loopback
+from lightning_asyncpp.core.wire.link import INTERFACE_VARIABLE, Listener, call, network_address, use_loopback
 from lightning_asyncpp.errors import PeerLostError
 
 NCCL = "NCCL_SOCKET_IFNAME"

@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_asyncpp.trainer.hooks.batch_ends import after_own_update
+from lightning_asyncpp.trainer.batch_ends import after_own_update
 from tests.trainer.pool import Pools
 from tests.trainer.projections import Draws, Projected, PutsOtherMemory, Shrinks
 from tests.trainer.reference import assert_equal_weights, joined_weights

@@ -14,7 +14,7 @@ from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.agreement import StopRounds, batches_behind, exchange
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer import private
-from lightning_asyncpp.trainer.hooks.batch_ends import BatchEnds
+from lightning_asyncpp.trainer.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exception
 from lightning_asyncpp.trainer.step_log import StepLog
 
