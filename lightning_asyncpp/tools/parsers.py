@@ -22,12 +22,19 @@ class ToolParser(argparse.ArgumentParser):
     """Ends with what is wrong, and the nearest option; the usage would hide it."""
 
     def __init__(self, **how: Any) -> None:
+        self._names: list[str] = []
         super().__init__(allow_abbrev=False, **how)
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument."""
+        action = super().add_argument(*args, **kwargs)
+        self._names += action.option_strings
+        return action
 
     def error(self, message: str) -> NoReturn:
         """End with code 2."""
         words = message.removeprefix(_UNRECOGNIZED).split() if message.startswith(_UNRECOGNIZED) else []
-        hints = [did_you_mean(word.partition("=")[0], self._option_string_actions) for word in words]
+        hints = [did_you_mean(word.partition("=")[0], self._names) for word in words]
         hint = next(filter(None, hints), "")
         self.exit(2, f"{self.prog}: error: {message}{hint}\n(`{self.prog} --help` lists the options)\n")
 

@@ -14,7 +14,6 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten_with_path
 from typing_extensions import override
 
 _PAGE = "https://lightning-asyncpp.github.io/lightning-asyncpp/concepts/contract/"
@@ -200,9 +199,20 @@ def _kept_by(owner: object) -> Iterator[tuple[str, Tensor]]:
     """Tensors in attributes that are neither parameters nor buffers, also within containers and other modules."""
     for name, value in vars(owner).items():
         if name not in ("_parameters", "_buffers", "_modules"):
-            leaves, _ = tree_flatten_with_path(value.state_dict() if isinstance(value, nn.Module) else value)
-            found = [(f"{type(owner).__name__}.{name}{keystr(path)}", x) for path, x in leaves if isinstance(x, Tensor)]
-            yield from found
+            held = value.state_dict() if isinstance(value, nn.Module) else value
+            yield from _tensors_in(held, f"{type(owner).__name__}.{name}")
+
+
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors within containers, each with the way to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _tensors_in(entry, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, entry in enumerate(value):
+            yield from _tensors_in(entry, f"{path}[{number}]")
 
 
 def first_difference(expected: Record, found: Record, rounding: Rounding | None = None) -> Difference | None:
