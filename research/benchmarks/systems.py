@@ -82,14 +82,16 @@ class _Module(L.LightningModule):
 
 
 class _Clock(L.Callback):
-    """Notes when each mini-batch ends."""
+    """Notes when each mini-batch ends, and its loss."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
+        self.loss: Any = None
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Note the time."""
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        """Note the time, and the loss."""
         self.marks.append(time.perf_counter())
+        self.loss = (outputs or {}).get("loss")  # none where it is not known
 
 
 def _run_trainer(run: Run, system: str) -> RankRun:
@@ -108,7 +110,7 @@ def _run_trainer(run: Run, system: str) -> RankRun:
             enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(_Module(run, meter), run.loader(dist.get_rank() // run.stages))
-    loss = float(trainer.callback_metrics["train_loss"]) if trainer.global_rank == 0 else None
+    loss = None if strategy.batch_weight is None else float(clock.loss)  # of the replica, on its last stage
     return RankRun(system, meter.stage, meter.spans, clock.marks, loss)
 
 

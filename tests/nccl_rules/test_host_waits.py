@@ -115,8 +115,8 @@ def test_what_a_user_adds_is_found(pools: Pools) -> None:
     last, first = pools.run(2, count, Counted("waits"), timeout=120)
     assert added(last) == {
         Wait("mini-batch", "tensor(..., device=)", "lightning/pytorch/trainer/call.py:_call_lightning_module_hook"): 1,
-        Wait("micro-batch", "item", "trainer/base.py:step"): 2 * MICRO_BATCHES,
-        Wait("micro-batch", "mask as index", "trainer/base.py:step"): MICRO_BATCHES,
+        Wait("micro-batch", "item", "trainer/step_log.py:run"): 2 * MICRO_BATCHES,
+        Wait("micro-batch", "mask as index", "trainer/step_log.py:run"): MICRO_BATCHES,
     }
     assert list(added(first).values()) == [1]  # its step ends where the model is called
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_asyncpp import TokensPerSecond
-from lightning_asyncpp.trainer.callbacks import peak_memory as memory
+from lightning_asyncpp.trainer.callbacks import pipeline_monitor as memory
 
 
 def test_under_a_pipeline_they_are_those_of_applied_updates() -> None:

@@ -182,24 +182,6 @@ class Unequal(Net):
         )
 
 
-class LogsTooMuch(Net):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.log_dict({f"value_{i}": float(i) for i in range(129)})
-        return super().training_step(batch, batch_idx)
-
-
-class LogsUnknownReduction(Net):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.log("x", 1.0, reduce_fx=torch.median)
-        return super().training_step(batch, batch_idx)
-
-
-class LogsVector(Net):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.log("x", batch["x"])
-        return super().training_step(batch, batch_idx)
-
-
 class Named(NamedTuple):
     x: Tensor
 

@@ -66,8 +66,6 @@ MODULES = [
     (m.Detached, ["has no gradient"]),
     (m.NoTensors, ["holds no tensor with a batch dimension", "split_batch"]),
     (m.Unequal, ["different first dimensions [4, 8]"]),
-    (m.LogsUnknownReduction, ["reduce_fx='median'", "mean, sum, min, max"]),
-    (m.LogsVector, ["self.log('x', ...) takes a number"]),
     (m.NamedTupleAtTheCut, ["a layer at a cut returned the named tuple Named (layer '0')", "tuples, lists and dict"]),
     (m.Lazy, ["parameters have no shape yet (0.weight, 0.bias, 1.weight, 1.bias)", "run one forward"]),
     (m.CompiledInPlace, ["self.model was compiled as a whole", "layer.compile()"]),
@@ -102,7 +100,7 @@ def test_modules(pools: Pools, module: Any, parts: list[str]) -> None:
     assert_refused(refusals(pools, Run(module)), *parts)
 
 
-@pytest.mark.parametrize("module", [m.CallsTwice, m.ReturnsNone, m.NoTensors, m.LogsVector])
+@pytest.mark.parametrize("module", [m.CallsTwice, m.ReturnsNone, m.NoTensors])
 def test_modules_whose_mistake_shows_on_one_of_three_stages(pools: Pools, module: Any) -> None:
     outcomes = refusals(pools, Run(module), 3)
     assert {outcome.error for outcome in outcomes} == {"ConfigurationError"}
@@ -131,10 +129,6 @@ def test_other_options_on_one_rank(pools: Pools) -> None:
 
 def test_another_size_on_one_rank(pools: Pools) -> None:
     assert_refused(refusals(pools, Run(m.OtherSize)), "the shape of model.", f"on rank 0 and (2, {DIM}) on rank 1")
-
-
-def test_more_names_logged_than_there_is_room_for(pools: Pools) -> None:
-    assert_refused(refusals(pools, Run(m.LogsTooMuch)), "more than 128 names")
 
 
 TRAINERS = [

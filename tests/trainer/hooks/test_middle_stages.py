@@ -154,12 +154,7 @@ class TellsTheLoader(Net):
         loader = self.trainer.train_dataloader
         assert loader.batch_size == 8  # type: ignore[union-attr]
         loader.dataset.x = loader.dataset.x * (1 + self.current_epoch)  # type: ignore[union-attr]
-        loader.pin_memory_device = f"none {self.current_epoch}"  # type: ignore[union-attr]
         assert len(loader) == 5  # type: ignore[arg-type]
-
-    def on_train_epoch_end(self) -> None:
-        found = vars(self.trainer.train_dataloader)
-        assert "pin_memory_device" not in found, "it belongs to the loader itself"
 
 
 def test_hooks_have_the_loader(pools: Pools) -> None:
