@@ -216,9 +216,10 @@ class StepLog:
 
     def log_counted(self) -> None:
         """Send the loggers what layers counted, each as of the step of its own mini-batch."""
-        trainer, engine = self._trainer, self.session.running()
-        if trainer is None:
+        trainer = self._trainer
+        if trainer is None or not self._counted:
             return
+        engine = self.session.running()
         first, every = trainer.global_step - engine.mini_batch, trainer.log_every_n_steps  # type: ignore[attr-defined]
         for mini_batch, counted in self._counted:
             due = every and (first + mini_batch + 1) % every == 0

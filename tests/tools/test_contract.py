@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_asyncpp import ConfigurationError, check_model
-from lightning_asyncpp.tools.check import report
+from lightning_asyncpp.tools.check import record as report
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "contract.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from lightning_asyncpp.core.ranks import rendezvous
+from lightning_asyncpp.core.wire import link as rendezvous
 from lightning_asyncpp.core.wire.link import INTERFACE_VARIABLE, Listener, call, network_address, use_loopback
 from lightning_asyncpp.errors import PeerLostError
 
