@@ -40,6 +40,7 @@ class ControlMessage:
     Attributes:
         weight: sum of the micro-batches' weights over the mini-batch and the replicas.
         norm: 2-norm of the whole gradient over all stages, after division by ``weight``; fp64 sums, rounded to fp32.
+            Gradients are clipped by it in :meth:`~lightning_asyncpp.core.session.PipelineSession.clip`.
         finite: whether every element of the gradient is.
         interrupted: number of ranks that were told to end (SIGTERM).
         finished: number of ranks that want training to stop early.
