@@ -243,7 +243,7 @@ class PipelineStrategyMixin:
         reset_seed()  # as launchers do: what is drawn from the process's generators is the same as in a pipeline
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, in a group that a rank which fails leaves (``failures/failure_watch.py``)."""
+        """Wait for all ranks, in a group that a rank which fails leaves (``core/failure_watch.py``)."""
         self.session.check_failure()
         if (group := self._host_group()) is None:
             super().barrier(*args, **kwargs)  # type: ignore[misc]

@@ -118,6 +118,8 @@ def epoch_values(trainer: Trainer, hook: str) -> list[EpochValue]:
         options["fx"] = meta.fx.partition(".")[0]
         value: Any = metric.value if metric.is_tensor else results._get_cache(metric, on_step=False)
         weight = getattr(metric, "cumulated_batch_size", 1) if metric.is_tensor else None
+        # On the host: other ranks have other devices.
+        weight = weight.cpu() if isinstance(weight, Tensor) else weight
         rows.append(EpochValue(key, options, value.cpu(), weight))
     return rows
 
