@@ -167,7 +167,7 @@ class FailureWatch:
         return self._agreed_end is not None and self._agreed_end()
 
     def _tell(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank; into one that is of another's making put what that one was."""
+        """Tell the others of an error of this rank; a lost peer's gets the first cause as its text."""
         if self._first is None or self._mesh is None:
             return
         is_lost = isinstance(error, PeerLostError) or is_noise(error)
@@ -183,7 +183,7 @@ class FailureWatch:
     def _disconnect_soon(self, error: BaseException) -> None:
         """End this rank's connections in the background, after a grace period if need be.
 
-        Nobody agrees on the loss of a peer, so that is passed on at once; a process that ends needs no grace either.
+        Other errors all ranks may be about to raise alike, and have time to; the loss of a peer is passed on at once.
         """
         if self._mesh is not None and self._mesh.groups is not None:
             grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS

@@ -158,7 +158,7 @@ class Schedule:
         num_stages: number of stages P.
         lookahead: extra micro-batches in flight; hides latency, costs activation memory, and with the least staleness
             freshness.
-        pipeline_rule: when all stages have agreed on an update at the latest, and when all flush.
+        pipeline_rule: by when all stages have agreed on an update, and when all flush.
         staleness: how many micro-batches run on the older weights: :func:`held_back`.
         slack: with ``"least"``, how many more than must.
         shares_with: the first stage that shares a parameter with this one, or this one: it has the gradient of that

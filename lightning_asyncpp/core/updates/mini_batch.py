@@ -302,7 +302,7 @@ class MiniBatch:
         return self._norms
 
     def _is_finite(self) -> bool | Tensor:
-        """Whether the gradient is that this stage counts, on the device where the host does not know."""
+        """Whether what this stage counts of the gradient is finite; on the device where the host does not know."""
         if self.message is not None or not self._norms:
             return all(map(math.isfinite, self.squares.values()))
         finite = torch.stack(list(self._norms.values())).isfinite().all()

@@ -179,8 +179,8 @@ class UpdateQueue:
     def poll(self, next_backward: int | None = None) -> None:
         """Send the gradients of mini-batches whose backwards are all done, and take up what has arrived.
 
-        It waits for nothing, but for what is there or about to be: with one replica on CPUs, for the part of the
-        control message that follows the last gradient from the stage behind.
+        It waits for nothing but, with one replica on CPUs, the part of the control message that follows the last
+        gradient from the stage behind, which is there or about to be.
 
         Messages and shared gradients leave in the order of the mini-batches, which is how their receivers tell them
         apart: what arrives in the meantime for a later one waits for the one before.
@@ -205,7 +205,7 @@ class UpdateQueue:
         self.busy = not in_order or bool(self._dropped or self._leaving)
 
     def apply_held(self) -> None:
-        """Apply the update of the mini-batch before the open one, which has run what it runs on the older weights.
+        """Apply the update of the mini-batch before the open one, once the open one needs the older weights no more.
 
         Raises:
             NonFiniteGradientError: under the policy ``"stop"``, where all have agreed on it.
@@ -278,7 +278,8 @@ class UpdateQueue:
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
 
-        Unclipped, if no mini-batch had any samples yet. (The very first has no delay, so that its norm is known.)
+        A norm of 0, with which nothing is clipped, stands for none: no mini-batch had any samples yet. (The very first
+        has no delay, so that its norm is known.)
 
         It waits for replicas, and for shared gradients. One that is not finite is left alone, or where only the device
         knows by now, zeros take its place: the control message will stop all ranks.

@@ -270,7 +270,7 @@ class Transport:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def announce_end(self) -> None:
-        """Tell the stage after that no activation comes before it, too, is at the end of what it runs; never waits."""
+        """Tell the stage after that no activation comes until it has ended what it runs, too; never waits."""
         if self._after is not None and not self._closed:  # weights may be gathered after a run, which drains, too
             self._after.write(_END, self._sent, [])
 
