@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -21,7 +22,6 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failure_watch import FailureWatch
-from lightning_asyncpp.core.foreach import check_norm_type, clip_by_norm
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.agreement import (
     compare_ranks,
@@ -38,7 +38,7 @@ from lightning_asyncpp.core.stage_optimizer import (
     name_parameters,
 )
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.errors import PeerLostError, ProtocolError
+from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
 
 
 class PipelineSession:
@@ -290,3 +290,36 @@ class PipelineSession:
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"
         return self.mesh
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Refuse norms other than the 2-norm: the control message carries a sum of squares.
+
+    Raises:
+        ConfigurationError: it is another one.
+    """
+    if norm_type != 2.0:
+        raise ConfigurationError(
+            f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
+        )
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Factor of ``torch.nn.utils.clip_grad_norm_`` for a gradient of norm ``norm``."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
+    """Scale the gradients of a stage, as part of one of norm ``norm`` over all stages, to a norm of ``max_norm``."""
+    factor = clip_coefficient(norm, max_norm)
+    if factor < 1.0:
+        # Each on its own: torch._foreach_mul_ would round the factor to bf16 where the gradients are.
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
+    """Limit every element of the gradients that there are: a stage may have none in an update, which torch refuses."""
+    if with_gradient := [parameter for parameter in parameters if parameter.grad is not None]:
+        clip_grad_value_(with_gradient, limit)

@@ -105,7 +105,7 @@ class Conductor(Callback):
             self.step_log.log_counted()
             self.step_log.share_metrics()
         else:
-            self._stop_evaluation_if_agreed(ends_loader=True, after_batch=False)
+            self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Leave out the validation of a run that ends."""
@@ -123,13 +123,13 @@ class Conductor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End after this batch if all ranks do."""
-        self._stop_evaluation_if_agreed(ends_loader=False)
+        self._stop_evaluation_if_agreed(after_batch=True)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """End here if all ranks do."""
-        self._stop_evaluation_if_agreed(ends_loader=True, after_batch=False)
+        self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End a run that all ranks agreed to end; after a failure, let no callback save."""
@@ -146,13 +146,13 @@ class Conductor(Callback):
             self.session.watch.fail(error)
             raise
 
-    def _stop_evaluation_if_agreed(self, ends_loader: bool, after_batch: bool = True) -> None:
+    def _stop_evaluation_if_agreed(self, after_batch: bool) -> None:
+        """End the evaluation if all ranks do: after one of its batches, or else where a loader ends."""
         engine = self.session.running()
         requested = engine.updates.requested.interrupted
-        agreed = after_batch and self._rounds.after_batch(requested)
-        if ends_loader and not agreed:
+        if not after_batch:
             engine.end_evaluation()  # before this rank waits for all others
-        if agreed or (ends_loader and self._rounds.finish(requested)):
+        if self._rounds.after_batch(requested) if after_batch else self._rounds.finish(requested):
             self._is_preempted = True
             raise SIGTERMException
 

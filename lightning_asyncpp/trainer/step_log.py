@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
@@ -118,7 +119,7 @@ class StepLog:
         self._rows: dict[str, _Logged] | None = None  # what a step records into; None outside of steps
         self._weight = 0.0
         self._counted: list[tuple[int, dict[str, float]]] = []  # mini-batch, and what its layers counted
-        self._shown: list[tuple[str, Reading]] = []  # values for the bar, on their way from the device
+        self._shown: deque[tuple[str, Reading]] = deque()  # values for the bar, on their way from the device
 
     def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
         """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone.
@@ -208,11 +209,9 @@ class StepLog:
         for name, value in self._counted[-1][1].items() if self._counted and self._mesh.is_last else ():
             self._log(name, torch.tensor(value), logger=False, on_step=True, on_epoch=False)
         self.log_counted()
-        late = [shown for shown in self._shown if not shown[1].is_there()]
-        for name, reading in self._shown:
-            if reading.is_there():
-                self._log(name, torch.tensor(reading.get()[0][0]), prog_bar=True, logger=False, on_step=True)
-        self._shown = late
+        while self._shown and self._shown[0][1].is_there():
+            name, reading = self._shown.popleft()
+            self._log(name, torch.tensor(reading.get()[0][0]), prog_bar=True, logger=False, on_step=True)
 
     def log_counted(self) -> None:
         """Send the loggers what layers counted, each as of the step of its own mini-batch."""
@@ -253,7 +252,8 @@ class StepLog:
         if self._trainer is None or self._mesh.world_size == 1:
             return
         known = self._trainer.callback_metrics  # replicas compute them together
-        told = broadcast(self._mesh, {name: value.detach().cpu() for name, value in known.items()}, source=0)
+        own = {} if self._mesh.rank else {name: value.detach().cpu() for name, value in known.items()}
+        told = broadcast(self._mesh, own, source=0)
         if self._mesh.rank:
             known.clear()
             known.update(told)
