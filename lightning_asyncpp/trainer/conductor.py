@@ -78,10 +78,11 @@ class Conductor(Callback):
         """Drain if anything that follows needs it; log what layers counted."""
         engine = self.session.engine
         assert engine is not None
+        self._hold_back_stop(trainer)
         if must_drain := self._must_drain(trainer, batch_idx, engine):
             self.drain()
         self.step_log.end_batch()
-        if must_drain or _plateau_is_due(trainer, batch_idx):
+        if must_drain:
             self.step_log.share_metrics()
         if engine.accumulating:  # an update within the batch may have agreed on a stop: it waits for a whole mini-batch
             return
@@ -92,8 +93,19 @@ class Conductor(Callback):
         if engine.updates.agreed.finished:
             self._stopping = trainer.should_stop = True
 
+    def before_saves(self, trainer: L.Trainer) -> None:
+        """Let all ranks know what was logged up to here in this batch, where a checkpoint may be chosen by it."""
+        if _checkpoint_is_due(trainer) or any(map(private.saves_by_time, trainer.checkpoint_callbacks)):
+            self.step_log.share_metrics()
+
     def at_end_of_batch(self, trainer: L.Trainer) -> None:
-        """Hold back a stop that a callback of this rank alone may have decided on, until all ranks know of it."""
+        """Hold back a stop; let all ranks know what a learning rate follows."""
+        self._hold_back_stop(trainer)
+        if _plateau_is_due(trainer):
+            self.step_log.share_metrics()
+
+    def _hold_back_stop(self, trainer: L.Trainer) -> None:
+        """Ask for a stop that this rank alone may have decided on; it comes when all ranks know of it."""
         if trainer.should_stop and not self._stopping:
             trainer.should_stop = False
             self.session.running().updates.requested.finished = True
@@ -180,19 +192,18 @@ class BeforeSaves(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Share it where a checkpoint is due."""
-        if _checkpoint_is_due(trainer):
-            self._conductor.step_log.share_metrics()
+        """Share it, after all callbacks but those that save."""
+        self._conductor.before_saves(trainer)
 
 
 def _checkpoint_is_due(trainer: L.Trainer) -> bool:
     return any(private.checkpoint_is_due(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks)
 
 
-def _plateau_is_due(trainer: L.Trainer, batch_idx: int) -> bool:
+def _plateau_is_due(trainer: L.Trainer) -> bool:
     """Whether a learning rate follows a metric after this batch."""
     waiting = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
-    return any((batch_idx + 1) % config.frequency == 0 for config in waiting)
+    return any((trainer.fit_loop.batch_idx + 1) % config.frequency == 0 for config in waiting)
 
 
 def _is_last(trainer: L.Trainer, batch_idx: int) -> bool:

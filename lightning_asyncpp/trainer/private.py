@@ -54,6 +54,11 @@ def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
     return every > 0 and global_step % every == 0
 
 
+def saves_by_time(callback: Checkpoint) -> bool:
+    """Whether a checkpoint callback may save after any batch, by rank 0's clock."""
+    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+
+
 def before_step_logging(trainer: Trainer, function: Callable[[], None]) -> None:
     """Call a function after all callbacks' end of a batch, before Lightning gives the loggers its values."""
     purpose = "hold back a stop until all ranks know of it"
@@ -109,11 +114,11 @@ def epoch_values(trainer: Trainer, hook: str) -> list[EpochValue]:
     """What this rank has for the epoch, of hooks whose names begin with ``hook``."""
     results, rows = trainer._results, []
     assert results is not None
-    for key, metric in results.valid_items():
+    for key, metric in sorted(results.valid_items()):  # replicas compute metrics together, in one order
         meta = metric.meta
         if not meta.on_epoch or not meta.fx.startswith(hook):
             continue
-        names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+        names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
         options = {name: getattr(meta, name) for name in names} | {"reduce_fx": meta.reduce_fx.__name__}
         options["fx"] = meta.fx.partition(".")[0]
         value: Any = metric.value if metric.is_tensor else results._get_cache(metric, on_step=False)
@@ -129,7 +134,7 @@ def set_epoch_value(trainer: Trainer, row: EpochValue, value: Tensor) -> None:
     results = trainer._results
     assert results is not None
     if row.key not in results:
-        results.log(**row.options, value=value, batch_size=1)
+        results.log(**row.options, value=value, batch_size=1, sync_dist_fn=trainer.strategy.reduce)  # as self.log does
     results[row.key]._computed, results[row.key].has_reset = value, False
 
 

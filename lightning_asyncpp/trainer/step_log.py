@@ -8,6 +8,7 @@ at its end, which replicas put together. Nothing is exchanged inside ``self.log`
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -119,7 +120,8 @@ class StepLog:
         self._rows: dict[str, _Logged] | None = None  # what a step records into; None outside of steps
         self._weight = 0.0
         self._counted: list[tuple[int, dict[str, float]]] = []  # mini-batch, and what its layers counted
-        self._shown: deque[tuple[str, Reading]] = deque()  # values for the bar, on their way from the device
+        self._for_bar: deque[tuple[str, Reading]] = deque()  # values on their way from the device
+        self._epochs_for_bar: set[str] = set()
 
     def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
         """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone.
@@ -154,7 +156,8 @@ class StepLog:
         self._trainer = None
         self._batch.clear()
         self._counted.clear()
-        self._shown.clear()
+        self._for_bar.clear()
+        self._epochs_for_bar.clear()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -177,6 +180,7 @@ class StepLog:
             weight: of the batch.
         """
         self.batch_weight = weight
+        self._show_in_bar()
         batch, self._batch = self._batch, {}
         for name, logged in batch.items():
             value, size = logged.together() if logged.values else (None, None)
@@ -186,16 +190,25 @@ class StepLog:
                 self._log(name, metric, **logged.options)
             elif value is not None:
                 options = {**logged.options, "batch_size": size}
-                self._log(name, value, **(self._without_bar(name, value, options) if value.is_cuda else options))
+                self._log(name, value, **(self._without_bar(name, value, options) if _is_late(value) else options))
 
     def _without_bar(self, name: str, value: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Keep a value from the progress bar, which would wait for the device, until the host has it."""
-        on_step, on_epoch = options.get("on_step"), options.get("on_epoch")
+        """Keep a step's value from the progress bar, which would wait for the device, until the host has it."""
         assert self._trainer is not None
-        if not options.get("prog_bar") or not (self._trainer.training if on_step is None else on_step):
+        if not options.get("prog_bar") or options.get("on_step") is False or not self._trainer.training:
             return options
-        self._shown.append((f"{name}_step" if on_epoch else name, Reading([value])))
+        if options.get("on_epoch"):
+            self._epochs_for_bar.add(f"{name}_epoch")
+            name = f"{name}_step"
+        self._for_bar.append((name, Reading([value])))
         return {**options, "prog_bar": False}
+
+    def _show_in_bar(self) -> None:
+        """Give the bar what has come from the device."""
+        assert self._trainer is not None
+        while self._for_bar and self._for_bar[0][1].is_there():
+            name, reading = self._for_bar.popleft()
+            self._trainer.progress_bar_metrics[name] = reading.get()[0][0]
 
     def receive(self, updates: Sequence[Update]) -> None:
         """Keep what layers counted in the batches of updates, until :meth:`end_batch`."""
@@ -205,13 +218,10 @@ class StepLog:
                 self._counted.append((update.mini_batch, counted))
 
     def end_batch(self) -> None:
-        """Log, at the end of a batch, what layers counted, and show what has come from the device."""
+        """Log, at the end of a batch, what layers counted."""
         for name, value in self._counted[-1][1].items() if self._counted and self._mesh.is_last else ():
             self._log(name, torch.tensor(value), logger=False, on_step=True, on_epoch=False)
         self.log_counted()
-        while self._shown and self._shown[0][1].is_there():
-            name, reading = self._shown.popleft()
-            self._log(name, torch.tensor(reading.get()[0][0]), prog_bar=True, logger=False, on_step=True)
 
     def log_counted(self) -> None:
         """Send the loggers what layers counted, each as of the step of its own mini-batch."""
@@ -267,15 +277,18 @@ class StepLog:
         Args:
             hook: only what was logged in hooks that begin so.
         """
-        if self._trainer is None or self._mesh.world_size == 1:
+        if self._trainer is None:
             return
-        own = private.epoch_values(self._trainer, hook) if self._mesh.is_last else []
-        of_replicas: dict[str, list[private.EpochValue]] = {}
-        for told in exchange(self._mesh, own):
-            for row in told:
+        if self._mesh.world_size > 1:
+            own = private.epoch_values(self._trainer, hook) if self._mesh.is_last else []
+            of_replicas: dict[str, list[private.EpochValue]] = {}
+            for row in itertools.chain.from_iterable(exchange(self._mesh, own)):
                 of_replicas.setdefault(row.key, []).append(row)
-        for rows in of_replicas.values():
-            private.set_epoch_value(self._trainer, rows[0], _over_replicas(rows))
+            for rows in of_replicas.values():
+                private.set_epoch_value(self._trainer, rows[0], _over_replicas(rows))
+        for name in self._epochs_for_bar:
+            self._trainer.progress_bar_metrics[name] = float(self._trainer.callback_metrics[name])
+        self._epochs_for_bar.clear()
 
     def _end_epoch(self, name: str, hook: Callable[[], None]) -> None:
         """Run a hook of the module at the end of an epoch, the last but for those of callbacks that decide."""
@@ -293,6 +306,11 @@ def _over_replicas(rows: list[private.EpochValue]) -> Tensor:
     else:
         value = _REDUCTIONS[first.options["reduce_fx"]](values, values)
     return value.to(first.value.dtype)
+
+
+def _is_late(value: Tensor) -> bool:
+    """Whether the host would wait for a value."""
+    return value.is_cuda
 
 
 def _not_distributed() -> bool:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from torch import nn
 
 from tests.core.cases import DIM
-from tests.trainer.modules import BatchNormNet, NormFirstNet, StopsOnOneRank
+from tests.trainer.modules import BatchNormNet, LogsAtTheEnd, NormFirstNet, StopsOnOneRank
 from tests.trainer.pool import Pools
 from tests.trainer.reference import (
     assert_equal_weights,
@@ -154,10 +154,13 @@ def test_early_stopping_by_step(pools: Pools) -> None:
     assert {result["global_step"] for result in results} == {plain["global_step"]}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_callback_that_stops_on_one_rank_only(pools: Pools, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "hook"), [(0, "on_train_batch_end"), (1, "on_train_batch_end"), (0, "on_train_batch_start")]
+)
+def test_a_callback_that_stops_on_one_rank_only(pools: Pools, rank: int, hook: str) -> None:
     """The wish travels with the control message: all ranks end after a common batch."""
-    run = Run(Net, callbacks=((StopsOnOneRank, {"rank": rank, "batch": 3}),), samples=400, trainer={"max_epochs": 2})
+    stop = (StopsOnOneRank, {"rank": rank, "batch": 3, "hook": hook})
+    run = Run(Net, callbacks=(stop,), samples=400, trainer={"max_epochs": 2}, val_samples=(13,))
     results = pools.run(2, fit, run)
     assert len({result["global_step"] for result in results}) == 1
     assert 4 <= results[0]["global_step"] <= 7
@@ -191,6 +194,15 @@ def test_reduce_on_plateau(pools: Pools, scheduler: str) -> None:
     synchronous = pools.run(2, fit, replace(run, strategy="sync"))
     (plain,) = pools.run(1, fit, replace(run, strategy="plain"))
     assert [result["rates"] for result in synchronous] == [plain["rates"]] * 2
+
+
+def test_a_rate_follows_what_a_callback_logged_in_the_same_batch(pools: Pools) -> None:
+    run = Run(Net, scheduler="plateau-step-late", optimizer="sgd", callbacks=((LogsAtTheEnd, {}),))
+    (plain,) = pools.run(1, fit, replace(run, strategy="plain"))
+    for strategy in ("async", "sync"):
+        assert [result["rates"] for result in pools.run(2, fit, replace(run, strategy=strategy))] == [
+            plain["rates"]
+        ] * 2
 
 
 # -- BatchNorm ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_asyncpp import PipelineProgressBar
+from lightning_asyncpp import AsyncPipelineStrategy, PipelineProgressBar
+from lightning_asyncpp.trainer import step_log
 
 FIGURES = {
     "gradient_staleness_stage_17": 0.25, "val_loss": 2.5, "bubble": 0.21, "tokens_per_second": 123456.0, "mfu": 0.4,
@@ -88,3 +89,44 @@ def test_a_wide_terminal_shows_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert re.findall(r"([\w/]+)=", last)[:4] == ["loss", "tok/s", "bubble", "val"]
     assert "mfu=40%" in last
     assert "gradient_staleness_stage_17=0.2500" in last
+
+
+class NotesTheBar(L.Callback):
+    """Notes what the bar and other callbacks find after each batch, and at the end of the epoch."""
+
+    def __init__(self) -> None:
+        self.bars: list[dict[str, float]] = []
+        self.others: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.bars.append(dict(trainer.progress_bar_metrics))  # type: ignore[arg-type]
+        self.others.append(float(trainer.callback_metrics["loss"]))
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.bars.append(dict(trainer.progress_bar_metrics))  # type: ignore[arg-type]
+
+
+class LogsLoss(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))  # type: ignore[assignment]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.log("loss", float(batch_idx), prog_bar=True, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_value_that_comes_late_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar shows it a batch later; callbacks have it at once; the epoch's is there at its end."""
+    monkeypatch.setattr(step_log, "_is_late", lambda value: True)
+    noting = NotesTheBar()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=AsyncPipelineStrategy(micro_batches=1), max_epochs=1, logger=False,
+        limit_train_batches=4, limit_val_batches=0, enable_checkpointing=False, enable_model_summary=False,
+        enable_progress_bar=False, callbacks=[noting],
+    )  # fmt: skip
+    trainer.fit(LogsLoss())
+    assert [bar.get("loss_step") for bar in noting.bars] == [None, 0.0, 1.0, 2.0, 2.0]
+    assert noting.others == [0.0, 1.0, 2.0, 3.0]
+    assert noting.bars[-1]["loss_epoch"] == 1.5

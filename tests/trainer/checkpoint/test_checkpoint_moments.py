@@ -78,6 +78,17 @@ def test_checkpoints_by_time(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(joined_weights(resumed, 2), joined_weights(whole, 2))
 
 
+def test_the_best_by_time(pools: Pools, tmp_path: Path) -> None:
+    """All ranks know what the batch logged, although it drains nowhere."""
+    options = {"train_time_interval": timedelta(microseconds=1), "monitor": "train_loss"}
+    run = Run(Net, trainer={"enable_checkpointing": True}, callbacks=(saving(tmp_path, **options),))
+    results = pools.run(2, fit, run)
+    losses = results[0]["losses"]
+    best = f"step={1 + losses.index(min(losses))}.ckpt"
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [best]
+    assert [[Path(path).name for path in result["monitors"]] for result in results] == [[best]] * 2
+
+
 @pytest.mark.parametrize(
     ("trainer", "validated"),
     [
