@@ -45,11 +45,13 @@ class Figures:
 
     Attributes:
         milliseconds: per mini-batch in the steady state, without warm-up and the last mini-batch; of the slowest rank.
+        processor: milliseconds of processor time per micro-batch in it, all threads, the mean over ranks.
         utilisation: share of that time inside forwards and backwards, on the busiest stage; empty if not recorded.
         losses: of the last mini-batch, the mean over replicas; empty where none is computed.
     """
 
     milliseconds: list[float]
+    processor: list[float]
     utilisation: list[float]
     losses: list[float]
 
@@ -57,12 +59,14 @@ class Figures:
     def of(cls, run: Run, repeats: Sequence[Sequence[RankRun]]) -> Figures:
         """Of all repeats of a system."""
         first, last = run.warm_up - 1, run.warm_up - 1 + run.mini_batches
-        figures = cls([], [], [])
+        figures = cls([], [], [], [])
         for ranks in repeats:
-            seconds = max(rank.marks[last] - rank.marks[first] for rank in ranks)
+            seconds = max(rank.clock.marks[last] - rank.clock.marks[first] for rank in ranks)
             figures.milliseconds.append(seconds / run.mini_batches * 1e3)
+            busy = statistics.fmean(rank.clock.processor[last] - rank.clock.processor[first] for rank in ranks)
+            figures.processor.append(busy / run.mini_batches / run.micro_batches * 1e3)
             if all(rank.spans for rank in ranks):
-                shares = [utilisation(rank.spans, rank.marks[first], rank.marks[last]) for rank in ranks]
+                shares = [utilisation(rank.spans, rank.clock.marks[first], rank.clock.marks[last]) for rank in ranks]
                 figures.utilisation.append(max(shares))
             if losses := [rank.loss for rank in ranks if rank.loss is not None]:
                 figures.losses.append(statistics.fmean(losses))
@@ -73,14 +77,14 @@ def print_comparison(run: Run, measured: dict[str, list[list[RankRun]]]) -> None
     """The table, and the figures of every repeat in a file where one is given."""
     figures = {system: Figures.of(run, repeats) for system, repeats in measured.items()}
     print_table(["system", "ms per mini-batch", "utilisation", "gain over 1F1B", "of the floor", "time over async",
-                 "loss"], [_row(system, figures) for system in figures])  # fmt: skip
+                 "processor ms per micro-batch", "loss"], [_row(system, figures) for system in figures])  # fmt: skip
     print(describe_machine())
     if run.csv:
         with open(run.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(["system", "repeat", "milliseconds", "utilisation", "loss"])
+            writer.writerow(["system", "repeat", "milliseconds", "processor", "utilisation", "loss"])
             for system, own in figures.items():
-                columns = zip_longest(own.milliseconds, own.utilisation, own.losses)
+                columns = zip_longest(own.milliseconds, own.processor, own.utilisation, own.losses)
                 writer.writerows([system, repeat, *row] for repeat, row in enumerate(columns))
 
 
@@ -95,6 +99,7 @@ def _row(system: str, figures: dict[str, Figures]) -> list[str]:
         Spread.of(gain).text(2) if gain else "",
         Spread.of(of_floor).text(3) if of_floor else "",
         Spread.of(longer).percent() if longer else "",
+        Spread.of(own.processor).text(2),
         Spread.of(own.losses).text(4) if own.losses else "",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -108,6 +109,24 @@ class Run:
 
 
 @dataclass
+class Clock:
+    """When each mini-batch ended in this process.
+
+    Attributes:
+        marks: in seconds of ``time.perf_counter``.
+        processor: in seconds of this process on a processor, all threads.
+    """
+
+    marks: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+
+    def mark(self) -> None:
+        """A mini-batch ends."""
+        self.marks.append(time.perf_counter())
+        self.processor.append(time.process_time())
+
+
+@dataclass
 class RankRun:
     """What one process measured of one system in one repeat.
 
@@ -115,12 +134,12 @@ class RankRun:
         system: what ran.
         stage: that the process had; -1 if its layers record nothing.
         spans: when its forwards and backwards ran, in seconds of ``time.perf_counter``.
-        marks: when each mini-batch ended here.
+        clock: when each mini-batch ended here.
         loss: of the last mini-batch, where it is known.
     """
 
     system: str
     stage: int
     spans: list[Span]
-    marks: list[float]
+    clock: Clock
     loss: float | None

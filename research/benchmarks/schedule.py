@@ -79,7 +79,7 @@ def _draw(run: Schedule, measured: dict[str, list[list[RankRun]]]) -> None:
     panels, lengths = [], []
     for system, title in titles.items():
         ranks = sorted(measured[system][0], key=lambda rank: rank.stage)
-        start, end = ranks[0].marks[run.warm_up - 1], ranks[0].marks[run.warm_up - 1 + shown]
+        start, end = ranks[0].clock.marks[run.warm_up - 1], ranks[0].clock.marks[run.warm_up - 1 + shown]
         panels.append(Panel(title, [rank.spans for rank in ranks], start))
         lengths.append(end - start)
     title = f"Measured: {run.stages} stages, {run.micro_batches} micro-batches per mini-batch"

@@ -8,7 +8,6 @@ the gradients of inputs and weights apart promise no bubble only where a forward
 from __future__ import annotations
 
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch.distributed import pipelining
 
 from lightning_asyncpp import AsyncPipelineStrategy, PipelineMonitor, PipelineTrace, SyncPipelineStrategy
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
-from research.benchmarks.run import RankRun, Run
+from research.benchmarks.run import Clock, RankRun, Run
 from research.benchmarks.stages import Meter
 
 OURS: dict[str, dict[str, Any]] = {
@@ -81,22 +80,22 @@ class _Module(L.LightningModule):
         return self.run.make_optimizer(self)
 
 
-class _Clock(L.Callback):
+class _Notes(L.Callback):
     """Notes when each mini-batch ends, and its loss."""
 
     def __init__(self) -> None:
-        self.marks: list[float] = []
+        self.clock = Clock()
         self.loss: Any = None
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """Note the time, and the loss."""
-        self.marks.append(time.perf_counter())
+        self.clock.mark()
         self.loss = (outputs or {}).get("loss")  # none where it is not known
 
 
 def _run_trainer(run: Run, system: str) -> RankRun:
     """One of our strategies as users run it: an ordinary Trainer that loads, logs and clips."""
-    meter, clock = Meter(), _Clock()
+    meter, notes = Meter(), _Notes()
     if system == "sync":
         strategy: Any = SyncPipelineStrategy(micro_batches=run.micro_batches, data_parallel_size=run.replicas)
     else:
@@ -105,13 +104,13 @@ def _run_trainer(run: Run, system: str) -> RankRun:
     with _recorders(run, system) as recorders, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
-            **_machine(run), strategy=strategy, callbacks=[clock, *recorders], gradient_clip_val=run.max_norm,
+            **_machine(run), strategy=strategy, callbacks=[notes, *recorders], gradient_clip_val=run.max_norm,
             max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(_Module(run, meter), run.loader(dist.get_rank() // run.stages))
-    loss = None if strategy.batch_weight is None else float(clock.loss)  # of the replica, on its last stage
-    return RankRun(system, meter.stage, meter.spans, clock.marks, loss)
+    loss = None if strategy.batch_weight is None else float(notes.loss)  # of the replica, on its last stage
+    return RankRun(system, meter.stage, meter.spans, notes.clock, loss)
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def _machine(run: Run) -> dict[str, Any]:
 
 def _run_fabric(run: Run, system: str) -> RankRun:
     """Our asynchronous strategy in a plain loop, as torch's schedules run."""
-    meter, marks = Meter(), []
+    meter, clock = Meter(), Clock()
     strategy = FabricStrategy(micro_batches=run.micro_batches, lookahead=run.lookahead)
     fabric = L.Fabric(**_machine(run), strategy=strategy)
     fabric.launch()
@@ -144,14 +143,14 @@ def _run_fabric(run: Run, system: str) -> RankRun:
     for batch in run.batches():
         loss = strategy.training_step(lambda piece: run.loss(model(piece[0]), piece[1]), batch)
         optimizer.step()
-        marks.append(time.perf_counter())
+        clock.mark()
     strategy.flush()
-    return RankRun(system, meter.stage, meter.spans, marks, None if loss is None else float(loss))
+    return RankRun(system, meter.stage, meter.spans, clock, None if loss is None else float(loss))
 
 
 def _run_floor(run: Run, system: str) -> RankRun:
     """The same forwards, backwards and updates in every process alone: no neighbour, no Trainer, no waiting."""
-    meter, stage, marks = Meter(), dist.get_rank(), []
+    meter, stage, clock = Meter(), dist.get_rank(), Clock()
     layer = run.make_chunk(meter, stage, stage, run.stages)
     optimizer = run.make_optimizer(layer)
     for inputs, targets in run.batches():
@@ -159,8 +158,8 @@ def _run_floor(run: Run, system: str) -> RankRun:
         for x, y in zip(inputs.split(run.rows), targets.split(run.rows), strict=True):
             (run.loss(layer(x.requires_grad_()), y) / run.micro_batches).backward()
         optimizer.step()
-        marks.append(time.perf_counter())
-    return RankRun(system, meter.stage, meter.spans, marks, None)
+        clock.mark()
+    return RankRun(system, meter.stage, meter.spans, clock, None)
 
 
 def _run_schedule(run: Run, system: str) -> RankRun:
@@ -172,7 +171,7 @@ def _run_schedule(run: Run, system: str) -> RankRun:
     reductions: list[Any] = [
         dist.new_group([r * run.stages + s for r in range(run.replicas)]) for s in range(run.stages)
     ]
-    meter, marks, losses = Meter(), [], list[Tensor]()
+    meter, clock, losses = Meter(), Clock(), list[Tensor]()
     indices = chunks_of(system, stage, run.stages)
     count = run.stages * len(indices)
     chunks = nn.ModuleList(run.make_chunk(meter, stage, i, count, system in _SPLIT_BACKWARD) for i in indices)
@@ -190,9 +189,9 @@ def _run_schedule(run: Run, system: str) -> RankRun:
         if run.replicas > 1:
             _average_gradients(chunks, reductions[stage], run.replicas)
         optimizer.step()
-        marks.append(time.perf_counter())
+        clock.mark()
     loss = float(torch.stack(losses).detach().mean()) if is_last else None
-    return RankRun(system, meter.stage, meter.spans, marks, loss)
+    return RankRun(system, meter.stage, meter.spans, clock, loss)
 
 
 def _make_stage(run: Run, chunk: nn.Module, index: int, count: int, group: Any) -> pipelining.PipelineStage:

@@ -16,7 +16,7 @@ from lightning_asyncpp.core.trace import Span
 from research.benchmarks import link, optimizer, time_to_loss
 from research.benchmarks.ideal import make_schedules, steady_state
 from research.benchmarks.report import Figures, Spread
-from research.benchmarks.run import RankRun, Run
+from research.benchmarks.run import Clock, RankRun, Run
 from research.benchmarks.schedule import Schedule
 from research.benchmarks.stages import Meter, SleepingLayer, Sleeps, jitter_factor
 from research.benchmarks.systems import chunks_of
@@ -176,6 +176,7 @@ def test_chunks_sleep_for_their_part_of_the_stage_under_the_same_jitter() -> Non
 def test_figures_leave_out_the_warm_up_and_the_last_mini_batch() -> None:
     run = Run(stages=1, warm_up=1, mini_batches=2, repeats=1)
     spans = [Span(Kind.FORWARD, 0, 0.0, 1.5), Span(Kind.BACKWARD, 0, 2.0, 2.5)]
-    ranks = [RankRun("x", 0, spans, [1.0, 2.0, 3.0, 9.0], 0.5), RankRun("x", 0, spans, [1.0, 2.0, 3.0, 9.0], 1.5)]
-    assert Figures.of(run, [ranks]) == Figures([1000.0], [0.5], [1.0])
+    clock = Clock([1.0, 2.0, 3.0, 9.0], [0.0, 0.5, 1.0, 5.0])
+    ranks = [RankRun("x", 0, spans, clock, 0.5), RankRun("x", 0, spans, clock, 1.5)]
+    assert Figures.of(run, [ranks]) == Figures([1000.0], [500.0 / run.micro_batches], [0.5], [1.0])
     assert Spread.of([3.0, 1.0, 2.0]).text(1) == "2.0 [1.0-3.0]"
