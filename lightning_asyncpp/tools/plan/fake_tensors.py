@@ -112,7 +112,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = sum(self._note(tensor) for tensor in tensors_of(result))
-        if made or func._schema.is_mutable:
+        if made or func.overloadpacket.__name__.endswith("_"):  # in place
             self._moved += made + sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
         if (formula := FORMULAS.get(func.overloadpacket)) is not None:
             self._flops += formula(*args, **kwargs, out_val=result)
