@@ -170,7 +170,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         Raises:
             StorageError: it cannot be written; what had its name is intact.
         """
-        # Only loaders that keep a state take one up; the pipeline's entry has what theirs are.
+        # Lightning's entry is of rank 0's loaders alone; ours, of all ranks', is in the pipeline's entry.
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
         if _CURRENT in checkpoint and self._averages_weights():  # the averages are of this stage, by the callback
             checkpoint["state_dict"] = self.checkpoints.collected(checkpoint["state_dict"])

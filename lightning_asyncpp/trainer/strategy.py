@@ -17,7 +17,7 @@ from lightning_asyncpp.trainer.base import PipelineStrategy
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
-    """Asynchronous pipeline parallelism: no flush, gradients as fresh as PipeDream-2BW can have them.
+    """Asynchronous pipeline parallelism without a flush: PipeDream-2BW, of which only a share of a gradient is old.
 
     Raises:
         ConfigurationError: when training starts, on every rank, with every problem that was found.
