@@ -57,25 +57,10 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
     else:
         return None
     # A model may have rows that pad its matrices, but only who trained it can know that.
-    check_vocabulary(saved, tokenizer.vocab_size, exactly=saved.tokenizer is None, what="the tokenizer")
-    return tokenizer
-
-
-def check_vocabulary(saved: SavedGPT, vocab_size: int, exactly: bool, what: str) -> None:
-    """Compare a vocabulary with the model's.
-
-    Args:
-        saved: the model.
-        vocab_size: number of token ids.
-        exactly: whether the model may not have more.
-        what: has this vocabulary.
-
-    Raises:
-        WeightsError: they differ; with both numbers.
-    """
-    model = saved.config.vocab_size
-    if vocab_size > model or (exactly and vocab_size != model):
+    needed, has = tokenizer.vocab_size, saved.config.vocab_size
+    if needed > has or (saved.tokenizer is None and needed != has):
         raise WeightsError(
-            f"{what} has {vocab_size} token ids, and {saved.origin} has vocab_size={model}: it was trained on other"
+            f"the tokenizer has {needed} token ids, and {saved.origin} has vocab_size={has}: it was trained on other"
             " tokens"
         )
+    return tokenizer
