@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch import Tensor
 from lightning_asyncpp.models.architectures import ARCHITECTURES, Architecture, name_there
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import TRAINING_ONLY, SavedGPT, WeightsError, expected_shapes, values_of
-from lightning_asyncpp.storage import replace_durably
+from lightning_asyncpp.storage import written_beside
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -203,19 +201,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         WeightsError: there is something of that name.
+        StorageError: it cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already; name another folder, or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with written_beside(folder) as temporary:
+        temporary.mkdir()
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp keeps other users out, and safetensors does
         for file in temporary.iterdir():
-            file.chmod(0o644)
-        replace_durably(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            file.chmod(0o644)  # safetensors keeps other users out
 
 
 def _check_tie(model: SavedGPT) -> None:

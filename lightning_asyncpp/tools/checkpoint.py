@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.checkpoint import PIPELINE
 from lightning_asyncpp.core.tree import tensors_of
-from lightning_asyncpp.storage import StorageError, is_sharded, load, read_index, save_file, usual_mode, written_beside
+from lightning_asyncpp.storage import StorageError, is_sharded, load, read_index, save_file, written_beside
 from lightning_asyncpp.tools.parsers import checkpoint_parser
 
 _OF_PIPELINE = (
@@ -65,10 +65,11 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
     if output.suffix != ".safetensors":
         save_file(dict(weights), output)
         return
-    with written_beside(output) as partial, usual_mode(partial):
+    with written_beside(output) as partial:
         # The format has no tensors that share memory.
         own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
         save_safetensors(own, partial)
+        partial.chmod(0o644)  # safetensors lets nobody else read it
 
 
 @contextmanager
