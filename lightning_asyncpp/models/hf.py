@@ -182,7 +182,6 @@ def write_hf(
     """
     architecture = architecture_of(model.config)
     model.check()
-    _check_tie(model)
     with new_folder(folder) as temporary:
         dtype = dtype or _widest_dtype(model, architecture)
         save_torch_state_dict(dict(_tensors(model, architecture, dtype)), temporary, max_shard_size=max_shard_bytes)
@@ -210,17 +209,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         for file in temporary.iterdir():
             file.chmod(0o644)  # safetensors keeps other users out
-
-
-def _check_tie(model: SavedGPT) -> None:
-    if not model.config.tie_embeddings:
-        return
-    embedding, head = model.tensors["embedding.token.weight"], model.tensors["head.weight"]
-    if not torch.equal(embedding, head):
-        raise WeightsError(
-            f"{model.origin}: tie_embeddings=True, and embedding.token.weight and head.weight differ by up to "
-            f"{float((embedding.float() - head.float()).abs().max()):.3g}; only one of them could be written"
-        )
 
 
 def _tensors(model: SavedGPT, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -8,9 +8,9 @@ import torch
 
 from lightning_asyncpp.data import Tokenizer
 from lightning_asyncpp.data.tokenizer import prompt_tokens
-from lightning_asyncpp.models import WeightsError
+from lightning_asyncpp.models import WeightsError, open_saved
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
-from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer, read_model
+from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer
 from lightning_asyncpp.tools.parsers import generate_parser
 
 _UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are not all there
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = generate_parser().parse_args(argv)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    saved = read_model(arguments)
+    saved = open_saved(arguments.model)
     tokenizer = find_tokenizer(saved, arguments.tokenizer)
     if tokenizer is None:
         raise WeightsError(f"{saved.origin} holds no tokenizer; name it: --tokenizer byte, or a tokenizer.json")

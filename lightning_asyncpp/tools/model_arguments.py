@@ -1,43 +1,17 @@
-"""The model and the tokenizer that the arguments of the commands on saved models name."""
+"""The tokenizer and the dtype that the arguments of the commands on saved models name."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from jsonargparse import get_loader
 
 from lightning_asyncpp.data import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.data.tokenizer import end_of_text_in, load_tokenizer
-from lightning_asyncpp.models import GPTConfig, SavedGPT, WeightsError, open_saved
-from lightning_asyncpp.models.saved import config_of_values
+from lightning_asyncpp.models import SavedGPT, WeightsError
 from lightning_asyncpp.tools.parsers import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
-
-
-def read_model(arguments: Namespace) -> SavedGPT:
-    """Open the model that the arguments name.
-
-    Raises:
-        WeightsError: there is none.
-    """
-    return open_saved(arguments.model, None if arguments.config is None else read_config(Path(arguments.config)))
-
-
-def read_config(path: Path) -> GPTConfig:
-    """Read a GPT's config from a file with its fields, or from a recipe that has them under ``model``.
-
-    Raises:
-        WeightsError: it holds none.
-    """
-    content = get_loader("yaml")(path.read_text(encoding="utf-8"))  # as `asyncpp fit` reads it: 1e-5 is a number
-    for key in ("model", "init_args", "config"):
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    return config_of_values(content, str(path))
 
 
 def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:

@@ -64,10 +64,6 @@ def _add_model(parser: ToolParser) -> None:
         "model", help="a checkpoint of the Trainer or of Fabric, or a folder with config.json and safetensors"
     )
     parser.add_argument(
-        "--config",
-        help="YAML or JSON file with the fields of GPTConfig, or a recipe, for a checkpoint that does not hold them",
-    )
-    parser.add_argument(
         "--tokenizer", help="'byte' or a tokenizer.json, for a checkpoint that does not hold its tokenizer"
     )
 
