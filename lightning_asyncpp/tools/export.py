@@ -17,7 +17,7 @@ from lightning_asyncpp.data import hf_tokenizer_files
 from lightning_asyncpp.models import SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.hf import new_folder, read_hf, write_hf
 from lightning_asyncpp.storage import StorageError, is_sharded, load, save_file
-from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer
+from lightning_asyncpp.tools.generate import DTYPES, find_tokenizer
 from lightning_asyncpp.tools.parsers import export_parser, import_parser
 from lightning_asyncpp.trainer.hf_model import transformers_package, with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
