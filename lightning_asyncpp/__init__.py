@@ -26,7 +26,6 @@ from lightning_asyncpp.trainer import (
     PipelineTrace,
     SampleText,
     SyncPipelineStrategy,
-    TokensPerSecond,
 )
 from lightning_asyncpp.trainer.batch_ends import after_own_update
 from lightning_asyncpp.version import __version__
@@ -74,7 +73,6 @@ __all__ = [
     "PipelineTrace",
     "SampleText",
     "SyncPipelineStrategy",
-    "TokensPerSecond",
     "__version__",
     "after_own_update",
     "apply_layers",

@@ -23,7 +23,6 @@ TOOLS = {
     "check": "lightning_asyncpp.tools.check.check:main",
     "checkpoint": "lightning_asyncpp.tools.checkpoint:main",
     "doctor": "lightning_asyncpp.tools.doctor:main",
-    "evaluate": "lightning_asyncpp.tools.evaluate:main",
     "export": "lightning_asyncpp.tools.export:main",
     "generate": "lightning_asyncpp.tools.generate:main",
     "import": "lightning_asyncpp.tools.export:import_folder",

@@ -15,7 +15,6 @@ import pickle
 import re
 import secrets
 import shutil
-import stat
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -49,33 +48,6 @@ def replace_durably(written: Path, name: Path) -> None:
     sync(name.parent)
     if written.parent != name.parent:
         sync(written.parent)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file; one of that name stays what it is until the new one is on the disk.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        partial.write_bytes(content)
-        replace_durably(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def usual_mode(file: Path) -> Iterator[None]:
-    """Let others read a file that is written meanwhile as they may read any new file; safetensors lets nobody else.
-
-    Raises:
-        OSError: there can be no such file.
-    """
-    file.touch()
-    mode = stat.S_IMODE(file.stat().st_mode)
-    yield
-    file.chmod(mode)
 
 
 def make_folder(path: Path) -> None:
@@ -113,13 +85,9 @@ def sync(path: Path) -> None:
 
 INDEX = "index.json"
 """Names the files that belong to a sharded checkpoint."""
-PART = re.compile(r"[0-9a-f]{12}-stage-\d{4,}\.pt")
-"""Names of files of a sharded checkpoint: of a save, and a stage."""
-_INTERRUPTED = re.compile(rf"\.{re.escape(INDEX)}\.[0-9a-f]{{8}}")
+PART = re.compile(rf"[0-9a-f]{{12}}-(stage-\d{{4,}}\.pt|{re.escape(INDEX)})")
+"""Names of files of a sharded checkpoint: of a save, and a stage; or an index that is not in its place yet."""
 _PARTIAL = ".partial"  # ends the names of files and folders that are not complete
-_ARCHIVE, _PICKLE = b"PK\3\4", b"\x80"
-_SAFETENSORS = ".safetensors"
-_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 
 class StorageError(OSError):
@@ -151,7 +119,7 @@ def read_file(path: Path, weights_only: bool | None = None) -> Any:
         StorageError: there is none, it is damaged, or it holds code.
     """
     try:
-        if path.suffix == _SAFETENSORS:
+        if path.suffix == ".safetensors":
             return load_safetensors(path)
         with path.open("rb") as file:
             # torch opens a file twice; by this name it is the same one, also where a run replaces it meanwhile.
@@ -166,7 +134,7 @@ def read_file(path: Path, weights_only: bool | None = None) -> Any:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Write a file under another name, and give it its own at the end; nothing is left behind otherwise.
+    """Write a file or folder under another name, and give it its own at the end; nothing is left behind otherwise.
 
     Raises:
         StorageError: what runs inside fails to write, the renaming fails, or ``path`` is a folder of something else.
@@ -206,7 +174,7 @@ def remove_leftovers(path: Path) -> None:
 def foreign_files(folder: Path) -> list[str]:
     """What is in a folder that no sharded checkpoint consists of; nothing if there is no such folder."""
     names = os.listdir(folder) if is_folder(folder) else []
-    return sorted(n for n in names if n != INDEX and not PART.fullmatch(n) and not _INTERRUPTED.fullmatch(n))
+    return sorted(n for n in names if n != INDEX and not PART.fullmatch(n))
 
 
 def check_replaceable(path: Path) -> None:
@@ -224,8 +192,7 @@ def not_written(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be written."""
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     kind = "" if isinstance(error, StorageError) else f"{type(error).__name__}: "
-    before = "; what has that name is as complete as it was" if os.path.lexists(path) else ""
-    return StorageError(f"the checkpoint {path} could not be written: {kind}{reason}{before}")
+    return StorageError(f"the checkpoint {path} could not be written: {kind}{reason}")
 
 
 def unreadable(path: Path, error: BaseException) -> StorageError:
@@ -234,31 +201,16 @@ def unreadable(path: Path, error: BaseException) -> StorageError:
         return StorageError(f"there is no checkpoint {path}")
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # such as of places that a file has not
         return StorageError(f"{path} cannot be read ({error.strerror})")
-    # Of a text torch would advise to run its code, and of other things it says what its unpickler stumbled over.
-    if path.is_file() and (found := _looks_wrong(path)):
-        return StorageError(f"{path} is damaged or no checkpoint: {found}")
-    reason = next(iter(_COLOURS.sub("", str(error)).strip().splitlines()), repr(error))
-    if isinstance(error, pickle.UnpicklingError):
+    if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the code
         return StorageError(
-            f"{path} cannot be read without running code that it may hold: {reason}. If it is yours and you trust it,"
-            " pass weights_only=False to what loads it in Python"
+            f"{path} cannot be read without running code that it may hold, or is damaged. If it is yours and you trust"
+            " it, pass weights_only=False to what loads it in Python"
         )
+    reason = next(iter(str(error).strip().splitlines()), repr(error))
     return StorageError(f"{path} is damaged or no checkpoint: {type(error).__name__}: {reason}")
 
 
-def _looks_wrong(path: Path) -> str:
-    """Why a file is neither a zip archive nor a pickle, which are what torch writes; nothing if it looks like one."""
-    with path.open("rb") as file:
-        start = file.read(len(_ARCHIVE))
-    if not start:
-        return "it is empty"
-    if path.suffix == _SAFETENSORS or start[:1] == _PICKLE or zipfile.is_zipfile(path):
-        return ""
-    return "its end is missing" if start == _ARCHIVE else "it does not begin as a file of torch does"
-
-
-FORMAT = "lightning_asyncpp.sharded"
-VERSION = 2
+FORMAT = "lightning_asyncpp.sharded.2"
 
 
 class Target(NamedTuple):
@@ -327,16 +279,9 @@ def read_index(folder: Path) -> dict[str, int]:
         index = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise unreadable(folder / INDEX, error) from error
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise StorageError(f"{folder / INDEX} is not the index of a sharded checkpoint of this package")
-    if index.get("version") != VERSION:
-        raise StorageError(
-            f"{folder} has version {index.get('version')!r} of the sharded format, and this release reads {VERSION}:"
-            " use the release that wrote it"
-        )
-    files = index.get("files")
+    files = index.get("files") if isinstance(index, dict) and index.get("format") == FORMAT else None
     if not isinstance(files, dict) or not files or not all(map(PART.fullmatch, files)):
-        raise StorageError(f"{folder / INDEX} is damaged or no checkpoint: it does not name files of this folder")
+        raise StorageError(f"{folder / INDEX} is not the index of a sharded checkpoint that this release reads")
     return files
 
 
@@ -393,12 +338,14 @@ def commit(target: Target, files: Mapping[str, int]) -> None:
         StorageError: it cannot be written, or a file is not there; the checkpoint is what it was.
     """
     path, folder = Path(target.path), Path(target.folder)
-    index = {"format": FORMAT, "version": VERSION, "files": dict(files)}
+    index = {"format": FORMAT, "files": dict(files)}
     try:
         if missing := [name for name in files if not (folder / name).is_file()]:
             raise StorageError(f"{', '.join(missing)} is not there: all machines must see the same folder")
         sync(folder)  # before the index: it must not outlive the loss of power alone
-        write_durably(folder / INDEX, json.dumps(index, indent=2).encode())
+        written = folder / f"{target.save}-{INDEX}"
+        written.write_text(json.dumps(index, indent=2))
+        replace_durably(written, folder / INDEX)
         if folder != path:
             replace_durably(folder, path)
     except OSError as error:

@@ -54,8 +54,10 @@ def test_what_a_class_in_place_of_a_name_refuses(capsys: pytest.CaptureFixture[s
 
 
 def test_what_a_callback_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused("fit", RECIPE, "--trainer.callbacks+=TokensPerSecond", "--trainer.callbacks.window=0") == 2
-    assert capsys.readouterr().err.endswith("asyncpp: error: window=0: must be at least 1\n")
+    assert refused("fit", RECIPE, "--trainer.callbacks+=PipelineMonitor", "--trainer.callbacks.window=0") == 2
+    assert capsys.readouterr().err.endswith(
+        "error: PipelineMonitor needs numbers of at least 1: window=0, every_n_batches=10\n"
+    )
     with pytest.raises(ValueError, match=r"^this number is refused$") as caught:
         main(["fit", RECIPE, f"--trainer.callbacks+={__name__}.Refusing"])
     assert caught.traceback[-1].name == "__init__"

@@ -159,7 +159,6 @@ SHORTENED = [
     ["check", *RECIPE, "--stage=2"],
     ["checkpoint", "info", "x.ckpt", "--jso"],
     ["doctor", "--timeou=3"],
-    ["evaluate", "x.ckpt", "--data", "x", "--batch-siz=2"],
     ["export", "x.ckpt", "--output", "x", "--devic=cpu"],
     ["generate", "x.ckpt", "--max-token=3"],
     ["import", "x", "--outpu=y"],

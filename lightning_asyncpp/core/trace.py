@@ -339,12 +339,3 @@ def utilisation(spans: Iterable[Span], start: float, end: float) -> float:
     """Return the share of the time from ``start`` to ``end`` inside forwards and backwards."""
     seconds = seconds_by_kind(spans, start, end)
     return sum(seconds.get(kind, 0.0) for kind in WORK) / (end - start)
-
-
-def hidden_share(spans: Iterable[Span]) -> float | None:
-    """Return the share of the time in which updates were pending that the stage did not wait; None without updates."""
-    pending = waited = 0.0
-    for span in spans:
-        pending += span.end - span.start if span.kind is Beside.PENDING else 0.0
-        waited += span.end - span.start if span.kind is Wait.AGREEMENT else 0.0
-    return max(0.0, 1 - waited / pending) if pending > 0 else None

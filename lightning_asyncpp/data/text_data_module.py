@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,22 +12,26 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 
-from lightning_asyncpp.data.corpus import TEXT_PATTERNS, find_text_files
+from lightning_asyncpp.data.corpus import LIBRARIES, TEXT_PATTERNS, TextFile, find_text_files, split
 from lightning_asyncpp.data.replica import replica_loader, replica_of, size_of_model
 from lightning_asyncpp.data.token_dataset import (
-    TextSource,
     TokenSource,
     count_sequences,
     default_cache_dir,
     existing_tokens,
     is_token_source,
     is_uri,
+    prepared_tokens,
+    write_token_dataset,
 )
 from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_asyncpp.errors import DataError
 
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader
+
+_FORMAT = 3  # of a prepared folder; raised whenever an older one must not be taken for a new one
+_log = logging.getLogger(__name__)
 
 
 class TextDataModule(L.LightningDataModule):
@@ -90,7 +97,7 @@ class TextDataModule(L.LightningDataModule):
         self.val_source = val_source
         self.patterns = tuple(patterns)
         self.max_bytes = max_bytes
-        self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.num_workers = num_workers
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -143,8 +150,19 @@ class TextDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Tokenise the text unless that was done before; once per node."""
-        if not is_token_source(self.source):
-            self._text().prepare()
+        if is_token_source(self.source):
+            return
+        files = find_text_files(self.source, self.patterns, self.max_bytes)
+        folder = self._folder(files)
+        if folder.exists():
+            return
+        _log.info("preparing tokens of %s (%d files) in %s", self.source, len(files), folder)
+        train, validation = split(files, self.val_fraction)
+        if self.tokenizer_name == "bpe" and self.expected_vocab_size is not None:
+            tokenizer = Tokenizer.train((file.read() for file in train), self.expected_vocab_size)
+        else:
+            tokenizer = load_tokenizer(self.tokenizer_name or "byte")
+        write_token_dataset(folder, train, validation, tokenizer)
 
     def setup(self, stage: str | None = None) -> None:
         """Find the token dataset, and compare it with the arguments and the trainer's model.
@@ -152,8 +170,13 @@ class TextDataModule(L.LightningDataModule):
         Raises:
             DataError: it is missing or damaged, or does not fit them.
         """
-        is_text = not is_token_source(self.source)
-        self.tokens = self._text().prepared() if is_text else existing_tokens(self.source, self.val_source)
+        if is_token_source(self.source):
+            self.tokens = existing_tokens(self.source, self.val_source)
+        else:
+            folder = self._folder(find_text_files(self.source, self.patterns, self.max_bytes))
+            if not folder.is_dir():
+                raise DataError(f"{folder} is not prepared. Call prepare_data() before setup(), on every node")
+            self.tokens = prepared_tokens(folder)
         self._check_length(self.tokens)
         self._check_vocabulary(self.tokens)
         # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before. Tokens that
@@ -206,7 +229,7 @@ class TextDataModule(L.LightningDataModule):
         # One folder per process: litdata deletes chunks behind a reader, and counts the other readers by world size,
         # where the other stages of a replica do not appear.
         rank = 0 if self.trainer is None else self.trainer.global_rank
-        folder = (self.cache_dir or default_cache_dir()) / "streamed" / f"rank-{rank}"
+        folder = self.cache_dir / "streamed" / f"rank-{rank}"
         folder.mkdir(parents=True, exist_ok=True)
         return str(folder)
 
@@ -215,21 +238,19 @@ class TextDataModule(L.LightningDataModule):
             raise DataError("the data is not set up; call prepare_data() and setup() first, or give it to a Trainer")
         return self.tokens
 
-    def _text(self) -> TextSource:
-        return TextSource(
-            self.source,
-            self.patterns,
-            self.tokenizer_name or "byte",
-            self.expected_vocab_size,
-            self.val_fraction,
-            self.max_bytes,
-            self.cache_dir or default_cache_dir(),
-        )
+    def _folder(self, files: Sequence[TextFile]) -> Path:
+        """The folder for tokens of text: named after the documents' names and contents, and the tokenizer."""
+        name = self.tokenizer_name or "byte"
+        given = f"bpe-{self.expected_vocab_size}" if name == "bpe" else load_tokenizer(name).fingerprint
+        name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
+        digests = [(file.name, hashlib.sha256(file.path.read_bytes()).hexdigest()) for file in files]
+        digest = hashlib.sha256(json.dumps([_FORMAT, digests, given, self.val_fraction]).encode()).hexdigest()
+        return self.cache_dir / f"{name.encode(errors='replace').decode()}-{digest[:16]}"
 
     def _check_length(self, tokens: TokenSource) -> None:
-        for split in (tokens.train, tokens.validation):
-            if split is not None and not is_uri(split):
-                _check_sequences(split, self.sequence_length, 1)
+        for folder in (tokens.train, tokens.validation):
+            if folder is not None and not is_uri(folder):
+                _check_sequences(folder, self.sequence_length, 1)
         known = size_of_model(self.trainer, "context_length")
         if known is not None and self.context_length > known:
             raise DataError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -19,17 +17,15 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lightning_asyncpp.data.corpus import LIBRARIES, TextFile, find_text_files, split
+from lightning_asyncpp.data.corpus import TextFile
 from lightning_asyncpp.data.replica import replica_environment
-from lightning_asyncpp.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_asyncpp.data.tokenizer import Tokenizer
 from lightning_asyncpp.errors import DataError
 
 CHUNK_BYTES = 64 * 2**20
 INDEX = "index.json"
 METADATA = "metadata.json"
-_FORMAT = 3  # of a prepared folder; raised whenever an older one must not be taken for a new one
 _GROUP = 256
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -175,65 +171,6 @@ class TokenSource:
     """Prepared folder with the metadata and the tokenizer; ``None`` for a dataset that others wrote."""
     metadata: Metadata | None = None
     """What is known about the dataset; ``None`` if nothing is."""
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """Text, and all that decides the tokens made of it."""
-
-    source: str
-    """A folder, or a key of `LIBRARIES`."""
-    patterns: tuple[str, ...]
-    """Globs of the files to take."""
-    tokenizer: str
-    """``"byte"``, ``"bpe"``, or what :func:`.load_tokenizer` takes."""
-    vocab_size: int | None
-    """Number of token ids of a vocabulary to be trained."""
-    val_fraction: float
-    """Share of the files that are kept for validation."""
-    max_bytes: int | None
-    """Most bytes of text to take."""
-    cache_dir: Path
-    """Where prepared datasets are kept."""
-
-    def prepare(self) -> None:
-        """Write the token dataset unless it is there; all text is read for its name.
-
-        Raises:
-            DataError: the text cannot be read.
-        """
-        files = find_text_files(self.source, self.patterns, self.max_bytes)
-        folder = self._folder(files)
-        if folder.exists():
-            return
-        _log.info("preparing tokens of %s (%d files) in %s", self.source, len(files), folder)
-        train, validation = split(files, self.val_fraction)
-        if self.tokenizer == "bpe":
-            assert self.vocab_size is not None
-            tokenizer = Tokenizer.train((file.read() for file in train), self.vocab_size)
-        else:
-            tokenizer = load_tokenizer(self.tokenizer)
-        write_token_dataset(folder, train, validation, tokenizer)
-
-    def prepared(self) -> TokenSource:
-        """Return the prepared token dataset.
-
-        Raises:
-            DataError: it is not there.
-        """
-        folder = self._folder(find_text_files(self.source, self.patterns, self.max_bytes))
-        if not folder.is_dir():
-            raise DataError(f"{folder} is not prepared. Call prepare_data() before setup(), on every node")
-        return prepared_tokens(folder)
-
-    def _folder(self, files: Sequence[TextFile]) -> Path:
-        """The folder of the token dataset: named after the documents' names and contents, and the tokenizer."""
-        given = f"bpe-{self.vocab_size}" if self.tokenizer == "bpe" else load_tokenizer(self.tokenizer).fingerprint
-        name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
-        digests = [(file.name, hashlib.sha256(file.path.read_bytes()).hexdigest()) for file in files]
-        content = json.dumps([_FORMAT, digests, given, self.val_fraction])
-        readable = name.encode(errors="replace").decode()
-        return self.cache_dir / f"{readable}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def is_uri(source: str) -> bool:

@@ -90,17 +90,6 @@ class Tokenizer:
         """Text of ``tokens`` (length,), special tokens left out; what is no valid text is replaced."""
         return str(self.backend.decode(tokens.tolist()))
 
-    def byte_lengths(self) -> Tensor | None:
-        """Bytes of text that each id stands for, 0 for special ones: (vocab_size,) int64; ``None`` if nobody knows."""
-        if not isinstance(self.backend.decoder, decoders.ByteLevel):  # there a character of a token is a byte
-            return None
-        lengths = torch.zeros(self.vocab_size, dtype=torch.int64)
-        for token, index in self.backend.get_vocab(with_added_tokens=True).items():
-            lengths[index] = len(token)
-        for index, added in self.backend.get_added_tokens_decoder().items():
-            lengths[index] = 0 if added.special else len(added.content.encode())
-        return lengths
-
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and what ends a document beside it if that is unusual."""
         self.backend.save(str(folder / "tokenizer.json"))

@@ -48,7 +48,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "export": "write a model as a folder of Hugging Face transformers",
         "import": "read such a folder: its config, and its weights as a checkpoint",
         "generate": "let a checkpoint write",
-        "evaluate": "measure a checkpoint on tokens, in one process",
         "checkpoint": "look into one (info), write it in another form (convert)",
     },
 }

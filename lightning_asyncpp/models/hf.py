@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch import Tensor
 from lightning_asyncpp.models.architectures import ARCHITECTURES, Architecture, name_there
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import TRAINING_ONLY, SavedGPT, WeightsError, expected_shapes, values_of
-from lightning_asyncpp.storage import replace_durably
+from lightning_asyncpp.storage import written_beside
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -184,7 +182,6 @@ def write_hf(
     """
     architecture = architecture_of(model.config)
     model.check()
-    _check_tie(model)
     with new_folder(folder) as temporary:
         dtype = dtype or _widest_dtype(model, architecture)
         save_torch_state_dict(dict(_tensors(model, architecture, dtype)), temporary, max_shard_size=max_shard_bytes)
@@ -203,30 +200,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         WeightsError: there is something of that name.
+        StorageError: it cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already; name another folder, or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with written_beside(folder) as temporary:
+        temporary.mkdir()
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp keeps other users out, and safetensors does
         for file in temporary.iterdir():
-            file.chmod(0o644)
-        replace_durably(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _check_tie(model: SavedGPT) -> None:
-    if not model.config.tie_embeddings:
-        return
-    embedding, head = model.tensors["embedding.token.weight"], model.tensors["head.weight"]
-    if not torch.equal(embedding, head):
-        raise WeightsError(
-            f"{model.origin}: tie_embeddings=True, and embedding.token.weight and head.weight differ by up to "
-            f"{float((embedding.float() - head.float()).abs().max()):.3g}; only one of them could be written"
-        )
+            file.chmod(0o644)  # safetensors keeps other users out
 
 
 def _tensors(model: SavedGPT, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

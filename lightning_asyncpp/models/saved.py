@@ -277,21 +277,12 @@ def _config(path: Path, values: Mapping[str, Any] | None) -> GPTConfig:
     if values is None:
         raise WeightsError(
             f'{path} says nothing of the model\'s shape: it has no hyper-parameters of a GPTModule and no "config"; '
-            'give --config FILE, or save it, fabric.save(path, {"model": model, "config": dataclasses.asdict(config)})'
+            'save it, fabric.save(path, {"model": model, "config": dataclasses.asdict(config)})'
         )
-    return config_of_values(values, str(path))
-
-
-def config_of_values(values: Mapping[str, Any], origin: str) -> GPTConfig:
-    """A config from its fields.
-
-    Raises:
-        WeightsError: there is none with them.
-    """
     try:
         return GPTConfig(**values)
     except (TypeError, ValueError) as error:
-        raise WeightsError(f"{origin} holds the config of another model: {error}") from error
+        raise WeightsError(f"{path} holds the config of another model: {error}") from error
 
 
 def _tokenizer(content: Mapping[str, Any]) -> str | None:

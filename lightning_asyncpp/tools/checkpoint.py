@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.checkpoint import PIPELINE
 from lightning_asyncpp.core.tree import tensors_of
-from lightning_asyncpp.storage import StorageError, is_sharded, load, read_index, save_file, usual_mode, written_beside
+from lightning_asyncpp.storage import StorageError, is_sharded, load, read_index, save_file, written_beside
 from lightning_asyncpp.tools.parsers import checkpoint_parser
 
 _OF_PIPELINE = (
@@ -65,10 +65,11 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
     if output.suffix != ".safetensors":
         save_file(dict(weights), output)
         return
-    with written_beside(output) as partial, usual_mode(partial):
+    with written_beside(output) as partial:
         # The format has no tensors that share memory.
         own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
         save_safetensors(own, partial)
+        partial.chmod(0o644)  # safetensors lets nobody else read it
 
 
 @contextmanager
@@ -108,16 +109,14 @@ def describe(path: Path) -> dict[str, Any]:
         "dtypes": dict(elements.most_common()),
         "lightning_version": _plain(entries.get(_LIGHTNING)),
         "files": read_index(path) if is_sharded(path) else None,
-        "bytes": _bytes_of(entries),
         "bytes_on_disk": size_on_disk(path),
     }
 
 
 def table(facts: Mapping[str, Any]) -> str:
-    """The facts, a line for each that is known; numbers of bytes are indented."""
-    lines = [(name, value) for name, value in facts.items() if value not in (None, {}) and name != "bytes"]
-    lines += [(f"  {name}", f"{size:,} bytes") for name, size in facts["bytes"].items()]
-    return "\n".join(f"{name:<26}{', '.join(v) if isinstance(v, dict) else v}" for name, v in lines)
+    """The facts, a line for each that is known."""
+    known = {name: value for name, value in facts.items() if value not in (None, {})}
+    return "\n".join(f"{name:<20}{', '.join(v) if isinstance(v, dict) else v}" for name, v in known.items())
 
 
 def size_on_disk(path: Path) -> int:
@@ -180,13 +179,6 @@ def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]
     weights = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
     prefix = "model." if writer_of(entries) == "Trainer" and all(key.startswith("model.") for key in weights) else ""
     return {key.removeprefix(prefix): value for key, value in weights.items()}
-
-
-def _bytes_of(entries: Mapping[str, Any]) -> dict[str, int]:
-    """How large the tensors of each entry are, and of each that a pipeline added; those of shared names count once."""
-    parts = {name: value for name, value in entries.items() if name != PIPELINE}
-    parts |= {f"{PIPELINE}/{name}": value for name, value in entries.get(PIPELINE, {}).items()}
-    return {str(name): size for name, part in parts.items() if (size := sum(t.nbytes for t in _distinct(part)))}
 
 
 def _distinct(content: Any) -> list[Tensor]:

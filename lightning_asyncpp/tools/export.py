@@ -14,10 +14,10 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor, nn
 
 from lightning_asyncpp.data import hf_tokenizer_files
-from lightning_asyncpp.models import SavedGPT, WeightsError
+from lightning_asyncpp.models import SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.hf import new_folder, read_hf, write_hf
 from lightning_asyncpp.storage import StorageError, is_sharded, load, save_file
-from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer, read_model
+from lightning_asyncpp.tools.generate import DTYPES, find_tokenizer
 from lightning_asyncpp.tools.parsers import export_parser, import_parser
 from lightning_asyncpp.trainer.hf_model import transformers_package, with_adapters
 from lightning_asyncpp.trainer.hf_module import SAVED
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not has_tokenizer:
             print(f"Without a tokenizer: that of {trained.model_id} is not on this machine; --tokenizer names one.")
         return
-    saved = read_model(arguments)
+    saved = open_saved(arguments.model)
     tokenizer = find_tokenizer(saved, arguments.tokenizer)
     files = {} if tokenizer is None else hf_tokenizer_files(tokenizer, saved.config.context_length)
     end = None if tokenizer is None else tokenizer.end_of_document

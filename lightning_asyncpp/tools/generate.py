@@ -1,18 +1,19 @@
-"""``asyncpp generate``: text that a saved model writes, as it comes."""
+"""``asyncpp generate``: text that a saved model writes, as it comes, with the tokenizer that it was trained with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
-from lightning_asyncpp.data import Tokenizer
-from lightning_asyncpp.data.tokenizer import prompt_tokens
-from lightning_asyncpp.models import WeightsError
+from lightning_asyncpp.data import Tokenizer, tokenizer_of_definition
+from lightning_asyncpp.data.tokenizer import end_of_text_in, load_tokenizer, prompt_tokens
+from lightning_asyncpp.models import SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
-from lightning_asyncpp.tools.model_arguments import DTYPES, find_tokenizer, read_model
-from lightning_asyncpp.tools.parsers import generate_parser
+from lightning_asyncpp.tools.parsers import DTYPE_NAMES, generate_parser
 
+DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 _UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are not all there
 
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = generate_parser().parse_args(argv)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    saved = read_model(arguments)
+    saved = open_saved(arguments.model)
     tokenizer = find_tokenizer(saved, arguments.tokenizer)
     if tokenizer is None:
         raise WeightsError(f"{saved.origin} holds no tokenizer; name it: --tokenizer byte, or a tokenizer.json")
@@ -44,6 +45,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     for text in stream(tokenizer, tokens, prompt):
         print(text, end="", flush=True)
     print()
+
+
+def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
+    """The tokenizer that a model was trained with, as far as anybody says so.
+
+    Args:
+        saved: the model.
+        given: what the user says, in place of what it was saved with.
+
+    Raises:
+        WeightsError: its vocabulary is not the model's; with both sizes.
+    """
+    if given is not None:
+        tokenizer = load_tokenizer(given)
+    elif saved.tokenizer is not None:
+        tokenizer = tokenizer_of_definition(saved.tokenizer, end_of_text_in(Path(saved.origin)))
+    else:
+        return None
+    # A model may have rows that pad its matrices, but only who trained it can know that.
+    needed, has = tokenizer.vocab_size, saved.config.vocab_size
+    if needed > has or (saved.tokenizer is None and needed != has):
+        raise WeightsError(
+            f"the tokenizer has {needed} token ids, and {saved.origin} has vocab_size={has}: it was trained on other"
+            " tokens"
+        )
+    return tokenizer
 
 
 def stream(tokenizer: Tokenizer, tokens: Iterator[int], prompt: Sequence[int] = ()) -> Iterator[str]:

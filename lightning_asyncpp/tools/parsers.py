@@ -64,40 +64,8 @@ def _add_model(parser: ToolParser) -> None:
         "model", help="a checkpoint of the Trainer or of Fabric, or a folder with config.json and safetensors"
     )
     parser.add_argument(
-        "--config",
-        help="YAML or JSON file with the fields of GPTConfig, or a recipe, for a checkpoint that does not hold them",
-    )
-    parser.add_argument(
         "--tokenizer", help="'byte' or a tokenizer.json, for a checkpoint that does not hold its tokenizer"
     )
-
-
-def _add_execution(parser: ToolParser) -> None:
-    """Add where and how the model is computed."""
-    parser.add_argument("--device", default="cpu", help="where the model runs: cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument(
-        "--dtype", default="float32", choices=DTYPE_NAMES, help="of the weights while it runs (default: float32)"
-    )
-
-
-def evaluate_parser() -> ToolParser:
-    """Of ``asyncpp evaluate``."""
-    parser = ToolParser(
-        prog="asyncpp evaluate",
-        description="Measure a saved model on tokens, in one process: the loss that the Trainer's validation reports.",
-    )
-    _add_model(parser)
-    parser.add_argument("--data", required=True, help="folder of text or of tokens, 'stdlib', or a URI of tokens")
-    parser.add_argument(
-        "--split", default="validation", choices=("validation", "train", "all"), help="which part (default: validation)"
-    )
-    parser.add_argument("--val-fraction", type=float, help="share of text files to validate on (default: 0.1)")
-    parser.add_argument("--context-length", type=count, help="tokens per sequence (default: the model's)")
-    parser.add_argument("--batch-size", type=count, help="sequences per batch")
-    parser.add_argument("--limit-batches", type=count, help="most batches to evaluate")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
-    _add_execution(parser)
-    return parser
 
 
 def export_parser() -> ToolParser:
@@ -136,7 +104,10 @@ def generate_parser() -> ToolParser:
     parser.add_argument("--top-p", type=float, help="draw among those that together have this probability")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token every time")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    _add_execution(parser)
+    parser.add_argument("--device", default="cpu", help="where the model runs: cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=DTYPE_NAMES, help="of the weights while it runs (default: float32)"
+    )
     return parser
 
 
@@ -284,7 +255,6 @@ PARSERS: dict[str, Callable[[], ToolParser]] = {
     "check": check_parser,
     "checkpoint": checkpoint_parser,
     "doctor": doctor_parser,
-    "evaluate": evaluate_parser,
     "export": export_parser,
     "generate": generate_parser,
     "import": import_parser,

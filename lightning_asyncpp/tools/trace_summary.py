@@ -70,7 +70,6 @@ class Summary:
         ideal_step: seconds per mini-batch of the schedule with the stages' median times and nothing else.
         balance: time of the busiest stage in forwards and backwards over the mean of all stages; 1 is even.
         layers: of each stage.
-        violations: microbatches that ran on other weights than the schedule prescribes, in words.
         notes: what a reader should know of the recording.
     """
 
@@ -81,7 +80,6 @@ class Summary:
     ideal_step: float | None
     balance: float
     layers: Sequence[int]
-    violations: Sequence[str]
     notes: Sequence[str]
 
     @property
@@ -110,8 +108,7 @@ def summarise(run: RecordedRun) -> Summary:
     return Summary(
         run.seconds, (batches.start, batches.stop - 1), rows, _total(rows),
         max(known) if len(known) == len(paces) else None, max(busy) / (statistics.fmean(busy) or 1.0),
-        [stage.meta.layers for stage in run.replicas()[0]],
-        [problem for rank in run.ranks for problem in violations(rank)], run.notes,
+        [stage.meta.layers for stage in run.replicas()[0]], run.notes,
     )  # fmt: skip
 
 
@@ -124,19 +121,6 @@ def ideal_of(stages: Sequence[RankTrace]) -> Pace | None:
         [stage.meta.schedule for stage in stages], stages[0].micro_batches,
         lambda stage, _: forward[stage] or 0.0, lambda stage, _: backward[stage] or 0.0,
     )  # fmt: skip
-
-
-def violations(rank: RankTrace) -> list[str]:
-    """Return which microbatches did not run on the weights that the stage's schedule prescribes."""
-    rule, found = rank.meta.schedule.stage_rule, []
-    for span in rank.of(*WORK):
-        promised = rule.version(*rank.places[span.index])
-        if span.version != promised:
-            found.append(
-                f"{rank.meta.name}: {NAMES[span.kind]} {span.index} of mini-batch {rank.mini_batch(span)} ran on"
-                f" W{span.version}, not on W{promised}"
-            )
-    return found
 
 
 def _row(run: RecordedRun, rank: RankTrace, ideal: float | None) -> Row:
@@ -189,7 +173,7 @@ def table(run: RecordedRun, summary: Summary) -> str:
     explained = f"Per cent of the elapsed time; busy and the causes after ideal add up to 100. {meanings}."
     rows = [head, rule, *lines, *([rule, total] if len(lines) > 1 else [])]
     return "\n".join(
-        [headline(run, summary), "", *rows, "", *textwrap.wrap(explained, _WIDTH), "", *statements(run, summary)]
+        [headline(run, summary), "", *rows, "", *textwrap.wrap(explained, _WIDTH), "", *statements(summary)]
     )
 
 
@@ -217,7 +201,7 @@ def _cells(row: Row, shown: list[str]) -> list[str]:
     ]  # fmt: skip
 
 
-def statements(run: RecordedRun, summary: Summary) -> list[str]:
+def statements(summary: Summary) -> list[str]:
     """Return what the recording shows, in sentences."""
     lines = []
     if summary.ideal_step:
@@ -231,21 +215,7 @@ def statements(run: RecordedRun, summary: Summary) -> list[str]:
             f"Balance: the busiest stage, {busiest}, computes {summary.balance:.2f} times the mean of the stages;"
             f" layers per stage: {', '.join(map(str, summary.layers))}."
         )
-    lines += _staleness(run, summary)
     return lines + [f"Note: {note}." for note in summary.notes]
-
-
-def _staleness(run: RecordedRun, summary: Summary) -> list[str]:
-    if summary.violations:
-        count = len(summary.violations)
-        lines = [f"STALENESS VIOLATED {count} times: this run did not train as its schedule prescribes."]
-        return lines + [f"  - {problem}" for problem in summary.violations[:5]]
-    stages = [(rank.meta.schedule, rank.micro_batches) for rank in run.replicas()[0]]
-    ages = ", ".join(f"{schedule.stage_rule.staleness(count):.3g}" for schedule, count in stages)
-    return [
-        "Staleness: every micro-batch ran on the weights that the schedule prescribes; gradients of stages"
-        f" {', '.join(str(schedule.stage) for schedule, _ in stages)} are {ages} updates old."
-    ]
 
 
 def _percent(share: float | None) -> str:

@@ -1,6 +1,6 @@
 """Trainer strategies, and the base classes of modules made for them."""
 
-from lightning_asyncpp.trainer.callbacks.pipeline_monitor import PipelineMonitor, TokensPerSecond
+from lightning_asyncpp.trainer.callbacks.pipeline_monitor import PipelineMonitor
 from lightning_asyncpp.trainer.callbacks.pipeline_trace import PipelineTrace
 from lightning_asyncpp.trainer.callbacks.sample_text import SampleText
 from lightning_asyncpp.trainer.callbacks.terminal import PipelineProgressBar
@@ -18,5 +18,4 @@ __all__ = [
     "PipelineTrace",
     "SampleText",
     "SyncPipelineStrategy",
-    "TokensPerSecond",
 ]

@@ -57,7 +57,6 @@ class PipelineStrategy(EvaluationSteps):
 
     Attributes:
         gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
-        weight_seen: what the micro-batches of all applied updates weigh together, over the replicas.
     """
 
     # PipelineModule leaves its layers on the meta device for a strategy that says so.
@@ -71,7 +70,6 @@ class PipelineStrategy(EvaluationSteps):
         self._until_teardown = ExitStack()
         self._conductor: Conductor | None = None
         self.gradient_norm: float | None = None
-        self.weight_seen = 0.0
         self._draws: drawing_from | None = None
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -262,7 +260,6 @@ class PipelineStrategy(EvaluationSteps):
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
             self.gradient_norm = update.message.norm
-            self.weight_seen += update.message.weight
             if not update.message.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
         self.step_log.receive(updates)

@@ -21,7 +21,6 @@ from lightning_asyncpp.core.trace import (
     SpanKind,
     Trace,
     Wait,
-    hidden_share,
     seconds_by_kind,
     utilisation,
 )
@@ -189,10 +188,3 @@ def test_the_innermost_span_counts_and_waits_in_a_drain_are_the_drain() -> None:
         REST: 3, Kind.FORWARD: 3, Beside.SEND: 1, Wait.DATA: 1, Beside.DRAIN: 3, Kind.BACKWARD: 1,
     }  # fmt: skip
     assert utilisation(spans, 4, 9) == pytest.approx(2 / 5)
-
-
-def test_an_update_that_nobody_waits_for_is_hidden() -> None:
-    pending = Span(Beside.PENDING, 0, 1, 5)
-    assert hidden_share([pending]) == 1
-    assert hidden_share([pending, Span(Wait.AGREEMENT, 0, 4, 5)]) == pytest.approx(3 / 4)
-    assert hidden_share([Span(Kind.UPDATE, 0, 0, 1)]) is None

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
 
 from lightning_asyncpp.data import ByteTokenizer, DataError, Tokenizer, hf_tokenizer_files, tokenizer_of_definition
 from lightning_asyncpp.data.tokenizer import load_tokenizer, prompt_tokens
@@ -46,19 +45,6 @@ def test_tokenizers_of_their_definitions() -> None:
         assert isinstance(tokenizer_of_definition(definition), ByteTokenizer)
     with pytest.raises(DataError, match=r"the content of no tokenizer\.json"):
         tokenizer_of_definition("{}")
-
-
-def test_bytes_that_tokens_stand_for() -> None:
-    trained = Tokenizer.train([TEXT * 9], 320)
-    lengths = trained.byte_lengths()
-    assert lengths is not None
-    assert lengths.shape == (trained.vocab_size,)
-    for text in (TEXT, "never seen: ŧ", ""):
-        assert int(lengths[trained.encode_batch([text])[0].long()].sum()) == len(text.encode())
-    assert int(lengths[0]) == 0  # <|endoftext|>
-    assert ByteTokenizer().byte_lengths().tolist() == [0] + [1] * 255
-    trained.backend.decoder = decoders.WordPiece()
-    assert trained.byte_lengths() is None
 
 
 def test_files(tmp_path: Path) -> None:

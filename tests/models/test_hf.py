@@ -333,9 +333,6 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     model = saved(make_model(CASES["llama-tied"][1]))
     with pytest.raises(WeightsError, match="used exists already"):
         write_hf(model, tmp_path / "used")
-    loose = dict(model.tensors) | {"head.weight": model.tensors["head.weight"] + 0.5}
-    with pytest.raises(WeightsError, match=r"embedding\.token\.weight and head\.weight differ by up to 0\.5"):
-        write_hf(replace(model, tensors=loose), tmp_path / "out")
     shapes = {name: shape for name, shape in model.shapes.items() if name != "head.norm.weight"}
     with pytest.raises(WeightsError, match=r"lacks: head\.norm\.weight"):
         write_hf(replace(model, shapes=shapes), tmp_path / "out")

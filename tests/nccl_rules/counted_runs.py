@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, PipelineMonitor, SyncPipelineStrategy, TokensPerSecond
+from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, PipelineMonitor, SyncPipelineStrategy
 from lightning_asyncpp.core.wire import transport
 from lightning_asyncpp.core.wire.transport import Arrival, Transport
 from lightning_asyncpp.models import GPTConfig, MoEConfig
@@ -117,7 +117,7 @@ def count(counted: Counted) -> Found:
     waits, kind = HostWaits(), _Sync if counted.synchronous else _Async
     world, quiet = int(os.environ["WORLD_SIZE"]), {"enable_checkpointing": False, "enable_model_summary": False}
     batches = counted.trainer.get("accumulate_grad_batches", 1)
-    monitor = PipelineMonitor(every_n_batches=1) if counted.logs else TokensPerSecond()
+    monitor = PipelineMonitor(every_n_batches=1)
     callbacks = [
         _Saving(waits) if counted.saves else _Window(waits, batches),
         *([monitor] if dataset == "tokens" else []),

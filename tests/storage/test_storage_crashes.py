@@ -153,7 +153,9 @@ class Disk:
             inside = call.path if call.target == self.path else self.path
             lost = {name for name in self.unwritten if name.startswith(inside)}
             assert not lost, f"{lost} may be lost when {call.target} is there"
-            nameless = {name for name in self.pending if name.startswith(f"{inside}/") and ".index" not in name}
+            nameless = {
+                name for name in self.pending if name.startswith(f"{inside}/") and not name.endswith("index.json")
+            }
             assert not nameless, f"{nameless} may be lost when {call.target} is there"
             self.committed = True
             self.older = call.path if call.what == "exchange" else self.older

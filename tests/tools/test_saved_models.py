@@ -1,9 +1,7 @@
-"""The commands on saved models: export, import, generate, evaluate, on a checkpoint of a short training."""
+"""The commands on saved models: export, import and generate, on a checkpoint of a short training."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import subprocess
@@ -103,102 +101,9 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     return run
 
 
-def own_data(trained: Trained) -> list[Any]:
-    """The options that name what a model was trained and validated on."""
-    data = trained.data
-    return ["--data", data.source, "--val-fraction", data.val_fraction]
-
-
-def figures(command: Callable[..., str], folder: Path, *arguments: Any) -> dict[str, Any]:
-    """What ``asyncpp evaluate`` writes for other programs."""
-    command("evaluate", *arguments, "--json", folder / "figures.json")
-    content: dict[str, Any] = json.loads((folder / "figures.json").read_text())
-    return content
-
-
-def test_evaluate_is_what_the_trainer_reports(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
-    """Without naming the data: the checkpoint says what it was trained with."""
-    found = figures(command, tmp_path, by_bytes.checkpoint, *own_data(by_bytes))
-    assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
-    assert found["loss"] < 5.5
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    targets = torch.cat([batch[:, 1:].flatten() for batch in by_bytes.data.val_dataloader()])
-    assert found["tokens"] == targets.numel() == found["sequences"] * 32
-    assert found["bytes"] == int((targets != 0).sum()) < found["tokens"]
-    bits = found["loss"] * found["tokens"] / math.log(2)
-    assert found["bits_per_byte"] == pytest.approx(bits / found["bytes"])
-
-
-def test_evaluate_with_a_trained_vocabulary(by_pairs: Trained, command: Any, tmp_path: Path) -> None:
-    """Of its own text; the tokens are made with the checkpoint's tokenizer, bytes are the text's."""
-    found = figures(command, tmp_path, by_pairs.checkpoint, *own_data(by_pairs))
-    assert found["loss"] == pytest.approx(by_pairs.val_loss, rel=1e-6)
-    whole = figures(
-        command, tmp_path, by_pairs.checkpoint, *own_data(by_pairs), "--split", "all", "--context-length", "1",
-        "--batch-size", "64",
-    )  # fmt: skip
-    # Of every pair of tokens the second is a target.
-    pairs = torch.cat(list(everything(by_pairs, tmp_path)))
-    sizes = by_pairs.data.tokenizer.byte_lengths()
-    assert sizes is not None
-    assert whole["bytes"] == int(sizes[pairs[:, 1]].sum())
-    text = sum(path.stat().st_size for path in (by_pairs.folder / "text").iterdir())
-    assert abs(int(sizes[pairs].sum()) - text) <= 8
-
-
-def everything(trained: Trained, folder: Path) -> Any:
-    """All tokens of the text, two at a time."""
-    data = TextDataModule(
-        str(trained.folder / "text"), str(trained.data.tokens.folder / "tokenizer.json"),  # type: ignore[union-attr, operator]
-        context_length=1, batch_size=64, val_fraction=0, cache_dir=str(folder / "cache"), shuffle=False,
-        drop_last=False,
-    )  # fmt: skip
-    data.prepare_data()
-    data.setup()
-    return data.train_dataloader()
-
-
-def test_evaluate_on_tokens(by_bytes: Trained, by_pairs: Trained, command: Any, tmp_path: Path) -> None:
-    """Of a folder that was prepared; those of another tokenizer are refused with both vocabularies."""
-    tokens, others = (t.data.tokens.folder for t in (by_bytes, by_pairs))  # type: ignore[union-attr]
-    found = figures(command, tmp_path, by_bytes.checkpoint, "--data", tokens)
-    assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
-    limited = figures(command, tmp_path, by_bytes.checkpoint, "--data", tokens, "--limit-batches", "1")
-    assert limited["sequences"] == 8
-    error = command("evaluate", by_bytes.checkpoint, "--data", others, fails=True)
-    assert "320 token ids" in error
-    assert "256 token ids" in error
-    error = command("evaluate", by_bytes.checkpoint, "--data", tokens, "--split", "all", fails=True)
-    assert "is divided already" in error
-
-
-def test_what_cannot_be_evaluated(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
-    bare = tmp_path / "bare.ckpt"
-    state = by_bytes.module.model.state_dict()  # type: ignore[union-attr]
-    torch.save({"model": state, "config": asdict(CONFIG)}, bare)
-    text, tokens = by_bytes.folder / "text", by_bytes.data.tokens.folder  # type: ignore[union-attr]
-    assert "holds no tokenizer, and" in command("evaluate", bare, "--data", text, fails=True)
-    found = figures(command, tmp_path, bare, "--data", tokens)
-    assert found["loss"] == pytest.approx(by_bytes.val_loss, rel=1e-6)
-    assert found["bits_per_byte"] is None
-    longer = command("evaluate", by_bytes.checkpoint, *own_data(by_bytes), "--context-length", "64", fails=True)
-    assert "context_length=64 of the data is longer than that of the model, 32" in longer
-    nothing = command("evaluate", by_bytes.checkpoint, "--data", text, "--val-fraction", "0", fails=True)
-    assert "has nothing to validate on" in nothing
-    assert "invalid choice: 'test'" in command("evaluate", bare, "--data", text, "--split", "test", fails=True)
-    assert "invalid choice: 'fp8'" in command("evaluate", bare, "--data", text, "--dtype", "fp8", fails=True)
-    padded = tmp_path / "padded.ckpt"
-    wide = GPTModule(replace(CONFIG, vocab_size=300))
-    wide.configure_model()
-    torch.save({"model": wide.model.state_dict(), "config": asdict(wide.config)}, padded)  # type: ignore[union-attr]
-    error = command("evaluate", padded, "--data", tokens, fails=True)
-    assert "256" in error
-    assert "300" in error
-
-
 @pytest.mark.parametrize("which", ["by_bytes", "by_pairs"])
 def test_export_import_generate(which: str, request: pytest.FixtureRequest, command: Any, tmp_path: Path) -> None:
-    """The same weights, the same figures and the same text, wherever they are read from."""
+    """The same weights, the same loss and the same text, wherever they are read from."""
     run: Trained = request.getfixturevalue(which)
     printed = command("export", run.checkpoint, "--output", tmp_path / "out")
     assert printed.startswith(f"LlamaForCausalLM of {run.module.config.num_parameters():,} parameters: ")
@@ -224,9 +129,7 @@ def test_export_import_generate(which: str, request: pytest.FixtureRequest, comm
     }
     assert len(texts) == 1
     assert texts.pop().startswith("document 3 li")
-    tokens = run.data.tokens.folder  # type: ignore[union-attr]
-    losses = [figures(command, tmp_path, tmp_path / name, "--data", tokens)["loss"] for name in ("out", "in.ckpt")]
-    assert losses == [pytest.approx(run.val_loss, rel=1e-6)] * 2
+    assert [validate(made, run.data) for made in (module, loaded)] == [pytest.approx(run.val_loss, rel=1e-6)] * 2
 
 
 def test_what_was_imported_is_validated_and_is_no_training_to_go_on_with(
@@ -293,19 +196,14 @@ def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command:
     state = by_bytes.module.model.state_dict()  # type: ignore[union-attr]
     torch.save({"model": state}, bare)
     assert "says nothing of the model's shape" in command("generate", bare, fails=True)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"config": asdict(CONFIG)}}}))
-    known = ("generate", bare, "--config", tmp_path / "config.yaml", "--max-new-tokens", "4")
+    torch.save({"model": state, "config": {"width": 3}}, bare)
+    assert "holds the config of another model" in command("generate", bare, fails=True)
+    torch.save({"model": state, "config": asdict(CONFIG)}, bare)
+    known = ("generate", bare, "--max-new-tokens", "4")
     assert "holds no tokenizer; name it" in command(*known, fails=True)
     assert command(*known, "--tokenizer", "byte", "--prompt", "doc").startswith("doc")
-    numbers = "".join(
-        f"    {name}: {'1e-5' if name == 'norm_eps' else value}\n" for name, value in asdict(CONFIG).items()
-    )
-    (tmp_path / "by_hand.yaml").write_text(f"model:\n  config:\n{numbers.replace('None', 'null')}")
-    assert command(*known, "--config", tmp_path / "by_hand.yaml", "--tokenizer", "byte", "--prompt", "doc").startswith(
-        "doc"
-    )
     state["head.weight"] = torch.full_like(state["head.weight"], float("nan"))
-    torch.save({"model": state}, tmp_path / "diverged.ckpt")
+    torch.save({"model": state, "config": asdict(CONFIG)}, tmp_path / "diverged.ckpt")
     error = command("generate", tmp_path / "diverged.ckpt", *known[2:], "--tokenizer", "byte", fails=True)
     assert "the highest logit is nan, and no token can be drawn" in error
     by_pairs.data.tokenizer.save(tmp_path)
@@ -322,8 +220,6 @@ def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command:
     assert "temperature=-1.0: must be" in error
     assert "top_p=3.0: must be" in error
     assert "is no checkpoint, and no folder" in command("generate", tmp_path / "absent", fails=True)
-    (tmp_path / "config.yaml").write_text("width: 3")
-    assert "holds the config of another model" in command(*known, fails=True)
 
 
 def test_what_cannot_be_exported_or_imported(by_bytes: Trained, command: Any, tmp_path: Path) -> None:
@@ -343,10 +239,6 @@ def test_a_sharded_checkpoint_is_read_as_one_file_is(by_bytes: Trained, command:
     second = {"state_dict": {name: first["state_dict"].pop(name) for name in names[len(names) // 2 :]}}
     target = new_target(sharded)
     commit(target, dict(write_part(target, stage, part) for stage, part in enumerate((first, second))))
-    assert (
-        figures(command, tmp_path, sharded, *own_data(by_bytes))["loss"]
-        == figures(command, tmp_path, by_bytes.checkpoint, *own_data(by_bytes))["loss"]
-    )
     both = sharded, by_bytes.checkpoint
     written = [command("generate", path, "--greedy", "--max-new-tokens", "8") for path in both]
     assert written[0] == written[1]

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Trace
+from lightning_asyncpp.tools.recorded_run import RecordedRun
 from tests.core.cases import DIM
 from tests.core.fake_device import lagging_clock
 from tests.trainer.runs import Net, Run, fit
@@ -128,3 +129,13 @@ class RunsTwice(Net):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         optimizer.step(closure=optimizer_closure)
+
+
+def off_schedule(run: RecordedRun) -> list[str]:
+    """Which microbatches ran on other weights than their stage's schedule prescribes."""
+    return [
+        f"{rank.meta.name}: {span.kind.value} {span.index} on W{span.version}"
+        for rank in run.ranks
+        for span in rank.of(Kind.FORWARD, Kind.BACKWARD)
+        if span.version != rank.meta.schedule.stage_rule.version(*rank.places[span.index])
+    ]

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_asyncpp.data import TextDataModule, Tokenizer
 from lightning_asyncpp.data.tokenizer import load_tokenizer, prompt_tokens
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.models.sampling import NextLogits, Sampling, generate_tokens
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 
@@ -33,7 +32,6 @@ class SampleText(Callback):
         top_p: draw among the most likely tokens that together have this probability; ``None`` for all.
         seed: of the draws, the same at every validation.
         tokenizer: ``"byte"`` or the path of a tokenizer.json; ``None`` for that of the trainer's ``TextDataModule``.
-        every_n_validations: validations from one writing to the next.
     """
 
     def __init__(
@@ -45,19 +43,15 @@ class SampleText(Callback):
         top_p: float | None = None,
         seed: int = 0,
         tokenizer: str | None = None,
-        every_n_validations: int = 1,
     ) -> None:
         self.sampling = Sampling(temperature, top_k, top_p, seed)
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if max_new_tokens < 1 or every_n_validations < 1 or not self.prompts:
+        if max_new_tokens < 1 or not self.prompts:
             raise ValueError(
-                f"SampleText needs prompts, and numbers of at least 1: prompts={self.prompts!r},"
-                f" max_new_tokens={max_new_tokens!r}, every_n_validations={every_n_validations!r}"
+                f"SampleText needs prompts and tokens: prompts={self.prompts!r}, max_new_tokens={max_new_tokens!r}"
             )
         self.max_new_tokens = max_new_tokens
         self.tokenizer_name = tokenizer
-        self.every_n_validations = every_n_validations
-        self._validations = 0
 
     def setup(self, trainer: L.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before training starts, what cannot be sampled from.
@@ -75,40 +69,19 @@ class SampleText(Callback):
                 "SampleText knows no tokenizer: set its tokenizer to 'byte' or the path of a tokenizer.json, or train"
                 " on a TextDataModule that has one"
             )
-        if isinstance(pl_module, GPTModule) and not problems:
-            problems = self._unsuitable(self._tokenizer(trainer), pl_module.config)
         if problems:
             raise ConfigurationError.from_problems(problems)
+        self._tokenizer(trainer)  # which may not be there
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Continue the prompts; rank 0 writes the texts."""
         if trainer.sanity_checking:
-            return
-        self._validations += 1
-        if self._validations % self.every_n_validations:
             return
         assert isinstance(pl_module, GPTModule)
         tokenizer = self._tokenizer(trainer)
         texts = [self._continued(trainer, pl_module, tokenizer, prompt) for prompt in self.prompts]
         if trainer.is_global_zero:
             _write(trainer, texts)
-
-    def _unsuitable(self, tokenizer: Tokenizer, config: GPTConfig) -> list[str]:
-        """Which prompts the model cannot continue."""
-        problems = []
-        for prompt in self.prompts:
-            tokens = prompt_tokens(tokenizer, prompt)
-            if len(tokens) > config.context_length:
-                problems.append(
-                    f"SampleText: the prompt {prompt!r} has {len(tokens)} tokens, and the model sees context_length="
-                    f"{config.context_length}: shorten it"
-                )
-            if max(tokens) >= config.vocab_size:
-                problems.append(
-                    f"SampleText: the prompt {prompt!r} has the token {max(tokens)}, and the model has vocab_size="
-                    f"{config.vocab_size}: it needs the tokenizer of the data that it is trained on"
-                )
-        return problems
 
     def _tokenizer(self, trainer: L.Trainer) -> Tokenizer:
         if self.tokenizer_name is not None:

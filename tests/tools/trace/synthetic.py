@@ -17,7 +17,7 @@ _WAITS = {Kind.FORWARD: Wait.ACTIVATION, Kind.BACKWARD: Wait.GRADIENT, Kind.UPDA
 
 @dataclass(frozen=True)
 class Recording:
-    """A run that never was; times are in seconds. ``shift`` is added to the version of every forward."""
+    """A run that never was; times are in seconds."""
 
     stages: int = 2
     replicas: int = 1
@@ -29,7 +29,6 @@ class Recording:
     backward: float | Sequence[float] = 0.020
     staleness: Staleness = "uniform"
     slack: Slack = 0
-    shift: int = 0
 
     def lanes(self) -> list[list[Span]]:
         """Return the spans of each stage, waits and sends included."""
@@ -88,4 +87,4 @@ class Recording:
         if span.kind is Kind.UPDATE:
             return replace(span, version=span.index + 1)
         version = schedule.stage_rule.version(*divmod(span.index, self.micro_batches))
-        return replace(span, version=version + self.shift * (span.kind is Kind.FORWARD))
+        return replace(span, version=version)

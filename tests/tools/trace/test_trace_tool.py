@@ -13,9 +13,10 @@ import pytest
 from lightning_asyncpp.cli import main as asyncpp
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.recorded_run import TraceError, find_recording, read_run
-from lightning_asyncpp.tools.trace import main, picture
+from lightning_asyncpp.tools.trace import picture
 from lightning_asyncpp.tools.trace_summary import Summary, summarise, table
 from tests.tools.trace.synthetic import Recording
+from tests.trainer.recorded import off_schedule
 
 SMALL = Recording(stages=2, micro_batches=2, mini_batches=3)
 SYNC = Recording(stages=4, micro_batches=4, mini_batches=5, delay=0)
@@ -111,7 +112,7 @@ def test_without_a_flush_the_middle_of_a_run_is_full(tmp_path: Path) -> None:
     summary = middle(ASYNC, tmp_path)
     assert all(row.utilisation == pytest.approx(1, abs=1e-6) for row in summary.rows)
     assert all(row.ideal == pytest.approx(1) for row in summary.rows)
-    assert (summary.total.staleness, summary.violations) == (1, [])
+    assert summary.total.staleness == 1
 
 
 def test_a_slow_stage_is_waited_for(tmp_path: Path) -> None:
@@ -131,16 +132,8 @@ def test_a_slow_stage_is_waited_for(tmp_path: Path) -> None:
 def test_the_staleness_of_every_stage_is_measured(tmp_path: Path, slack: int, shares: list[float]) -> None:
     run = replace(ASYNC, lookahead=0, staleness="least", slack=slack).read(tmp_path)
     summary = summarise(run)
-    assert ([row.staleness for row in summary.rows], summary.violations) == (shares, [])
-    assert f"0, 1, 2, 3 are {', '.join(f'{share:.3g}' for share in shares)} updates old" in table(run, summary)
-
-
-def test_other_weights_than_the_schedule_prescribes_are_found(tmp_path: Path) -> None:
-    run = replace(SMALL, shift=1).read(tmp_path)
-    summary = summarise(run)
-    assert len(summary.violations) == 2 * 6
-    assert "stage 0: forward 4 of mini-batch 2 ran on W2, not on W1" in summary.violations
-    assert "STALENESS VIOLATED 12 times" in table(run, summary)
+    assert ([row.staleness for row in summary.rows], off_schedule(run)) == (shares, [])
+    assert all(f" {share:.2f}\n" in table(run, summary) for share in shares)
 
 
 # -- the command and what it writes -----------------------------------------------------------------------------------
@@ -195,10 +188,3 @@ def test_mistakes_end_with_a_line(
         asyncpp(["trace", *(argument.format(run=tmp_path) for argument in arguments)])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_run_that_breaks_its_schedule_ends_with_a_code(tmp_path: Path) -> None:
-    replace(SMALL, shift=1).write(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path)])
-    assert ended.value.code == 1

@@ -107,7 +107,7 @@ TABLE = [
     ),
     Entry(
         "ThroughputMonitor", NOTE, "It counts by world size: with P stages its global figures are P times too high. Use"
-        " `PipelineMonitor`, or `TokensPerSecond`.", {"batch_size_fn": samples_of, "window_size": 2},
+        " `PipelineMonitor`.", {"batch_size_fn": samples_of, "window_size": 2},
     ),
     Entry(
         "Timer", NOTE,

@@ -11,12 +11,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp import ConfigurationError, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import Beside, Wait, hidden_share
+from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.tools.recorded_run import RecordedRun, read_run
 from lightning_asyncpp.tools.trace_summary import summarise
 from tests.trainer.idioms.optimizers import EverySecondBatch
 from tests.trainer.pool import Pools
-from tests.trainer.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice
+from tests.trainer.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, off_schedule
 from tests.trainer.runs import Net, Run, fit
 
 SMALL = Run(Net, options={"micro_batches": 2}, samples=48, batch_size=8)
@@ -49,8 +49,9 @@ def test_utilisation_is_that_of_the_wall_clock(pools: Pools, tmp_path: Path, str
 def assert_the_wall_clock_agrees(pools: Pools, folder: Path, strategy: str, times: float) -> None:
     run = recorded(Run(Net, strategy, {"micro_batches": 4}, samples=48), folder)
     slept = pools.run(2, fit_asleep, run, times)
-    summary = summarise(read_run(folder / "trace"))
-    assert not summary.violations
+    read = read_run(folder / "trace")
+    summary = summarise(read)
+    assert not off_schedule(read)
     assert summary.total.staleness == {"async": 1, "sync": 0}[strategy]
     for row, stage in zip(summary.rows, slept[::-1]):  # rank 0 is the last stage
         assert summary.seconds == pytest.approx(stage.elapsed, rel=0.02)
@@ -58,9 +59,6 @@ def assert_the_wall_clock_agrees(pools: Pools, folder: Path, strategy: str, time
         assert sum(row.shares.values()) == pytest.approx(1)
     if strategy == "sync":  # a stage idles for one forward and one backward of five
         assert summary.total.shares["activation"] + summary.total.shares["gradient"] > 0.15
-    hidden = hidden_share(span for rank in read_run(folder / "trace").ranks for span in rank.spans)
-    assert hidden is not None
-    assert hidden > 0.6 if strategy == "async" else hidden < 0.3
 
 
 def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path) -> None:
@@ -87,7 +85,7 @@ def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
     versions = {s.index: s.version for s in read.ranks[0].spans if s.kind is Kind.FORWARD}
     assert [versions[k] for k in range(24)] == [*[0] * 4, *[1] * 4, 1, *[2] * 4, *[3] * 4, *[4] * 4, *[5] * 3]
     summary = summarise(read)
-    assert (summary.violations, [row.staleness for row in summary.rows]) == ([], [0.25, 0])
+    assert (off_schedule(read), [row.staleness for row in summary.rows]) == ([], [0.25, 0])
     for rank in read.ranks:  # a stage that steps ahead waits for what its update needs, and later for the others' part
         updates = {s.index: s.start for s in rank.spans if s.kind is Kind.UPDATE}
         waits = [(s.index, s.end <= updates[s.index]) for s in rank.spans if s.kind is Wait.AGREEMENT]
@@ -100,8 +98,9 @@ def test_the_least_staleness_of_accumulated_batches_is_recorded(pools: Pools, tm
     monitor = (PipelineMonitor, {"every_n_batches": 1})
     run = recorded(replace(SMALL, options=options, trainer=accumulating), tmp_path)
     pools.run(2, fit, replace(run, callbacks=(*run.callbacks, monitor)))
-    summary = summarise(read_run(tmp_path / "trace"))
-    assert (summary.violations, [row.staleness for row in summary.rows]) == ([], [5 / 8, 4 / 8])
+    read = read_run(tmp_path / "trace")
+    summary = summarise(read)
+    assert (off_schedule(read), [row.staleness for row in summary.rows]) == ([], [5 / 8, 4 / 8])
 
 
 @pytest.mark.parametrize("module", [EverySecondBatch, pytest.param(RunsTwice, marks=pytest.mark.slow)])
@@ -115,11 +114,11 @@ def test_a_mini_batch_whose_gradient_was_dropped_begins_anew(pools: Pools, tmp_p
     forwards = [span.index for span in read.ranks[0].of(Kind.FORWARD)]
     assert {k: read.ranks[0].places[k] for k in forwards} == {k: (k // 8, k % 4) for k in range(48 // each)}
     summary = summarise(read)
-    assert (summary.violations, [row.staleness for row in summary.rows]) == ([], [2 / 4, 1 / 4])
-    name = "gradient_staleness_stage_1"
-    logged = [metrics[name] for _, metrics in results[0]["records"] if name in metrics]
+    assert (off_schedule(read), [row.staleness for row in summary.rows]) == ([], [2 / 4, 1 / 4])
+    logged = [metrics["gradient_staleness"] for _, metrics in results[0]["records"] if "bubble" in metrics]
     assert logged == sorted(logged)  # none of the first two mini-batches, then of all
-    assert (logged[0], logged[-1], set(logged)) == (0, 1 / 4, {0, 1 / 4})
+    assert (logged[0], len(set(logged))) == (0, 2)
+    assert 1 / 4 < logged[-1] < 2 / 4
 
 
 def test_a_part_of_the_run_is_recorded(pools: Pools, tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ def test_a_part_of_the_run_is_recorded(pools: Pools, tmp_path: Path) -> None:
     assert run.mini_batches == range(2, 4)
     assert indices(run, Kind.FORWARD) == [4, 5, 6, 7]
     assert {run.ranks[0].places[k][0] for k in indices(run, Kind.BACKWARD)} <= {1, 2, 3}
-    assert not summarise(run).violations
+    assert not off_schedule(run)
 
 
 def test_accumulated_batches_belong_to_one_mini_batch(pools: Pools, tmp_path: Path) -> None:
@@ -137,7 +136,7 @@ def test_accumulated_batches_belong_to_one_mini_batch(pools: Pools, tmp_path: Pa
     pools.run(2, fit, recorded(run, tmp_path))
     read = read_run(tmp_path / "trace")
     assert [k for k, (_, place) in sorted(read.ranks[0].places.items()) if place == 0] == [0, 4, 8, 10, 14, 18]
-    assert not summarise(read).violations
+    assert not off_schedule(read)
 
 
 def test_validation_and_checkpoints_are_kept_apart(pools: Pools, tmp_path: Path) -> None:
@@ -152,7 +151,7 @@ def test_validation_and_checkpoints_are_kept_apart(pools: Pools, tmp_path: Path)
     assert indices(read, Beside.CHECKPOINT) == [3, 6]
     assert summary.rows[0].shares["evaluate"] > 0
     assert indices(read, Kind.FORWARD) == list(range(12))
-    assert not summary.violations
+    assert not off_schedule(read)
 
 
 def test_every_fit_has_a_folder_of_its_own(pools: Pools, tmp_path: Path) -> None:
@@ -207,7 +206,7 @@ def test_what_a_device_does_later_than_its_host_is_recorded_nevertheless(pools: 
         for kind in (*Kind, Wait.ACTIVATION, Wait.GRADIENT, Wait.AGREEMENT, Beside.SEND, Beside.DRAIN, Beside.EVALUATE):
             assert indices(read, kind, stage) == indices(host, kind, stage), kind
         assert read.ranks[stage].places == host.ranks[stage].places
-    assert not summarise(read).violations
+    assert not off_schedule(read)
     logged = [metrics for _, metrics in results[0]["records"] if "bubble" in metrics]
     assert logged
     assert all(0 <= metrics["bubble"] < 1 for metrics in logged)

@@ -124,13 +124,11 @@ def test_what_cannot_be_sampled_from_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"prompts": ["\x01", "\x01" * 9], "tokenizer": "byte"}, "has 9 tokens, and the model sees context_length=8"),
-        ({"prompts": ["a"], "tokenizer": "byte"}, "the prompt 'a' has the token 97, and the model has vocab_size=32"),
         ({"tokenizer": "absent.json"}, "absent.json"),
         ({}, "knows no tokenizer"),
     ],
 )
-def test_prompts_that_the_model_cannot_continue(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_there(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     """Before training starts; tokens that somebody else wrote do not say whose they are."""
     cache = Cache(str(tmp_path / "tokens"), chunk_bytes=2**12, item_loader=TokensLoader())
     cache[0] = torch.arange(90, dtype=torch.int32) % 32

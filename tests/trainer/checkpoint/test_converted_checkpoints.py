@@ -59,8 +59,6 @@ def test_a_run_goes_on_from_the_other_form(
     assert f"{converted}: full, " in command("convert", source, converted, "--to", "full")
     assert converted.is_file()
     assert_equal_weights(resumed(pools, 2, run_of(tmp_path), tmp_path, 4), saved["weights"])
-    one, two = (json.loads(command("info", path, "--json")) for path in (source, converted))
-    assert one["bytes"] == two["bytes"]
     assert list(load(source)) == list(load(converted))
 
 
@@ -96,14 +94,10 @@ def test_info(form: str, saved: dict[str, Any], command: Command) -> None:
         "dtypes": {"float32": weights // 4}, "parameters": weights // 4,
     }  # fmt: skip
     assert expected.items() <= facts.items()
-    sizes = facts["bytes"]
-    assert sizes["state_dict"] == sizes["pipeline/older_weights"] == weights
-    assert sizes["optimizer_states"] > 2 * weights
-    assert facts["bytes_on_disk"] > sum(sizes.values())
+    assert facts["bytes_on_disk"] > 4 * weights
     shown = command("info", path)
     lines = dict(line.split(maxsplit=1) for line in shown.splitlines())
     assert (lines["num_stages"], lines["partition"], lines["writer"]) == ("2", "[4, 5]", "Trainer")
-    assert lines["pipeline/older_weights"] == f"{weights:,} bytes"
     assert lines.get("files", "").count("-stage-") == (2 if form == "sharded" else 0)
 
 
@@ -145,7 +139,6 @@ def test_fabrics_checkpoints(command: Command, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "x.pt")
     facts = json.loads(command("info", tmp_path / "x.pt", "--json"))
     assert (facts["writer"], facts["num_stages"], facts["parameters"]) == ("Fabric", 2, 9)
-    assert facts["bytes"] == {"net": 28, "other": 4, "optimizer": 48, "pipeline/older_weights": 24}
     error = command("convert", tmp_path / "x.pt", tmp_path / "w.pt", "--to", "weights", code=2)
     assert "its models are: net, other; name one: --entry NAME" in error
     command("convert", tmp_path / "x.pt", tmp_path / "w.pt", "--to", "weights", "--entry", "net")
