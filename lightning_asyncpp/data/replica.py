@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_asyncpp.errors import DataError
+
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader
 
@@ -130,6 +132,9 @@ def replica_loader(
         seed: of the order.
         download_folder: where the chunks of a URI go.
         item_loader, transform, collate_fn: as litdata takes them.
+
+    Raises:
+        DataError: a chunk lies outside of the dataset.
     """
     from litdata import StreamingDataLoader, StreamingDataset  # see classes_of_litdata
 
@@ -148,6 +153,7 @@ def replica_loader(
             # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
             **({"item_shuffle_window": 0} if windows else {}),
         )
+        _check_names(dataset, split)
         more = {} if collate_fn is None else {"collate_fn": collate_fn}
         pinned = torch.cuda.is_available()
         loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, pin_memory=pinned, **more)
@@ -195,6 +201,13 @@ def _with_own_place(dataset: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]
     place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
     # Without shuffling the seed decides nothing, and litdata compares it, too.
     return {**saved, **place, **({} if dataset.shuffle else {"seed": dataset.seed})}
+
+
+def _check_names(dataset: Any, split: str) -> None:
+    # Before a chunk is read, or downloaded: litdata joins their names to its folders.
+    for name in dataset.subsampled_files:
+        if name != os.path.basename(name):
+            raise DataError(f"{split} names a chunk {name!r} outside of its folder. Do not use this dataset")
 
 
 def _shuffle_as_everywhere(dataset: Any) -> None:

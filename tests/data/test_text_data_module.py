@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -212,6 +213,20 @@ def test_a_damaged_cache_is_reported(text_folder: Path, name: str, content: str)
     (prepared_folder(text_folder) / name).write_text(content)
     with pytest.raises(DataError, match=r"metadata\.json|index\.json|train is a litdata dataset of \['x'\]"):
         ready(text_folder)
+
+
+@pytest.mark.parametrize("place", ["", "local:"])
+def test_a_chunk_outside_of_its_folder_is_neither_read_nor_written(text_folder: Path, place: str) -> None:
+    ready(text_folder)
+    train = prepared_folder(text_folder) / "train"
+    index = json.loads((train / "index.json").read_text())
+    (train / index["chunks"][0]["filename"]).rename(text_folder.parent / "outside.bin")
+    index["chunks"][0]["filename"] = "../../../outside.bin"
+    (train / "index.json").write_text(json.dumps(index))
+    data = ready(text_folder, source=f"{place}{train}", vocab_size=256)
+    with pytest.raises(DataError, match=r"names a chunk '\.\./\.\./\.\./outside\.bin' outside of its folder"):
+        data.train_dataloader()
+    assert not [path for path in text_folder.parent.rglob("outside.bin") if path.parent != text_folder.parent]
 
 
 def test_what_is_not_there(text_folder: Path) -> None:
