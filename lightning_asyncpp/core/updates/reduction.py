@@ -142,11 +142,6 @@ class Reduction:
             name: number for number, bucket in enumerate(buckets) for name in bucket.names if name not in late
         }
 
-    @property
-    def device(self) -> torch.device:
-        """Where the gradients are."""
-        return self._buckets[0].device
-
     @contextmanager
     def watching(self, leaves: Mapping[str, Tensor], gradient_of: Callable[[str], Tensor | None]) -> Iterator[None]:
         """Send buckets as the backward that runs meanwhile, the last of its mini-batch, completes them.

@@ -55,7 +55,7 @@ class UpdateQueue:
     Attributes:
         open: the mini-batch that batches are added to.
         closed: mini-batches that are whole and not applied yet, in order.
-        last_norm: of the newest gradient that all ranks have agreed on; None before the first.
+        last_norm: of the newest gradient that all ranks have agreed on and found finite; None before the first.
         requested: what this rank asks of all.
         agreed: what some rank asked for, and all know.
         apply: steps the optimizer; the parameters hold the gradients meanwhile.
@@ -265,8 +265,9 @@ class UpdateQueue:
             self._leaving.append(mini_batch.tied)
         if self.runner.trace is not None:
             mini_batch.completed = self.runner.trace.clock.now()
-        steps_ahead = self.schedule.steps_ahead(mini_batch.index)
-        mini_batch.launch(gradients, statistics, replace(self.requested), uses, steps_ahead)
+        counts_now = self.mesh.num_replicas > 1 and self.schedule.steps_ahead(mini_batch.index)
+        count_on = self.runner.device if counts_now else None
+        mini_batch.launch(gradients, statistics, replace(self.requested), uses, count_on)
 
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
@@ -311,7 +312,7 @@ class UpdateQueue:
             self._record_background(mini_batch, self.runner.trace)
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
-        if message.weight:
+        if message.weight and message.finite:
             self.last_norm = message.norm
         if not message.finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
