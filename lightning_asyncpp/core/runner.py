@@ -21,7 +21,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Trace, Wait, clock_of
 from lightning_asyncpp.core.tree import flatten, map_tensors, unflatten
-from lightning_asyncpp.core.wire.header import Header, TensorInfo
+from lightning_asyncpp.core.wire.link import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival, InputGradient, Transport, begin
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 

@@ -30,7 +30,7 @@ from lightning_asyncpp.core.updates.reduction import Reduction, plan_buckets
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Way
-from lightning_asyncpp.core.wire.header import Header, TensorInfo
+from lightning_asyncpp.core.wire.link import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, newton_schulz

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from lightning_asyncpp.core import background
 from lightning_asyncpp.core.ranks.mesh import Groups, Mesh, started
-from lightning_asyncpp.core.wire.header import TensorInfo, as_bytes, written_out
-from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link, connect_neighbours
+from lightning_asyncpp.core.wire.connect import connect_neighbours
+from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link, TensorInfo, as_bytes, written_out
 from lightning_asyncpp.errors import PeerLostError, ProtocolError, is_noise, peer_lost
 
 _TAKE, _SENT = 1, 2

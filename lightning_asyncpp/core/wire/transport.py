@@ -16,9 +16,20 @@ from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.wire.connect import Neighbours, connect_neighbours
 from lightning_asyncpp.core.wire.handover import DeviceTensors
-from lightning_asyncpp.core.wire.header import HEADER_BYTES, Header, Layout, TensorInfo, as_bytes, order_of, written_out
-from lightning_asyncpp.core.wire.link import Bytes, Frame, Link, Neighbours, connect_neighbours
+from lightning_asyncpp.core.wire.link import (
+    HEADER_BYTES,
+    Bytes,
+    Frame,
+    Header,
+    Layout,
+    Link,
+    TensorInfo,
+    as_bytes,
+    order_of,
+    written_out,
+)
 from lightning_asyncpp.errors import ProtocolError, different_calls, different_ends
 
 _ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP, _LAYOUT = range(1, 10)

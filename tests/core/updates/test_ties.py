@@ -31,7 +31,8 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
-from lightning_asyncpp.core.wire.link import Link, Neighbours
+from lightning_asyncpp.core.wire.connect import Neighbours
+from lightning_asyncpp.core.wire.link import Link
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPT, GPTConfig

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.core.wire.header import HEADER_BYTES, Header, Layout, TensorInfo, as_bytes, written_out
+from lightning_asyncpp.core.wire.link import HEADER_BYTES, Header, Layout, TensorInfo, as_bytes, written_out
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64]
 

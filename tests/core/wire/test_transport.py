@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.wire.header import Header, Layout, TensorInfo
-from lightning_asyncpp.core.wire.link import Link, Neighbours
+from lightning_asyncpp.core.wire.connect import Neighbours
+from lightning_asyncpp.core.wire.link import Header, Layout, Link, TensorInfo
 from lightning_asyncpp.core.wire.transport import Transport, begin
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
