@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.microbatch import BatchOutput, HostBatch, Slot, Step, UserHooks
+from lightning_asyncpp.core.host_copies import HostBatch
+from lightning_asyncpp.core.microbatch import BatchOutput, Slot, Step, UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.engine import Actions, Engine
+from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.local_messages import LocalMesh, LocalTransport, Mailbox
-from lightning_asyncpp.core.microbatch import BatchOutput, HostBatch, Step, UserHooks
+from lightning_asyncpp.core.microbatch import BatchOutput, Step, UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import stage_runner

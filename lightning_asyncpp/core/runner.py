@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.auxiliary import COLLECTED, Collected
+from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.microbatch import NO_MARK, HostBatch, Slot, Step, UserHooks, cut_batch, loss_of
-from lightning_asyncpp.core.model_call import ModelCall
+from lightning_asyncpp.core.host_copies import HostBatch
+from lightning_asyncpp.core.microbatch import NO_MARK, ModelCall, Slot, Step, UserHooks, cut_batch, loss_of
 from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind
@@ -112,7 +113,7 @@ class StageRunner(ABC):
         stage.device = device
         self.trace: Trace | None = None
         self.clock = clock_of(device)
-        self.call = ModelCall(stage.model, hooks.model_name)
+        self.call = ModelCall(called_by_steps(stage.model), hooks.model_name)
         # Around the step of the user, and around the layers within it.
         self._step_context: Context = hooks.forward_context if hooks.context_around_step else nullcontext
         self._layers_context: Context = nullcontext if hooks.context_around_step else hooks.forward_context
