@@ -17,7 +17,7 @@ from lightning_asyncpp import apply_layers, check_model, pipelined
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.own_forward import OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
-from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.tree import tensors_of
 from tests.adapt import nets
 from tests.adapt.home_made import HOME_MADE
@@ -141,7 +141,7 @@ def test_ranks_compute_what_the_model_does(kind: type[Net]) -> None:
     x, model = torch.randn(SHAPE), kind(0.2)
     model = pipelined(model, (x,))
     number = model.pipeline_layers.num_units
-    with entering_units(model, lambda unit: torch.manual_seed(derive(0, "layer", unit, 0, 0)) and None):
+    with entering_units(model, lambda unit: seed_generators(0, x.device, "layer", unit, 0, 0)):
         expected = copy.deepcopy(model)(x)
     args: Any = (x,)
     for index in range(number):

@@ -59,7 +59,7 @@ def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def entering_units(model: nn.Module, entered: Callable[[int], None]) -> Iterator[None]:
+def entering_units(model: nn.Module, entered: Callable[[int], object]) -> Iterator[None]:
     """Meanwhile a forward of a whole model calls ``entered`` with the number of each unit before that runs."""
     hooks: list[Any] = []
 

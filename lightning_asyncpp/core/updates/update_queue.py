@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
-from lightning_asyncpp.core.randomness import derive, drawing_from
+from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner
@@ -342,7 +342,7 @@ class UpdateQueue:
             parameter.grad = gradients.get(name)
         try:
             with (
-                drawing_from(derive(runner.seed, "update", self.mesh.stage, index), runner.device),
+                drawing_from(runner.seed, runner.device, "update", self.mesh.stage, index),
                 runner.span(Kind.UPDATE, index, self.weights.newest),
             ):
                 self.apply(update)

@@ -82,14 +82,17 @@ class Link:
         size = 0
         for part in parts:
             size += len(part)
-        unsent: list[Bytes] = [_PREFIX.pack(kind, number, size), *parts]
+        message: list[Bytes] = [_PREFIX.pack(kind, number, size), *parts]
+        sent = 0
         try:
             if not self._backlog.parts:
-                unsent = self._send_now(unsent, _PREFIX.size + size)
-            if unsent:
-                self._backlog.add([bytes(part) for part in unsent if part])
+                sent = self._socket.sendmsg(message, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
         except OSError as error:
             raise peer_lost(self.peer, error) from None
+        if sent < _PREFIX.size + size:
+            self._send_later(message, sent)
 
     def wait_for_backlog(self, limit: int) -> None:
         """Wait until the other side has read so much that no more than ``limit`` parts of messages are unsent.
@@ -140,19 +143,17 @@ class Link:
         """Let go of the connection once its backlog is sent; what was sent still arrives."""
         self._backlog.close()
 
-    def _send_now(self, parts: list[Bytes], size: int) -> list[Bytes]:
-        """Give the socket what it takes at once of ``size`` bytes; return the rest."""
-        try:
-            sent = self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return parts
-        if sent == size:
-            return []
-        for position, part in enumerate(parts):
+    def _send_later(self, parts: Sequence[Bytes], sent: int) -> None:
+        """Leave to the backlog what the socket did not take, behind ``sent`` bytes."""
+        rest: list[bytes] = []
+        for part in parts:
             if sent < len(part):
-                return [part[sent:], *parts[position + 1 :]]
-            sent -= len(part)
-        return []
+                rest.append(bytes(part[sent:]))
+            sent = max(0, sent - len(part))
+        try:
+            self._backlog.add(rest)
+        except OSError as error:
+            raise peer_lost(self.peer, error) from None
 
     def _receive(self, view: memoryview) -> int:
         try:
@@ -246,8 +247,10 @@ class TensorInfo(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
-        """That of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order_of(tensor))
+        """That of a tensor, which may have gaps; a copy without any is what travels."""
+        order: Order = () if tensor.is_contiguous() else tuple(tensor.dim_order())
+        order = () if order == tuple(range(tensor.ndim)) else order
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
 
     def empty(self, device: torch.device) -> Tensor:
         """An uninitialised tensor that looks so."""
@@ -330,19 +333,11 @@ class Header:
         return cls(k, layout.kind, weight, fingerprint, layout.tensors, layout.structure)
 
 
-def order_of(tensor: Tensor) -> Order:
-    """The order of a tensor, which may have gaps; a copy without any is what travels."""
-    if tensor.is_contiguous():
-        return ()
-    order = tuple(tensor.dim_order())
-    return () if order == tuple(range(tensor.ndim)) else order
-
-
 def written_out(tensor: Tensor) -> Tensor:
     """The same numbers without gaps, and without a conjugation or a sign that torch has noted and not yet applied."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor without gaps; a single number has none, whatever the stride of the view that took it."""
+def memory_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor without gaps; a single number has none, whatever the stride of the view that took it."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
