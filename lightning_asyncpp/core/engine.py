@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.microbatch import BatchOutput, Slot, Step, UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
-from lightning_asyncpp.core.ranks.agreement import agree_on_error
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, together
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import Flight, StageBeforeFailedError, Task, stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
@@ -138,7 +139,7 @@ class Engine:
     ) -> Actions[BatchOutput]:
         """Run a training batch action by action; arguments as for :meth:`run`."""
         count = self.settings.micro_batches
-        slots = self._slots(batch) if self._checked else self._slots_checked(batch)
+        slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
         self._in_evaluation = {module for module in self._modules if not module.training}
         if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
             self.weights.adopt()
@@ -167,8 +168,6 @@ class Engine:
         What follows runs on the weights that it would have run on anyway.
         """
         if self.accumulating:
-            if self.runner.transport is not None:
-                self.runner.transport.announce_drop(self.next_forward)
             self.updates.drop_open(self.next_forward, self.next_backward)
 
     def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
@@ -316,16 +315,6 @@ class Engine:
 
     def _slots(self, batch: Any) -> list[Slot]:
         return self.runner.slots(batch, self.settings.micro_batches, self.host_batch)
-
-    def _slots_checked(self, batch: Any) -> list[Slot]:
-        slots: list[Slot] = []
-        error = None
-        try:
-            slots = self._slots(batch)
-        except Exception as caught:
-            error = caught
-        agree_on_error(self.mesh, error)
-        return slots
 
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         opened = self.updates.open

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.host_copies import Reading
-from lightning_asyncpp.core.tree import children_of, is_named_tuple, map_leaves, map_tensors, merge_outputs, tensors_of
+from lightning_asyncpp.core.tree import is_named_tuple, map_leaves, map_tensors, merge_outputs, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -62,8 +62,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     is cut too: if it must not be, define ``split_batch`` on the module.
 
     Raises:
-        ConfigurationError: the tensors of the batch have different first dimensions; or a list without tensors has as
-            many entries as there are samples, and so have all its entries, so that either may be the samples.
+        ConfigurationError: the tensors of the batch have different first dimensions.
     """
     samples = number_of_samples(batch)
     filled = min(parts, samples)
@@ -75,10 +74,9 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             f"the tensors of a batch have different first dimensions {sorted(sizes)}: the pipeline cannot tell which of"
             " them are batched; define split_batch(batch, parts) on the module"
         )
-    refuse_ambiguous = filled > 1  # a single one holds everything, whichever way a list is cut
 
     def is_leaf(node: Any) -> bool:
-        return _has_an_entry_per_sample(node, samples, refuse_ambiguous)
+        return _is_list_of(node, samples) and not any(True for _ in tensors_of(node))
 
     cuts: dict[int, tuple[Any, Sequence[Any]]] = {}  # id of a leaf -> the leaf, so that it lives, and its pieces
 
@@ -105,27 +103,6 @@ def _pieces(leaf: Any, samples: int, parts: int) -> Sequence[Any]:
         pieces = [leaf[start:end] for start, end in itertools.pairwise(starts)]
         return pieces if isinstance(leaf, np.ndarray) else [type(leaf)(piece) for piece in pieces]
     return [leaf] * parts
-
-
-def _has_an_entry_per_sample(node: Any, samples: int, refuse_ambiguous: bool) -> bool:
-    if not _is_list_of(node, samples) or any(True for _ in tensors_of(node)):
-        return False
-    if refuse_ambiguous and all(_has_batch_dimension(entry, samples) for entry in node):
-        # default_collate turns two strings per sample into two lists of samples; others make a list of two per sample.
-        # A batch of two samples could be either.
-        raise ConfigurationError(
-            f"a batch of {samples} samples holds a {type(node).__name__} with {samples} entries of {samples} entries"
-            " each: the pipeline cannot tell which of them are the samples; define split_batch(batch, parts) on the"
-            " module"
-        )
-    return True
-
-
-def _has_batch_dimension(tree: Any, samples: int) -> bool:
-    if _is_list_of(tree, samples) or _is_array_of(tree, samples):
-        return True
-    children = children_of(tree)
-    return bool(children) and all(_has_batch_dimension(child, samples) for child in children)
 
 
 def _is_list_of(tree: Any, samples: int) -> bool:

@@ -111,7 +111,7 @@ class PipelineSettings:
         types = self._type_problems()
         plain = PipelineSettings()
         right = replace(self, **{name: getattr(plain, name) for name in types})
-        return [*types.values(), *(right._problems_alone() or ([] if types else self._problems_of_stages()))]
+        return [*types.values(), *right._problems_alone()]
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
@@ -149,16 +149,6 @@ class PipelineSettings:
         if delay:
             return replace(self, delay=delay)
         return replace(self, delay=0, staleness="uniform", slack=0)
-
-    def _problems_of_stages(self) -> list[str]:
-        """What is wrong with the schedule, where the partition says how many stages there are."""
-        if isinstance(self.partition, str):
-            return []
-        num_stages = len(self.partition)
-        micro_batches = self._resolved_micro_batches(num_stages)
-        return self._problems_of_schedule(
-            num_stages, micro_batches, self._resolved_lookahead(num_stages, micro_batches)
-        )
 
     def _type_problems(self) -> dict[str, str]:
         optional = ("micro_batches", "lookahead")

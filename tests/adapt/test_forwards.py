@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import time
-import warnings
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
 from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.tree import tensors_of
 from tests.adapt import nets
-from tests.adapt.home_made import HOME_MADE
 from tests.adapt.models import Trained, assert_trains, of_transformers
 from tests.adapt.nets import DIM, EXACT, ROUNDED, SHAPE, Net
 
@@ -123,15 +121,6 @@ def test_nothing_travels_that_nobody_needs(kind: type[Net], most: int) -> None:
         carried = stage.run((carried,), {})
         crossing.append(sum(tensor.numel() > 0 for tensor in tensors_of(carried)))
     assert max(crossing) <= most
-
-
-def test_many_results_that_cross_are_told() -> None:
-    with pytest.warns(UserWarning, match=r"Dense puts together what its layers return .* up to 1\d of their results"):
-        pipelined(nets.Dense(count=11), (torch.randn(2, DIM),))
-    make, batch, _ = HOME_MADE["unet"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipelined(make(), batch())
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *ROUNDED])

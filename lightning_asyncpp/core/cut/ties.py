@@ -22,12 +22,10 @@ class Tie(NamedTuple):
     Attributes:
         stages: those, in order.
         names: its name in the model on each of them.
-        is_trained: whether it was to be trained when the model was cut; between two trainings that may change.
     """
 
     stages: tuple[int, ...]
     names: tuple[str, ...]
-    is_trained: bool = True
 
     def name_on(self, stage: int) -> str:
         """Its name on one of the stages."""
@@ -51,11 +49,7 @@ def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
         counts: number of units on each stage.
     """
     holders = first_names(units, counts, nn.Module.named_parameters)
-    return [
-        Tie(tuple(names), tuple(names.values()), parameter.requires_grad)
-        for parameter, names in holders.items()
-        if len(names) > 1
-    ]
+    return [Tie(tuple(names), tuple(names.values())) for names in holders.values() if len(names) > 1]
 
 
 def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list[Tie]:

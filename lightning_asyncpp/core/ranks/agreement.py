@@ -137,6 +137,20 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
         raise OtherStageFailedError(quoted)
 
 
+def together(mesh: Mesh, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call a function on all ranks and return what it returns; what fails on one of them is raised on all.
+
+    Raises as :func:`agree_on_error` does.
+    """
+    error: Exception | None = None
+    try:
+        found = function()
+    except Exception as caught:
+        error = caught
+    agree_on_error(mesh, error, group)
+    return found
+
+
 def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
     """Compare this rank's entries with those of rank 0; a blocking collective.
 
