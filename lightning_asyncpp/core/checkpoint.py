@@ -29,10 +29,11 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.stage_optimizer import name_of
 from lightning_asyncpp.core.tree import map_tensors
-from lightning_asyncpp.errors import ConfigurationError, lost_peers
+from lightning_asyncpp.errors import ConfigurationError, different_calls, lost_peers
 from lightning_asyncpp.storage import Target, commit, give_up, local_path, merged, new_target, write_part
 
 _TAG = 7
+_GATHERS = "gathers"
 _SMALL_BYTES = 2**14  # such tensors travel together: each message takes a millisecond
 
 
@@ -45,9 +46,14 @@ def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
         mesh: this rank's place.
         part: of this rank; what ``torch.load(weights_only=True)`` reads.
         ranks: whose parts are wanted.
+
+    Raises:
+        ProtocolError: another rank is in another call.
     """
     if mesh.groups is None:
         return [part]
+    if {*exchange(mesh, _GATHERS)} != {_GATHERS}:
+        raise different_calls("this rank gathers what a checkpoint holds, and another one does not")
     if mesh.rank == 0:
         return [_receive(mesh.groups.host, rank) if rank else on_host(part) for rank in ranks]
     if mesh.rank in ranks:

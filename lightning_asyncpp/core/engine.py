@@ -120,8 +120,9 @@ class Engine:
 
     @property
     def at_newest(self) -> bool:
-        """See :meth:`Schedule.reaches_newest`; of the open mini-batch."""
-        return self.schedule.reaches_newest(self.mini_batch)
+        """Whether micro-batches of the open mini-batch may run at the weights that its own update is applied to."""
+        t = self.mini_batch
+        return self.schedule.staleness == "least" or self.schedule.pipeline_rule.version(t) == t
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
@@ -241,25 +242,19 @@ class Engine:
         """
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
+        flights = []
+        self.weights.adopt()
+        newest, weights = self.weights.newest, self.weights.for_evaluation()
         try:
             slots = self._slots(batch)
+            with preserved_generators(self.runner.device), self.runner.untraced():
+                for slot in slots:
+                    task = Task(self.evaluated, newest, weights, slot.content, slot.mark, step, purpose, slot.weight)
+                    flights.append(self.runner.forward(task))
+                    self.evaluated += 1
         except Exception as error:
             self.runner.announce_failure(self.evaluated, error)
             raise
-        flights = []
-        self.weights.adopt()
-        weights = self.weights.for_evaluation()
-        with preserved_generators(self.runner.device), self.runner.untraced():
-            for slot in slots:
-                task = Task(
-                    self.evaluated, self.weights.newest, weights, slot.content, slot.mark, step, purpose, slot.weight
-                )
-                try:
-                    flights.append(self.runner.forward(task))
-                except Exception as error:
-                    self.runner.announce_failure(task.k, error)
-                    raise
-                self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)

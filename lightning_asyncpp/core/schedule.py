@@ -132,10 +132,6 @@ class StalenessRule:
         """Whether mini-batch t belongs to the synchronous start."""
         return mini_batch < self.synchronous_start
 
-    def at_newest(self, mini_batch: int) -> bool:
-        """Whether mini-batch t runs on the weights that its own update is applied to: no delay, or not yet."""
-        return self.version(mini_batch) == mini_batch
-
     def updates_behind(self, mini_batch: int) -> int:
         """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush."""
         return 0 if mini_batch < self.synchronous_start or self.held == 0 else self.delay
@@ -196,10 +192,6 @@ class Schedule:
         """Whether this stage applies the update of mini-batch t before all have agreed on it."""
         held, behind = self.stage_rule.held, self.pipeline_rule.updates_behind(mini_batch)
         return held is not None and not self.agrees_first and behind > 0
-
-    def reaches_newest(self, mini_batch: int) -> bool:
-        """Whether micro-batches of mini-batch t may run at the weights that its own update will be applied to."""
-        return self.pipeline_rule.at_newest(mini_batch) or self.staleness == "least"
 
     def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> list[Action]:
         """Actions that bring ``count`` micro-batches from ``first`` on under way.

@@ -48,11 +48,22 @@ def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | N
     Raises:
         PeerLostError: a neighbour cannot be reached.
     """
-    here, there = connect_stages(mesh)
-    return Neighbours(
-        None if here is None else Link(here, mesh.name_of(mesh.stage - 1), before),
-        None if there is None else Link(there, mesh.name_of(mesh.stage + 1), after),
-    )
+    assert mesh.groups is not None
+    group, offer = mesh.groups.host, torch.zeros(_OFFER_BYTES, dtype=torch.uint8)
+    links: list[Link | None] = [None, None]
+    with ExitStack() as stack, lost_peers():
+        if not mesh.is_first:
+            listener = stack.enter_context(closing(Listener()))
+            text = torch.frombuffer(bytearray(listener.offer.ljust(_OFFER_BYTES).encode()), dtype=torch.uint8)
+            dist.send(text, mesh.rank_of(mesh.stage - 1), group=group, tag=_TAG)
+        if not mesh.is_last:
+            who = mesh.name_of(mesh.stage + 1)
+            dist.recv(offer, mesh.rank_of(mesh.stage + 1), group=group, tag=_TAG)
+            links[1] = Link(call(offer.numpy().tobytes().decode(), who), who, after)
+        if not mesh.is_first:
+            who = mesh.name_of(mesh.stage - 1)
+            links[0] = Link(listener.answer(who), who, before)
+    return Neighbours(*links)
 
 
 def use_loopback() -> None:
@@ -61,34 +72,6 @@ def use_loopback() -> None:
         os.environ[INTERFACE_VARIABLE] = "lo"
         # Exactly: without the sign NCCL takes it for a prefix.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
-
-
-def connect_stages(mesh: Mesh) -> tuple[socket.socket | None, socket.socket | None]:
-    """Connect this stage with its neighbours; a collective call of each replica.
-
-    Args:
-        mesh: this rank's place; its groups are connected.
-
-    Returns:
-        With the stage before and the stage after; ``None`` at the ends of the pipeline.
-
-    Raises:
-        PeerLostError: a neighbour cannot be reached.
-    """
-    assert mesh.groups is not None
-    group, offer = mesh.groups.host, torch.zeros(_OFFER_BYTES, dtype=torch.uint8)
-    before = after = None
-    with ExitStack() as stack, lost_peers():
-        if not mesh.is_first:
-            listener = stack.enter_context(closing(Listener()))
-            text = torch.frombuffer(bytearray(listener.offer.ljust(_OFFER_BYTES).encode()), dtype=torch.uint8)
-            dist.send(text, mesh.rank_of(mesh.stage - 1), group=group, tag=_TAG)
-        if not mesh.is_last:
-            dist.recv(offer, mesh.rank_of(mesh.stage + 1), group=group, tag=_TAG)
-            after = call(offer.numpy().tobytes().decode(), mesh.name_of(mesh.stage + 1))
-        if not mesh.is_first:
-            before = listener.answer(mesh.name_of(mesh.stage - 1))
-    return before, after
 
 
 class Listener:
