@@ -333,23 +333,15 @@ class LastStage(StageRunner):
         if task.purpose == "train":
             loss = loss_of(result)
             if not loss.requires_grad:
-                raise ConfigurationError(self._no_gradient(bool(flight.inputs)))
+                raise ConfigurationError(
+                    f"the loss that training_step returned has no gradient: compute it from {self.hooks.model_name}'s"
+                    " output, without detach() or no_grad(), and let some parameter be trained there or before it"
+                    " (requires_grad)"
+                )
             flight.outputs = (loss,)
             # With its graph the result would keep what the nodes have, such as the gradients that were sent off.
             flight.result = result.detach() if isinstance(result, Tensor) else map_tensors(Tensor.detach, result)
         return flight
-
-    def _no_gradient(self, has_inputs: bool) -> str:
-        model = self.hooks.model_name
-        if not has_inputs and not any(parameter.requires_grad for parameter in self.stage.parameters.values()):
-            return (
-                f"no parameter of {model} requires a gradient on the last stage, and what arrives there needs none:"
-                " call requires_grad_(True) on what is to be trained"
-            )
-        return (
-            f"the loss that training_step returned does not depend on {model}'s parameters: it has no gradient; compute"
-            " it from the model's output, without detach() or no_grad()"
-        )
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
         """The backward starts from w_k or 1, as if the loss had been multiplied with it."""

@@ -23,8 +23,7 @@ from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.core.trace import Moment
-from lightning_asyncpp.core.updates.reduction import Gradients, Reduction
-from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
+from lightning_asyncpp.core.updates.reduction import Gradients, Reduction, TiedGradients
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import lost_peers
 

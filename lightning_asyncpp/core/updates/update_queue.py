@@ -33,9 +33,10 @@ from lightning_asyncpp.core.updates.reduction import (
     GPU_BUCKET_BYTES,
     Gradients,
     Reduction,
+    TiedGradients,
     plan_buckets,
+    tags_of,
 )
-from lightning_asyncpp.core.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.errors import NonFiniteGradientError
 
