@@ -169,6 +169,8 @@ class Engine:
         What follows runs on the weights that it would have run on anyway.
         """
         if self.accumulating:
+            if self.runner.transport is not None:
+                self.runner.transport.announce_drop(self.next_forward)
             self.updates.drop_open(self.next_forward, self.next_backward)
 
     def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:

@@ -173,6 +173,9 @@ class LocalTransport(Transport):
         """Return the sum of all stages."""
         return self._mailbox.totals[mini_batch]
 
+    def announce_drop(self, k: int) -> None:
+        """Do nothing: the stages of a process decide together."""
+
     def announce_end(self) -> None:
         """Do nothing: the other stages are called for the same."""
 

@@ -7,6 +7,7 @@ be used (several stages on one GPU) they are copied through the host.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,10 +31,11 @@ from lightning_asyncpp.core.wire.link import (
 )
 from lightning_asyncpp.errors import ProtocolError, different_calls, different_ends
 
-_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _LAYOUT = range(1, 9)
+_ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP, _LAYOUT = range(1, 10)
+_MOST_DROPS = 16  # that a neighbour may be behind: it is at most a few mini-batches
 _NAMES = {
     _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
-    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader",
+    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader", _DROP: "a gradient thrown away",
     _LAYOUT: "a layout",
 }  # fmt: skip
 
@@ -117,6 +119,7 @@ class Transport:
         self._layout_received = Layout()
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
         self._closed = False
+        self._drops: deque[int] = deque(maxlen=_MOST_DROPS)
         self._sent = self._received = 0  # one past the micro-batch of the newest activation
 
     @property
@@ -230,6 +233,16 @@ class Transport:
         """Return the sum of all stages, waiting for it: ``length`` fp64 values."""
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
+    def announce_drop(self, k: int) -> None:
+        """Tell the neighbours that the gradient of batches before micro-batch ``k`` is thrown away; never waits.
+
+        They do the same. Where ranks decide otherwise, each would wait for what the other does not send.
+        """
+        self._drops.append(k)
+        for link in (self._before, self._after):
+            if link is not None:
+                link.write(_DROP, k, [])
+
     # -- what the first stage loads -----------------------------------------------------------------------------------
 
     def announce_loaded(self, step: int) -> None:
@@ -324,8 +337,10 @@ class Transport:
         return vector
 
     def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
-        """Keep what may come in front of what is waited for: a layout or a control message."""
+        """Keep what may come in front of what is waited for: a layout, a control message, a drop that was one here."""
         kind, number, size = frame
+        if kind == _DROP and number in self._drops:
+            return
         if kind == _LAYOUT:
             message = bytearray(size)
             link.read_into(memoryview(message))
