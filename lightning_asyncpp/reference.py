@@ -25,7 +25,7 @@ from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.own_forward import cut_of
 from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
 from lightning_asyncpp.core.microbatch import number_of_samples, split_batch
-from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
+from lightning_asyncpp.core.randomness import generator_states, seed_generators, set_generator_states
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 K = TypeVar("K")
@@ -345,9 +345,9 @@ def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
     before = called.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))
     after = called.register_forward_hook(lambda *_: set_generator_states(state.pop(), device))
     outside = generator_states(device)
-    seed_generators(derive(seed, "train", 0, k), device)
+    seed_generators(seed, device, "train", 0, k)
     try:
-        with entering_units(model, lambda number: seed_generators(derive(seed, "layer", number, 0, k), device)):
+        with entering_units(model, lambda number: seed_generators(seed, device, "layer", number, 0, k)):
             yield
     finally:
         set_generator_states(outside, device)

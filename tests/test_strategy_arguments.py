@@ -61,11 +61,6 @@ def test_all_are_named_at_once(strategy: type) -> None:
         assert name in str(caught.value)
 
 
-def test_a_partition_says_how_many_stages_there_are() -> None:
-    with pytest.raises(ConfigurationError, match=r"micro_batches=2 is smaller than the number of stages \(3\)"):
-        trainer.AsyncPipelineStrategy(partition=[1, 1, 1], micro_batches=2)
-
-
 @pytest.mark.parametrize("package", [trainer, fabric], ids=lambda package: package.__name__)
 def test_what_does_not_fit_the_ranks_is_found_before_they_connect(
     package: Any, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.analysis import find_cut
@@ -23,7 +23,6 @@ from lightning_asyncpp.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
-_MANY = 8  # results of blocks that cross a cut; a U-Net has as many as levels
 _LONGEST = 400  # characters of an error that are repeated
 
 
@@ -68,12 +67,6 @@ def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequ
         cut, costs = find_cut(model, call, find_blocks(model, call, blocks))
     model.pipeline_layers = cut  # type: ignore[assignment]
     model.pipeline_costs = functools.partial(list, costs)  # type: ignore[assignment]
-    if (most := max(map(len, cut.crossing))) > _MANY:
-        rank_zero_warn(
-            f"{class_name(model)} puts together what its layers return in its own forward, so that up to {most} of"
-            " their results cross a cut, and not one: have a layer return what later ones need of those before it, or"
-            " give the model pipeline_layers()"
-        )
 
 
 def problems_of_layers(

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.own_forward import OwnForwardCut, OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units
-from lightning_asyncpp.core.randomness import derive, seed_generators
+from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.tree import flatten, map_tensors, tensors_of, unflatten
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.reference import uses_apart
@@ -191,7 +191,7 @@ class ModelRuns:
 
     def seed(self, unit: int) -> None:
         """Begin the random numbers of a unit."""
-        seed_generators(derive(0, unit), self.device)
+        seed_generators(0, self.device, unit)
 
     def _take_gradients(self) -> dict[str, Tensor]:
         """Name -> gradient, of the parameters that have one; they are taken away."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.core.cut.ties import check_copies, keep_once
 from lightning_asyncpp.core.first_cause import AtExit, uncaught
 from lightning_asyncpp.core.host_copies import as_bytes, pieces_on_host
-from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
+from lightning_asyncpp.core.ranks.agreement import exchange, together
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.stage_optimizer import name_of
@@ -204,16 +204,14 @@ def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping
         RuntimeError: they do not, or shapes do not; on every rank.
         ConfigurationError: names of one parameter have different values.
     """
-    error: Exception | None = None
-    pruned = session.whole_model.pruned
-    try:
+    pruned, engine = session.whole_model.pruned, session.running()
+
+    def load() -> None:
         check_copies(state, session.whole_model.same)
         with pruned.hidden():
             pruned.load(module, state, strict)
-    except (RuntimeError, ConfigurationError) as caught:
-        error = caught
-    engine = session.running()
-    agree_on_error(engine.mesh, error)
+
+    together(engine.mesh, load)
     engine.weights.restore(engine.weights.newest, None)
 
 
@@ -240,7 +238,8 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
         name: tensor if (saved := find(state[OLDER], name)) is None else saved
         for name, tensor in (*engine.weights.parameters.items(), *engine.weights.buffers.items())
     }
-    masters = {name: _found(find(state[MASTERS], name), name) for name in engine.weights.masters() or {}}
+    found = {name: find(state[MASTERS], name) for name in engine.weights.masters() or {}}
+    masters = {name: master for name, master in found.items() if master is not None}  # frozen ones had none
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
     session.set_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
@@ -257,16 +256,6 @@ def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
     if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
         return mesh.rank
     return Mesh(stages, replicas, 0).rank_of(stages - 1, min(mesh.replica, replicas - 1))
-
-
-def _found(master: Tensor | None, name: str) -> Tensor:
-    if master is None:
-        raise ConfigurationError(
-            f"the checkpoint holds no master of {name}: it was frozen when the checkpoint was written, or the"
-            " checkpoint is another model's; train what was trained, or load only the weights: pass the model loaded"
-            " with load_state_dict, without ckpt_path"
-        )
-    return master
 
 
 class CheckpointWriter:
@@ -310,7 +299,7 @@ class CheckpointWriter:
             self._run(lambda group: _write_folder(mesh, group, target, content))
         else:
             write = partial(write_file, content) if mesh.rank == 0 else _nothing
-            self._run(lambda group: _together(mesh, group, write))
+            self._run(lambda group: together(mesh, write, group))
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove an older checkpoint, after what is being written now is there."""
@@ -357,7 +346,7 @@ class CheckpointWriter:
                 " machines share, or use state_dict_type='full', which one rank writes"
             )
         chosen: list[Target] = []
-        _together(mesh, None, (lambda: chosen.append(new_target(folder))) if mesh.rank == 0 else _nothing)
+        together(mesh, (lambda: chosen.append(new_target(folder))) if mesh.rank == 0 else _nothing)
         return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
 
     def _run(self, job: Callable[[dist.ProcessGroup | None], None]) -> None:
@@ -381,24 +370,14 @@ def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, p
     own: list[tuple[str, int]] = []
     try:
         writes = mesh.replica == 0
-        _together(mesh, group, (lambda: own.append(write_part(target, mesh.stage, part))) if writes else _nothing)
+        together(mesh, (lambda: own.append(write_part(target, mesh.stage, part))) if writes else _nothing, group)
         by_rank = [json.loads(text) for text in exchange(mesh, json.dumps(own), group)]
         files = dict(sorted(file for written in by_rank for file in written))
-        _together(mesh, group, partial(commit, target, files) if mesh.rank == 0 else _nothing)
+        together(mesh, partial(commit, target, files) if mesh.rank == 0 else _nothing, group)
     except BaseException:
         if mesh.rank == 0:
             give_up(target)
         raise
-
-
-def _together(mesh: Mesh, group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
-    """Write; what fails on one rank is raised on all."""
-    error: Exception | None = None
-    try:
-        write()
-    except Exception as caught:
-        error = caught
-    agree_on_error(mesh, error, group)
 
 
 def _after(before: tuple[Future[None], ...], remove: Callable[[], None]) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.microbatch import BatchOutput, HostBatch, Slot, Step, UserHooks
+from lightning_asyncpp.core.host_copies import HostBatch
+from lightning_asyncpp.core.microbatch import BatchOutput, Slot, Step, UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
-from lightning_asyncpp.core.ranks.agreement import agree_on_error
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, together
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import Flight, StageBeforeFailedError, Task, stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
@@ -118,8 +120,9 @@ class Engine:
 
     @property
     def at_newest(self) -> bool:
-        """See :meth:`Schedule.reaches_newest`; of the open mini-batch."""
-        return self.schedule.reaches_newest(self.mini_batch)
+        """Whether micro-batches of the open mini-batch may run at the weights that its own update is applied to."""
+        t = self.mini_batch
+        return self.schedule.staleness == "least" or self.schedule.pipeline_rule.version(t) == t
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
@@ -137,7 +140,7 @@ class Engine:
     ) -> Actions[BatchOutput]:
         """Run a training batch action by action; arguments as for :meth:`run`."""
         count = self.settings.micro_batches
-        slots = self._slots(batch) if self._checked else self._slots_checked(batch)
+        slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
         self._in_evaluation = {module for module in self._modules if not module.training}
         if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
             self.weights.adopt()
@@ -241,25 +244,19 @@ class Engine:
         """
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
+        flights = []
+        self.weights.adopt()
+        newest, weights = self.weights.newest, self.weights.for_evaluation()
         try:
             slots = self._slots(batch)
+            with preserved_generators(self.runner.device), self.runner.untraced():
+                for slot in slots:
+                    task = Task(self.evaluated, newest, weights, slot.content, slot.mark, step, purpose, slot.weight)
+                    flights.append(self.runner.forward(task))
+                    self.evaluated += 1
         except Exception as error:
             self.runner.announce_failure(self.evaluated, error)
             raise
-        flights = []
-        self.weights.adopt()
-        weights = self.weights.for_evaluation()
-        with preserved_generators(self.runner.device), self.runner.untraced():
-            for slot in slots:
-                task = Task(
-                    self.evaluated, self.weights.newest, weights, slot.content, slot.mark, step, purpose, slot.weight
-                )
-                try:
-                    flights.append(self.runner.forward(task))
-                except Exception as error:
-                    self.runner.announce_failure(task.k, error)
-                    raise
-                self.evaluated += 1
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
@@ -315,16 +312,6 @@ class Engine:
 
     def _slots(self, batch: Any) -> list[Slot]:
         return self.runner.slots(batch, self.settings.micro_batches, self.host_batch)
-
-    def _slots_checked(self, batch: Any) -> list[Slot]:
-        slots: list[Slot] = []
-        error = None
-        try:
-            slots = self._slots(batch)
-        except Exception as caught:
-            error = caught
-        agree_on_error(self.mesh, error)
-        return slots
 
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         opened = self.updates.open

@@ -118,7 +118,7 @@ class FailureWatch:
                 self.failure = error
             self.release()
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # all ranks' scripts may do so
-        if not (ends_well or self._ended_as_agreed):
+        if not (ends_well or (self._agreed_end is not None and self._agreed_end())):
             self._tell(error)
         if is_first:
             self._disconnect_soon(error)
@@ -161,10 +161,6 @@ class FailureWatch:
             raise lost from None
 
     # -- an error of this rank ------------------------------------------------------------------------------------
-
-    @property
-    def _ended_as_agreed(self) -> bool:
-        return self._agreed_end is not None and self._agreed_end()
 
     def _tell(self, error: BaseException) -> None:
         """Tell the others of an error of this rank; a lost peer's gets the first cause as its text."""
@@ -321,10 +317,16 @@ def leave_default_group() -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
+    """End all connections of a group on gloo, which does so when a wait in it times out; no call does just that."""
     with suppress(KeyError, ValueError):  # nothing used the group any more, and it is gone
         for rank in dist.get_process_group_ranks(group):
-            if rank != dist.get_rank():
-                _wait_in_vain(group, rank)
+            # With a rank that is gone the wait fails before it begins, and at the very end of a process the group may
+            # be gone.
+            with suppress(RuntimeError, ValueError):
+                if rank != dist.get_rank():
+                    work = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG_NEVER_SENT)
+                    if work is not None:
+                        work.wait(_MOMENT)
 
 
 def _abort(group: dist.ProcessGroup) -> None:
@@ -332,18 +334,9 @@ def _abort(group: dist.ProcessGroup) -> None:
 
     It may wait for its device, where a message of another group waits for a rank that is gone; and for that one's end.
     """
-    background.run(lambda: _abort_now(group), "abort")
 
+    def abort() -> None:
+        with suppress(RuntimeError):  # it is gone, or its backend has no such thing
+            group.abort()
 
-def _abort_now(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # it is gone, or its backend has no such thing
-        group.abort()
-
-
-def _wait_in_vain(group: dist.ProcessGroup, rank: int) -> None:
-    # Gloo closes all connections of a group in which a wait timed out; no call does just that. With a rank that is gone
-    # the wait fails before it begins, and at the very end of a process the group may be gone.
-    with suppress(RuntimeError, ValueError):
-        work = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG_NEVER_SENT)
-        if work is not None:
-            work.wait(_MOMENT)
+    background.run(abort, "abort")

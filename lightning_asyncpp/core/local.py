@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.engine import Actions, Engine
+from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.local_messages import LocalMesh, LocalTransport, Mailbox
-from lightning_asyncpp.core.microbatch import BatchOutput, HostBatch, Step, UserHooks
+from lightning_asyncpp.core.microbatch import BatchOutput, Step, UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import stage_runner
@@ -77,9 +78,7 @@ class LocalPipeline(Engine):
         self.host_batch, self.evaluated = HostBatch(), 0
         self._shared = share(stages)
         self._mailbox = Mailbox(len(stages))
-        # Within a batch every stage has states of Python's and NumPy's generators: first and last draw the same.
-        self._draws: list[tuple[Any, Any]] = []
-        self._attributes = _Attributes(whole.root, len(stages))
+        self._turns = _Turns(whole.root, len(stages))
         self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
         self.schedule = self.engines[-1].schedule  # that of the stage which has the loss and logs
@@ -120,16 +119,8 @@ class LocalPipeline(Engine):
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch on all stages; arguments as for :meth:`Engine.run`."""
         self.weights.adopt()  # hooks may have changed weights
-        after = _python_draws()
-        self._draws = [after] * len(self.engines)
-        try:
-            with preserved_generators(self.runner.device):
-                output = self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
-            after = self._draws[-1]
-        finally:
-            self._draws = []
-            _set_python_draws(after)
-        return output
+        with self._turns.drawing(), preserved_generators(self.runner.device):
+            return self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
 
     def drop(self) -> None:
         """Throw away the gradient of the batches since the last :meth:`close`."""
@@ -187,28 +178,25 @@ class LocalPipeline(Engine):
 
         def advance(number: int) -> None:
             action = waiting.pop(number, None)
-            if self._draws:
-                _set_python_draws(self._draws[number])
+            self._turns.take(number)
             try:
-                with self._attributes.of_stage(number):
-                    waiting[number] = next(of_stages[number])
+                waiting[number] = next(of_stages[number])
             except StopIteration as end:
                 results[number] = end.value
-            if self._draws:
-                self._draws[number] = _python_draws()
             if action is not None and action.kind is Kind.UPDATE:
                 self.weights.follow_owners(number)
 
-        for number in range(len(of_stages)):
-            advance(number)
-        while waiting:
-            before = dict(waiting)
-            for number in sorted(waiting, reverse=True):
-                while number in waiting and self._is_ready(number, waiting[number]):
-                    advance(number)
-            if waiting == before:
-                actions = ", ".join(f"stage {number}: {action}" for number, action in waiting.items())
-                raise RuntimeError(f"every stage waits for another one ({actions}): the schedule cannot go on")
+        with self._turns:
+            for number in range(len(of_stages)):
+                advance(number)
+            while waiting:
+                before = dict(waiting)
+                for number in sorted(waiting, reverse=True):
+                    while number in waiting and self._is_ready(number, waiting[number]):
+                        advance(number)
+                if waiting == before:
+                    actions = ", ".join(f"stage {number}: {action}" for number, action in waiting.items())
+                    raise RuntimeError(f"every stage waits for another one ({actions}): the schedule cannot go on")
         return [results[number] for number in range(len(of_stages))]
 
     def _is_ready(self, number: int, action: Action) -> bool:
@@ -240,11 +228,12 @@ def _set_python_draws(states: tuple[Any, Any]) -> None:
     np.random.set_state(states[1])
 
 
-class _Attributes:
-    """Attributes of the user's module as each stage would have them in a process of its own.
+class _Turns:
+    """What the user's code finds when it is a stage's turn: as it would be in a process of its own.
 
-    What a stage's part of a step, or a hook of its update, assigns is that stage's; what is assigned between the turns
-    is everybody's. Outside of them the module has those of the last stage.
+    What a stage's part of a step, or a hook of its update, assigns to the module is that stage's; what is assigned
+    between the calls that take turns is everybody's. Outside of them the module has the attributes of the last stage.
+    Within a batch every stage has states of Python's and NumPy's generators: first and last draw the same.
 
     Args:
         module: the user's.
@@ -254,21 +243,11 @@ class _Attributes:
     def __init__(self, module: nn.Module, stages: int) -> None:
         self._present = vars(module)
         self._shown = dict(self._present)  # outside of turns, when they were looked at last
-        self._of_stages = [dict(self._present) for _ in range(stages)]
+        self._of_stages = [dict(self._present) for _ in range(stages)]  # but of the one whose turn it is
+        self._draws: list[tuple[Any, Any]] = []
+        self._now = self._last = stages - 1
 
-    @contextmanager
-    def of_stage(self, number: int) -> Iterator[None]:
-        """Let the module have those of a stage."""
-        self._share_changes()
-        self._put(self._of_stages[number])
-        try:
-            yield
-        finally:
-            self._of_stages[number] = dict(self._present)
-            self._put(self._of_stages[-1])
-            self._shown = dict(self._present)
-
-    def _share_changes(self) -> None:
+    def __enter__(self) -> None:
         changed = {k: v for k, v in self._present.items() if k not in self._shown or v is not self._shown[k]}
         gone = self._shown.keys() - self._present.keys()
         for attributes in self._of_stages if changed or gone else ():
@@ -276,10 +255,35 @@ class _Attributes:
             for name in gone & attributes.keys():
                 del attributes[name]
 
-    def _put(self, attributes: Mapping[str, Any]) -> None:
-        self._present.update(attributes)
-        for name in self._present.keys() - attributes.keys():
+    def __exit__(self, *_: object) -> None:
+        self.take(self._last)
+        self._shown = dict(self._present)
+
+    def take(self, number: int) -> None:
+        """It is a stage's turn."""
+        if number == self._now:
+            return
+        self._of_stages[self._now] = dict(self._present)
+        self._present.update(self._of_stages[number])
+        for name in self._present.keys() - self._of_stages[number].keys():
             del self._present[name]
+        if self._draws:
+            self._draws[self._now] = _python_draws()
+            _set_python_draws(self._draws[number])
+        self._now = number
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let every stage draw from where the generators are; they go on from where the last stage leaves them."""
+        before = _python_draws()
+        self._draws = [before] * len(self._of_stages)
+        try:
+            yield
+        except BaseException:
+            _set_python_draws(before)
+            raise
+        finally:
+            self._draws = []
 
 
 class AllWeights(WeightVersions):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.wire.header import Header, TensorInfo
+from lightning_asyncpp.core.wire.link import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival, Transport
 
 _OLD = 8  # mini-batches after which nobody asks for a control message any more

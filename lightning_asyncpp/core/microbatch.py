@@ -1,4 +1,7 @@
-"""Micro-batches: cutting a batch, weighing the pieces, telling two batches apart, and what a step made of them."""
+"""Micro-batches: cutting a batch, weighing the pieces, telling two batches apart; the user's step, and what it made.
+
+Stages take apart the one call of the model in the step: arguments on the first stage, the output on the last.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,21 @@ import hashlib
 import itertools
 import math
 import numbers
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_asyncpp.core.host_copies import Reading
-from lightning_asyncpp.core.tree import children_of, is_named_tuple, map_leaves, map_tensors, merge_outputs, tensors_of
+from lightning_asyncpp.core.tree import is_named_tuple, map_leaves, map_tensors, merge_outputs, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
+T = TypeVar("T")
 # The fingerprint looks at this many elements of a tensor per micro-batch at most, evenly spread.
 _FINGERPRINT_ELEMENTS = 1024
 
@@ -59,8 +62,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     is cut too: if it must not be, define ``split_batch`` on the module.
 
     Raises:
-        ConfigurationError: the tensors of the batch have different first dimensions; or a list without tensors has as
-            many entries as there are samples, and so have all its entries, so that either may be the samples.
+        ConfigurationError: the tensors of the batch have different first dimensions.
     """
     samples = number_of_samples(batch)
     filled = min(parts, samples)
@@ -72,10 +74,9 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             f"the tensors of a batch have different first dimensions {sorted(sizes)}: the pipeline cannot tell which of"
             " them are batched; define split_batch(batch, parts) on the module"
         )
-    refuse_ambiguous = filled > 1  # a single one holds everything, whichever way a list is cut
 
     def is_leaf(node: Any) -> bool:
-        return _has_an_entry_per_sample(node, samples, refuse_ambiguous)
+        return _is_list_of(node, samples) and not any(True for _ in tensors_of(node))
 
     cuts: dict[int, tuple[Any, Sequence[Any]]] = {}  # id of a leaf -> the leaf, so that it lives, and its pieces
 
@@ -102,27 +103,6 @@ def _pieces(leaf: Any, samples: int, parts: int) -> Sequence[Any]:
         pieces = [leaf[start:end] for start, end in itertools.pairwise(starts)]
         return pieces if isinstance(leaf, np.ndarray) else [type(leaf)(piece) for piece in pieces]
     return [leaf] * parts
-
-
-def _has_an_entry_per_sample(node: Any, samples: int, refuse_ambiguous: bool) -> bool:
-    if not _is_list_of(node, samples) or any(True for _ in tensors_of(node)):
-        return False
-    if refuse_ambiguous and all(_has_batch_dimension(entry, samples) for entry in node):
-        # default_collate turns two strings per sample into two lists of samples; others make a list of two per sample.
-        # A batch of two samples could be either.
-        raise ConfigurationError(
-            f"a batch of {samples} samples holds a {type(node).__name__} with {samples} entries of {samples} entries"
-            " each: the pipeline cannot tell which of them are the samples; define split_batch(batch, parts) on the"
-            " module"
-        )
-    return True
-
-
-def _has_batch_dimension(tree: Any, samples: int) -> bool:
-    if _is_list_of(tree, samples) or _is_array_of(tree, samples):
-        return True
-    children = children_of(tree)
-    return bool(children) and all(_has_batch_dimension(child, samples) for child in children)
 
 
 def _is_list_of(tree: Any, samples: int) -> bool:
@@ -301,55 +281,6 @@ def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
     return torch.full((), float("nan"), device=device) if loss is None else loss
 
 
-class _Copy(NamedTuple):
-    """A tensor on the device: who it is, how often it had been changed in place, and what it was copied from."""
-
-    reference: weakref.ref[Tensor]
-    version: int
-    source: Tensor
-
-
-class HostBatch:
-    """Knows what the tensors of the newest batch were copied from.
-
-    Attributes:
-        copies: id of a tensor on the device -> what is known of it; empty on a CPU.
-    """
-
-    def __init__(self) -> None:
-        self.copies: dict[int, _Copy] = {}
-
-    def moved(self, batch: Any, copy: Any) -> None:
-        """Remember a batch that was copied to the device, and nothing else was done to it.
-
-        Args:
-            batch: on the host.
-            copy: the same nesting, on the device; tensors that were there already are those of ``batch``.
-        """
-        sources, copies = list(tensors_of(batch)), list(tensors_of(copy))
-        self.copies = {}
-        if len(sources) == len(copies) and all(map(_alike, sources, copies)):
-            self.copies = {
-                id(there): _Copy(weakref.ref(there), there._version, here)
-                for here, there in zip(sources, copies)
-                if here is not there and not there.is_inference()
-            }
-
-    def of(self, batch: Any) -> Any:
-        """A batch with the host's tensors in place of its own, as far as they are known to be equal."""
-        return map_tensors(self._source, batch) if self.copies else batch
-
-    def _source(self, tensor: Tensor) -> Tensor:
-        copy = self.copies.get(id(tensor))
-        if copy is None or copy.reference() is not tensor or copy.version != tensor._version:
-            return tensor
-        return copy.source
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype
-
-
 Step = Callable[[Any, float | None], Any]
 """The user's step, called with a micro-batch and its weight; None where it is left at its call of the model."""
 _BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
@@ -390,3 +321,80 @@ class UserHooks:
         """
         own = {name: getattr(module, name) for name in _BY_NAME if hasattr(module, name)}
         return cls(**own, **others)
+
+
+class ModelCall:
+    """The one call of ``self.model(...)`` in the user's step: captured on the first stage, redirected on the last.
+
+    It replaces ``model.forward`` while the step runs.
+
+    Args:
+        called: the module that the step calls.
+        name: how the user calls it, for messages.
+    """
+
+    def __init__(self, called: nn.Module, name: str = "self.model") -> None:
+        self.name = name
+        # An instance attribute hides the class's forward; hooks of the module still run around it. It is no parameter
+        # and no module, so the way around nn.Module's slow __setattr__ is open.
+        self._attributes = vars(called)
+
+    def capture(self, step: Callable[[], Any]) -> tuple[tuple, dict[str, Any]]:
+        """Run the step up to the call of the model and return the arguments of that call.
+
+        Raises:
+            ConfigurationError: the step ended without calling the model.
+        """
+        try:
+            self._run(step, _leave)
+        except _Left as left:
+            return left.args
+        raise ConfigurationError(self._calls(0))
+
+    def redirect(self, step: Callable[[], T], compute: Callable[[tuple, dict[str, Any]], Any]) -> T:
+        """Run the whole step with the output of ``compute`` in place of the model's.
+
+        Raises:
+            ConfigurationError: the step called the model never or more than once.
+        """
+        calls = 0
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise ConfigurationError(self._calls(2))
+            return compute(args, kwargs)
+
+        result = self._run(step, replacement)
+        if calls == 0:
+            raise ConfigurationError(self._calls(0))
+        return result
+
+    def _run(self, step: Callable[[], T], forward: Callable[..., Any]) -> T:
+        own = self._attributes.get("forward")
+        self._attributes["forward"] = forward
+        try:
+            return step()
+        finally:
+            del self._attributes["forward"]
+            if own is not None:
+                self._attributes["forward"] = own
+
+    def _calls(self, count: int) -> str:
+        times = "without calling" if count == 0 else "after calling twice"
+        inside = "its forward()" if self.name == "self" else self.name
+        skips = f"; to leave a batch out return a loss of 0, such as 0.0 * {self.name}(...).sum()"
+        return (
+            f"the step ended {times} {self.name}(...): under a pipeline it must call it exactly once per microbatch,"
+            f" because the stages before the last one run only that call; move everything around it into {inside} or"
+            f" compute it from its output{'' if count else skips}"
+        )
+
+
+class _Left(BaseException):
+    """Carries the arguments of ``self.model(...)`` out of the user's step."""
+
+
+def _leave(*args: Any, **kwargs: Any) -> Any:
+    raise _Left(args, kwargs)

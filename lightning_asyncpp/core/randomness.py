@@ -20,31 +20,36 @@ import torch
 from torch import Tensor
 
 
-def derive(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed from the run's seed and what it is for."""
-    text = ":".join(map(str, (seed, *parts)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
 def seed_of_run() -> int:
     """The seed of ``seed_everything``, or a new one if there is none; ranks that need the same one must agree on it."""
     return int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31)))
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's default generators of the CPU and of ``device``, as ``torch.manual_seed`` does for all devices.
+def seed_generators(seed: int, device: torch.device, *parts: int | str) -> int:
+    """Seed torch's default generators of the CPU and of ``device``.
 
-    That function formats a whole stack trace for every kind of accelerator that is not initialised, about a
-    millisecond each: too slow for every layer of every micro-batch.
+    ``torch.manual_seed``, which seeds those of all devices, formats a whole stack trace for every kind of accelerator
+    that is not initialised, about a millisecond each: too slow for every layer of every micro-batch.
+
+    Args:
+        seed: the run's.
+        device: where layers draw, too.
+        parts: what the numbers are for.
+
+    Returns:
+        What they are seeded with, 63 bits that follow from the seed and the parts.
     """
+    text = ":".join(map(str, (seed, *parts)))
+    derived = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     if device.type not in ("cpu", "cuda", "meta"):
-        torch.manual_seed(seed)
-        return
-    torch.default_generator.manual_seed(seed)
+        torch.manual_seed(derived)
+        return derived
+    torch.default_generator.manual_seed(derived)
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
+        torch.cuda.default_generators[index].manual_seed(derived)
+    return derived
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -73,20 +78,18 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 class drawing_from:  # noqa: N801 - used as a function is; a generator would cost every update more
     """Let torch, NumPy and Python draw from a seed meanwhile, and go on afterwards as if nothing had been drawn.
 
-    Args:
-        seed: of 63 bits.
-        device: whose generator, beside the CPU's.
+    Arguments are those of :func:`seed_generators`.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+    def __init__(self, seed: int, device: torch.device, *parts: int | str) -> None:
+        self._seed, self._device, self._parts = seed, device, parts
 
     def __enter__(self) -> None:
         self._torch, self._python = generator_states(self._device), random.getstate()
         self._numpy = np.random.get_state()
-        seed_generators(self._seed, self._device)
-        random.seed(self._seed)
-        np.random.seed(self._seed % 2**32)
+        derived = seed_generators(self._seed, self._device, *self._parts)
+        random.seed(derived)
+        np.random.seed(derived % 2**32)
 
     def __exit__(self, *_: object) -> None:
         set_generator_states(self._torch, self._device)
@@ -95,10 +98,10 @@ class drawing_from:  # noqa: N801 - used as a function is; a generator would cos
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run under torch's default generators seeded with ``seed``, and put their states back afterwards."""
+def seeded(seed: int, device: torch.device, *parts: int | str) -> Iterator[None]:
+    """Run under torch's default generators as :func:`seed_generators` seeds them, and put their states back."""
     with preserved_generators(device):
-        seed_generators(seed, device)
+        seed_generators(seed, device, *parts)
         yield
 
 

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.auxiliary import COLLECTED, Collected
+from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.microbatch import NO_MARK, HostBatch, Slot, Step, UserHooks, cut_batch, loss_of
-from lightning_asyncpp.core.model_call import ModelCall
-from lightning_asyncpp.core.randomness import derive, generator_states, seed_generators, set_generator_states
+from lightning_asyncpp.core.host_copies import HostBatch
+from lightning_asyncpp.core.microbatch import NO_MARK, ModelCall, Slot, Step, UserHooks, cut_batch, loss_of
+from lightning_asyncpp.core.randomness import generator_states, seed_generators, set_generator_states
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Trace, Wait, clock_of
 from lightning_asyncpp.core.tree import flatten, map_tensors, unflatten
-from lightning_asyncpp.core.wire.header import Header, TensorInfo
-from lightning_asyncpp.core.wire.transport import Arrival, InputGradient, Transport, begin
+from lightning_asyncpp.core.wire.link import Header, TensorInfo
+from lightning_asyncpp.core.wire.transport import Arrival, Transport, arrived_at, begin
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Flight:
         k: the micro-batch, counted over the run.
         version: the weights that it runs on.
         weight: w_k; a micro-batch of weight 0, or an empty slot, has no backward.
-        inputs: where the gradients arrive of the activations received that need one.
+        inputs: nodes where the gradients arrive of the activations received that need one.
         outputs: tensors from which the backward starts; on the last stage the loss, whose gradient is its weight.
         result: what the user's step returned, on the last stage.
         beside: what this stage's layers add to their output: losses, which the backward starts from too, and counts.
@@ -52,7 +53,7 @@ class Flight:
     k: int
     version: int
     weight: float = 0.0
-    inputs: tuple[InputGradient, ...] = ()
+    inputs: tuple[Any, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     result: Any = None
     beside: Collected = field(default_factory=Collected)
@@ -112,7 +113,7 @@ class StageRunner(ABC):
         stage.device = device
         self.trace: Trace | None = None
         self.clock = clock_of(device)
-        self.call = ModelCall(stage.model, hooks.model_name)
+        self.call = ModelCall(called_by_steps(stage.model), hooks.model_name)
         # Around the step of the user, and around the layers within it.
         self._step_context: Context = hooks.forward_context if hooks.context_around_step else nullcontext
         self._layers_context: Context = nullcontext if hooks.context_around_step else hooks.forward_context
@@ -148,7 +149,7 @@ class StageRunner(ABC):
             return
         # What a backward draws must not depend on what ran before it: a drain would change it. Seeded before the wait,
         # which everything that comes after it prolongs.
-        seed_generators(derive(self.seed, "backward", self.stage.first_unit, self.mesh.replica, flight.k), self.device)
+        seed_generators(self.seed, self.device, "backward", self.stage.first_unit, self.mesh.replica, flight.k)
         self.stage.under(weights, partial(self._backward_in_place, flight))
         self.send_input_gradients(flight)
 
@@ -171,7 +172,7 @@ class StageRunner(ABC):
 
     def send_input_gradients(self, flight: Flight) -> None:
         """Send the gradients of what was received; zeros for what the loss does not depend on."""
-        gradients = [gradient.get() for gradient in flight.inputs]
+        gradients = list(map(arrived_at, flight.inputs))
         size = sum(gradient.nbytes for gradient in gradients) if self.trace is not None else 0
         with self.span(Beside.SEND, flight.k, num_bytes=size):
             self._neighbours.send_gradients(flight.k, gradients)
@@ -210,13 +211,13 @@ class StageRunner(ABC):
         return arrival
 
     @staticmethod
-    def _open(arrival: Arrival) -> tuple[tuple[InputGradient, ...], Any]:
+    def _open(arrival: Arrival) -> tuple[tuple[Any, ...], Any]:
         """Where the gradients of what arrived will arrive, and what the first layer is called with."""
         tensors, inputs = list(arrival.tensors), []
         for position, info in enumerate(arrival.header.tensors):
             if info.needs_gradient and torch.is_grad_enabled():
-                tensors[position], gradient = begin(tensors[position])
-                inputs.append(gradient)
+                tensors[position], node = begin(tensors[position])
+                inputs.append(node)
         is_tensor = arrival.header.kind == Header.TENSOR
         return tuple(inputs), tensors[0] if is_tensor else unflatten(tensors, arrival.header.structure)
 
@@ -234,7 +235,7 @@ class StageRunner(ABC):
         is_tensor = type(output) is Tensor
         tensors, structure = ((output,), b"") if is_tensor else flatten(output, self.stage.units[-1].name)
         kind = Header.TENSOR if is_tensor or isinstance(output, Tensor) else Header.TUPLE
-        infos = tuple([TensorInfo.of(tensor) for tensor in tensors])
+        infos = tuple(map(TensorInfo.of, tensors))
         outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure)
         flight.outputs = tuple([tensor for tensor in tensors if tensor.requires_grad])
         with self.span(Beside.SEND, task.k, num_bytes=0 if self.trace is None else outgoing.num_bytes):
@@ -255,7 +256,7 @@ class FirstStage(StageRunner):
             return self._send_empty(task)
         flight = Flight(task.k, task.version, task.weight)
         with self.span(Kind.FORWARD, task.k, task.version):
-            seed_generators(derive(self.seed, task.purpose, self.mesh.replica, task.k), self.device)
+            seed_generators(self.seed, self.device, task.purpose, self.mesh.replica, task.k)
             with self._step_context():
                 args, kwargs = self.call.capture(partial(task.step, task.slot, None))
             with self.hooks.forward_context():
@@ -322,7 +323,7 @@ class LastStage(StageRunner):
             set_generator_states(states, self.device)
             return output
 
-        seed_generators(derive(self.seed, task.purpose, self.mesh.replica, task.k), self.device)
+        seed_generators(self.seed, self.device, task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             result = self.call.redirect(partial(task.step, task.slot, flight.weight), compute)
         return self._landed(task, flight, result)
@@ -332,28 +333,20 @@ class LastStage(StageRunner):
         if task.purpose == "train":
             loss = loss_of(result)
             if not loss.requires_grad:
-                raise ConfigurationError(self._no_gradient(bool(flight.inputs)))
+                raise ConfigurationError(
+                    f"the loss that training_step returned has no gradient: compute it from {self.hooks.model_name}'s"
+                    " output, without detach() or no_grad(), and let some parameter be trained there or before it"
+                    " (requires_grad)"
+                )
             flight.outputs = (loss,)
             # With its graph the result would keep what the nodes have, such as the gradients that were sent off.
             flight.result = result.detach() if isinstance(result, Tensor) else map_tensors(Tensor.detach, result)
         return flight
 
-    def _no_gradient(self, has_inputs: bool) -> str:
-        model = self.hooks.model_name
-        if not has_inputs and not any(parameter.requires_grad for parameter in self.stage.parameters.values()):
-            return (
-                f"no parameter of {model} requires a gradient on the last stage, and what arrives there needs none:"
-                " call requires_grad_(True) on what is to be trained"
-            )
-        return (
-            f"the loss that training_step returned does not depend on {model}'s parameters: it has no gradient; compute"
-            " it from the model's output, without detach() or no_grad()"
-        )
-
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
         """The backward starts from w_k or 1, as if the loss had been multiplied with it."""
         weight = 1.0 if self.hooks.loss_reduction == "sum" else flight.weight
-        return [torch.full_like(loss, weight) for loss in flight.outputs]
+        return [torch.full_like(flight.outputs[0], weight)]
 
     def announce_failure(self, k: int, error: Exception) -> None:
         """No stage comes after."""
@@ -378,7 +371,7 @@ class WholeStep(OnlyStage):
 
     def _run_step(self, task: Task, flight: Flight, received: tuple | None = None) -> Flight:
         """Run the step."""
-        seed_generators(derive(self.seed, task.purpose, self.mesh.replica, task.k), self.device)
+        seed_generators(self.seed, self.device, task.purpose, self.mesh.replica, task.k)
         token = COLLECTED.set(flight.beside)
         try:
             with self._step_context():

@@ -18,7 +18,7 @@ than ``depth(s)`` can be, since so many are under way before the gradient of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -132,10 +132,6 @@ class StalenessRule:
         """Whether mini-batch t belongs to the synchronous start."""
         return mini_batch < self.synchronous_start
 
-    def at_newest(self, mini_batch: int) -> bool:
-        """Whether mini-batch t runs on the weights that its own update is applied to: no delay, or not yet."""
-        return self.version(mini_batch) == mini_batch
-
     def updates_behind(self, mini_batch: int) -> int:
         """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush."""
         return 0 if mini_batch < self.synchronous_start or self.held == 0 else self.delay
@@ -197,11 +193,7 @@ class Schedule:
         held, behind = self.stage_rule.held, self.pipeline_rule.updates_behind(mini_batch)
         return held is not None and not self.agrees_first and behind > 0
 
-    def reaches_newest(self, mini_batch: int) -> bool:
-        """Whether micro-batches of mini-batch t may run at the weights that its own update will be applied to."""
-        return self.pipeline_rule.at_newest(mini_batch) or self.staleness == "least"
-
-    def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> Iterator[Action]:
+    def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> list[Action]:
         """Actions that bring ``count`` micro-batches from ``first`` on under way.
 
         Args:
@@ -211,18 +203,19 @@ class Schedule:
             mini_batch: t, which they belong to; in the middle of it the update of the one before may be due.
             begin: its first micro-batch.
         """
-        depth, held = self.depth, self.stage_rule.held
+        depth, held, actions = self.depth, self.stage_rule.held, list[Action]()
         for k in range(first, first + count):
             if held and k - begin == held and mini_batch and self.stage_rule.updates_behind(mini_batch - 1):
-                yield Action(Kind.UPDATE, mini_batch - 1)
-            yield Action(Kind.FORWARD, k)
+                actions.append(Action(Kind.UPDATE, mini_batch - 1))
+            actions.append(Action(Kind.FORWARD, k))
             while k + 1 - oldest > depth:
-                yield Action(Kind.BACKWARD, oldest)
+                actions.append(Action(Kind.BACKWARD, oldest))
                 oldest += 1
+        return actions
 
-    def drain(self, oldest: int, end: int) -> Iterator[Action]:
+    def drain(self, oldest: int, end: int) -> list[Action]:
         """Backwards of everything in flight: micro-batches ``oldest`` to ``end - 1``."""
-        return (Action(Kind.BACKWARD, k) for k in range(oldest, end))
+        return [Action(Kind.BACKWARD, k) for k in range(oldest, end)]
 
     def run(self, mini_batches: int, micro_batches: int, drains: Collection[int] = ()) -> list[Action]:
         """The whole run, as planners, simulators and proofs want it: the engine executes the same order.
@@ -238,7 +231,7 @@ class Schedule:
         end = mini_batches * micro_batches
         for begin, done in pairwise(sorted({*range(0, end + 1, micro_batches), *(k for k in drains if 0 < k < end)})):
             t = begin // micro_batches
-            batch = list(self.batch(begin, done - begin, oldest, t, t * micro_batches))
+            batch = self.batch(begin, done - begin, oldest, t, t * micro_batches)
             actions += [a for a in batch if a.kind is not Kind.UPDATE or a.index >= updates]  # a drain has applied some
             updates = max([updates, *(a.index + 1 for a in batch if a.kind is Kind.UPDATE)])
             oldest = max(oldest, done - self.depth)

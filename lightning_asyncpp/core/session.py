@@ -202,8 +202,7 @@ class PipelineSession:
 
     def check_failure(self) -> None:
         """Raise what ended the run, if anything did: no collective can succeed any more."""
-        if self.watch.failure is not None:
-            self.watch.check()
+        self.watch.check()
 
     def close(self, note: Any = None) -> list[Update]:
         """End the mini-batch, with the hyper-parameters that are set now, and apply the updates whose time has come.

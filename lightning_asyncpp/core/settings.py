@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -45,13 +45,6 @@ def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[s
             f" dtypes; got precision={precision!r}: set it, or leave weight_dtype out"
         ]
     return []
-
-
-def problems_of_slack(slack: object) -> list[str]:
-    """What is wrong with a number of micro-batches that run on older weights though they need not."""
-    if slack == "exact" or (is_whole(slack) and cast(int, slack) >= 0):
-        return []
-    return [f"slack={slack!r} must be a number of micro-batches, 0 or more, or 'exact'"]
 
 
 def problems_of_partition(partition: object, num_stages: int | None = None) -> list[str]:
@@ -111,7 +104,7 @@ class PipelineSettings:
         types = self._type_problems()
         plain = PipelineSettings()
         right = replace(self, **{name: getattr(plain, name) for name in types})
-        return [*types.values(), *(right._problems_alone() or ([] if types else self._problems_of_stages()))]
+        return [*types.values(), *right._problems_alone()]
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
         """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
@@ -150,16 +143,6 @@ class PipelineSettings:
             return replace(self, delay=delay)
         return replace(self, delay=0, staleness="uniform", slack=0)
 
-    def _problems_of_stages(self) -> list[str]:
-        """What is wrong with the schedule, where the partition says how many stages there are."""
-        if isinstance(self.partition, str):
-            return []
-        num_stages = len(self.partition)
-        micro_batches = self._resolved_micro_batches(num_stages)
-        return self._problems_of_schedule(
-            num_stages, micro_batches, self._resolved_lookahead(num_stages, micro_batches)
-        )
-
     def _type_problems(self) -> dict[str, str]:
         optional = ("micro_batches", "lookahead")
         whole = (*optional, "data_parallel_size", "delay")
@@ -193,8 +176,8 @@ class PipelineSettings:
             return [f"staleness={self.staleness!r} must be {' or '.join(map(repr, STALENESS))}"]
         if self.staleness != "uniform" and self.delay == 0:
             return [f"staleness={self.staleness!r} has no meaning without a delay: no gradient is old; leave it out"]
-        if problems := problems_of_slack(self.slack):
-            return problems
+        if self.slack != "exact" and not (is_whole(self.slack) and self.slack >= 0):
+            return [f"slack={self.slack!r} must be a number of micro-batches, 0 or more, or 'exact'"]
         if self.slack and self.delay == 0:
             return [f"slack={self.slack!r} has no meaning without a delay: leave it out"]
         if self.slack and self.staleness != "least":

@@ -84,21 +84,12 @@ class WeightVersions:
         return leaves
 
     def take_gradients(self) -> dict[str, Tensor | None]:
-        """Hand over the gradients summed so far and start the sum anew.
-
-        Raises:
-            ConfigurationError: one is sparse.
-        """
+        """Hand over the gradients summed so far and start the sum anew."""
         leaves = self._slots[self._summed_at]
         gradients: dict[str, Tensor | None] = {}
         for name in self.parameters:
             summed = self._sums.get(name) if self.has_masters else leaves[name].grad
             gradients[name] = sum_of(self.gradients_apart(name)) if name in self.used_twice else summed
-        if sparse := [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]:
-            raise ConfigurationError(
-                f"{', '.join(sparse[:5])}: sparse gradients are not summed, counted and clipped over stages; make them"
-                " dense (layers: sparse=False)"
-            )
         for leaf in leaves.values():
             leaf.grad = None
         self._sums.clear()

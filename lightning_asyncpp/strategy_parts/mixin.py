@@ -28,7 +28,7 @@ from lightning_asyncpp.core.ranks.process_groups import backend_of, join_again, 
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.wire.link import use_loopback
+from lightning_asyncpp.core.wire.connect import use_loopback
 from lightning_asyncpp.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.storage import is_sharded, load, local_path, remove_sharded, save_file
 

@@ -21,7 +21,7 @@ from lightning_asyncpp.core.cut.network import name_in_steps, network_in
 from lightning_asyncpp.core.cut.partition_choice import Example
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.microbatch import UserHooks, or_nan
-from lightning_asyncpp.core.randomness import derive, drawing_from
+from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
 from lightning_asyncpp.core.session import clip_values
 from lightning_asyncpp.core.updates.mini_batch import Update
@@ -201,8 +201,8 @@ class PipelineStrategy(EvaluationSteps):
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
             returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
         # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
-        seed = derive(engine.runner.seed, "closure", mesh.stage, engine.next_forward)
-        self._draws = drawing_from(seed, self.root_device)
+        seed = engine.runner.seed
+        self._draws = drawing_from(seed, self.root_device, "closure", mesh.stage, engine.next_forward)
         self._draws.__enter__()
         return returned
 

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_asyncpp.core.randomness import derive, drawing_from
+from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
@@ -156,8 +156,9 @@ class BatchEnds(Callback):
             end = self.waiting.popleft()
             # Not from the process's generators: how much was drawn there by then depends on when the hook is called,
             # and on whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
-            seed, engine = derive(self._session.seed, "batch end", end.first), self._session.running()
-            with drawing_from(seed, engine.runner.device), private.running_hook(self._module, HOOK):
+            engine = self._session.running()
+            draws = drawing_from(self._session.seed, engine.runner.device, "batch end", end.first)
+            with draws, private.running_hook(self._module, HOOK):
                 for hook in self._hooks:
                     hook(*end.arguments)
             engine.weights.adopt(unseen=True)

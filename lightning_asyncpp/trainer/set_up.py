@@ -21,11 +21,10 @@ from lightning.pytorch.plugins import Precision
 from torch import device, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.core.cut.network import name_in_steps, network_in, network_name, no_network
+from lightning_asyncpp.core.cut.network import called_by_steps, name_in_steps, network_in, network_name, no_network
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
 from lightning_asyncpp.core.cut.units import model_problems
-from lightning_asyncpp.core.microbatch import problems_of_reduction
-from lightning_asyncpp.core.model_call import ModelCall
+from lightning_asyncpp.core.microbatch import ModelCall, problems_of_reduction
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 
 ONE_OPTIMIZER = (
@@ -108,7 +107,7 @@ def modules_example(
     """
 
     def through(*args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        return ModelCall(network).capture(lambda: module(*args, **kwargs))
+        return ModelCall(called_by_steps(network)).capture(lambda: module(*args, **kwargs))
 
     has_forward = type(module).forward is not LightningModule.forward
     given = module.example_input_array

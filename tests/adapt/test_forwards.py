@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import time
-import warnings
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from lightning_asyncpp import apply_layers, check_model, pipelined
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.own_forward import OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
-from lightning_asyncpp.core.randomness import derive
+from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.tree import tensors_of
 from tests.adapt import nets
-from tests.adapt.home_made import HOME_MADE
 from tests.adapt.models import Trained, assert_trains, of_transformers
 from tests.adapt.nets import DIM, EXACT, ROUNDED, SHAPE, Net
 
@@ -125,15 +123,6 @@ def test_nothing_travels_that_nobody_needs(kind: type[Net], most: int) -> None:
     assert max(crossing) <= most
 
 
-def test_many_results_that_cross_are_told() -> None:
-    with pytest.warns(UserWarning, match=r"Dense puts together what its layers return .* up to 1\d of their results"):
-        pipelined(nets.Dense(count=11), (torch.randn(2, DIM),))
-    make, batch, _ = HOME_MADE["unet"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipelined(make(), batch())
-
-
 @pytest.mark.parametrize("kind", [*EXACT, *ROUNDED])
 def test_ranks_compute_what_the_model_does(kind: type[Net]) -> None:
     """Each has a copy that was cut, which holds nothing of the other stages."""
@@ -141,7 +130,7 @@ def test_ranks_compute_what_the_model_does(kind: type[Net]) -> None:
     x, model = torch.randn(SHAPE), kind(0.2)
     model = pipelined(model, (x,))
     number = model.pipeline_layers.num_units
-    with entering_units(model, lambda unit: torch.manual_seed(derive(0, "layer", unit, 0, 0)) and None):
+    with entering_units(model, lambda unit: seed_generators(0, x.device, "layer", unit, 0, 0)):
         expected = copy.deepcopy(model)(x)
     args: Any = (x,)
     for index in range(number):

@@ -105,6 +105,13 @@ def make_model(dropout: float = 0.0, spare: bool = False, tied: bool = False, ro
     return model
 
 
+def frozen_in_front(dropout: float) -> nn.Sequential:
+    """The first layer counts, and has nothing to train."""
+    torch.manual_seed(13)
+    layers = [Routed().requires_grad_(False), nn.Linear(DIM, DIM), nn.Tanh(), Projection(), nn.Linear(DIM, 1)]
+    return nn.Sequential(*layers)
+
+
 class CountingSGD(torch.optim.Optimizer):
     """Keeps its step count and a running maximum in param_groups, and lets the count scale the step."""
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.core.microbatch import HostBatch, Slot, cut_batch, fingerprint, split_batch
+from lightning_asyncpp.core.host_copies import HostBatch
+from lightning_asyncpp.core.microbatch import Slot, cut_batch, fingerprint, split_batch
 from lightning_asyncpp.core.tree import map_tensors
 
 

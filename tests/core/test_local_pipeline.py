@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_asyncpp.core.ranks.mesh import Mesh
 from tests.core.cases import Case
 from tests.core.compare import (
     assert_same_losses,
@@ -14,7 +15,7 @@ from tests.core.compare import (
     assert_same_weights,
 )
 from tests.core.random_cases import draw
-from tests.core.runs import run_local, run_oracle
+from tests.core.runs import Training, run_local, run_oracle
 from tests.core.test_engine_equals_oracle import (
     STAGES,
     asynchronous,
@@ -56,3 +57,14 @@ def test_random_case(seed: int) -> None:
     """With drains, evaluations and resumes wherever they fall."""
     num_stages, case = draw(seed)
     check(num_stages, replace(case, data_parallel_size=1))
+
+
+def test_a_gradient_that_was_left_out_has_no_norm_to_clip_by() -> None:
+    """A run that goes on with stages that step ahead clips by the norm of the newest update."""
+    case = Case(3, staleness="least", slack="exact", max_norm=0.5, nan_at=3, batch_sizes=(8, 8, 8, 8))
+    training = Training(case, Mesh(1, 1, 0), 2)
+    for index in range(4):
+        training.close([training.engine.run(case.batch(index), case.step(training.model))])
+    training.drain()
+    assert len(training.norms) == 3
+    assert training.engine.state_dict()["norm"] == training.norms[-1]

@@ -163,17 +163,8 @@ def test_a_list_with_an_array_per_sample_is_cut() -> None:
     assert [[len(array) for array in piece] for piece in pieces] == [[3, 5, 1], [2, 7]]
 
 
-@pytest.mark.parametrize(
-    "field",
-    [[("a0", "a1"), ("b0", "b1")], [{"a": ["x", "y"]}, {"a": ["u", "v"]}], [np.zeros(2), np.zeros(2)]],
-    ids=["lists", "dictionaries", "arrays"],
-)
-def test_a_list_that_could_be_cut_either_way_is_refused(field: Any) -> None:
-    """Two samples with two strings each: ``default_collate`` puts the samples inside, others outside."""
-    message = r"2 samples holds a list with 2 entries of 2 entries each.*define split_batch\(batch, parts\)"
-    with pytest.raises(ConfigurationError, match=message):
-        cut(field, samples=2)
-    assert cut(field, samples=2, parts=1) == [field]
+def test_of_lists_in_lists_the_outermost_is_cut() -> None:
+    assert cut([("a0", "a1"), ("b0", "b1")], samples=2) == [[("a0", "a1")], [("b0", "b1")]]
 
 
 def test_what_default_collate_makes_of_strings() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.model_call import ModelCall
+from lightning_asyncpp.core.microbatch import ModelCall
 from lightning_asyncpp.errors import ConfigurationError
 
 NEVER = "the step ended without calling self.model(...): under a pipeline it must call it exactly once per microbatch"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.cases import Case, make_model
+from tests.core.cases import Case, frozen_in_front, make_model
 from tests.core.compare import assert_same_norms, weights_of
 from tests.core.conftest import Pools
 from tests.core.runs import run_oracle
@@ -31,6 +31,7 @@ CASES = {
     "least": Case(3, staleness="least", lookahead=0, unequal_weights=True, max_norm=0.5, drains=(1,), accumulate=2),
     "least-slack-tied": Case(4, staleness="least", slack=1, lookahead=1, tied=True, routed=True, max_norm=0.5),
     "least-exact": Case(3, staleness="least", slack="exact", nan_at=2, error_feedback=1.0, optimizer="counting"),
+    "least-frozen": Case(3, staleness="least", model=frozen_in_front, cut=(1, 4), unequal_weights=True, max_norm=0.5),
     "synchronous": Case(2, delay=0, unequal_weights=True),
     "uneven-cut": Case(3, cut="back", unequal_weights=True, max_norm=0.5),
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Inbox, Outbox, Way
-from lightning_asyncpp.core.wire.header import Header, TensorInfo
+from lightning_asyncpp.core.wire.link import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Transport
 from tests.nccl_rules import emulated
 

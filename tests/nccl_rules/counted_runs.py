@@ -152,7 +152,9 @@ def _received_on_device() -> Iterator[None]:
     with (
         patch.object(Transport, "receive_activation", receive_activation),
         patch.object(Transport, "receive_gradients", receive_gradients),
-        patch.object(transport, "_bytes_of", lambda tensor: transport._view(tensor.detach().contiguous())),
+        patch.object(
+            transport, "_bytes_of", lambda tensor: transport.memory_of(tensor.detach().contiguous()).numpy().data
+        ),
     ):
         yield
 

@@ -32,7 +32,7 @@ from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.updates import reduction
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import DeviceTensors
-from lightning_asyncpp.core.wire.header import TensorInfo
+from lightning_asyncpp.core.wire.link import TensorInfo
 
 HANG_SECONDS = 20.0
 _SLOWEST_SECONDS = 0.002

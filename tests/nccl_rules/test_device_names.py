@@ -30,8 +30,8 @@ from lightning_asyncpp.core.updates.reduction import Reduction, plan_buckets
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Way
-from lightning_asyncpp.core.wire.header import Header, TensorInfo
-from lightning_asyncpp.core.wire.transport import Arrival
+from lightning_asyncpp.core.wire.link import Header, TensorInfo
+from lightning_asyncpp.core.wire.transport import Arrival, arrived_at
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW, NorMuonAdamW, newton_schulz
 from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode  # which cross cuts
@@ -155,7 +155,7 @@ def test_a_forward_and_where_its_backward_begins(index: int, bf16: bool) -> None
     flight: Flight = runner.forward(Task(0, 0, weights.leaves(0), slot, 0, step))
     gradients = runner._output_gradients(flight)
     assert [g.device for g in gradients] == [o.device for o in flight.outputs] == [CUDA]
-    assert [received.get().device for received in flight.inputs] == [CUDA] * (index > 0)
+    assert [arrived_at(node).device for node in flight.inputs] == [CUDA] * (index > 0)
 
 
 def layers() -> nn.Module:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Inbox, Outbox, Way
-from lightning_asyncpp.core.wire.header import TensorInfo
-from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link
+from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link, TensorInfo
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 SECONDS = 5.0

@@ -19,7 +19,7 @@ from lightning_asyncpp.core.cut.units import (
     spread,
 )
 from lightning_asyncpp.core.cut.whole_model import WholeModel, whole_of
-from lightning_asyncpp.core.randomness import derive, seeded
+from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -150,7 +150,7 @@ def materialize(
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
         if not modules:
             continue
-        with seeded(derive(seed, "init", index), device), torch.no_grad():
+        with seeded(seed, device, "init", index), torch.no_grad():
             for module in _with_parents(unit.module, modules):
                 if callable(reset := getattr(module, "reset_parameters", None)):
                     reset()

@@ -13,7 +13,7 @@ from lightning_asyncpp.core.cut.own_forward import OwnForwardStage, cut_of
 from lightning_asyncpp.core.cut.pruned import Place, places_of
 from lightning_asyncpp.core.cut.units import Unit, use_names
 from lightning_asyncpp.core.cut.whole_model import WholeModel, counting_layers
-from lightning_asyncpp.core.randomness import derive, seed_generators
+from lightning_asyncpp.core.randomness import seed_generators
 
 T = TypeVar("T")
 
@@ -97,14 +97,14 @@ class Stage:
         def entered(number: int) -> None:
             if number >= self.first_unit:
                 self._enter(number - self.first_unit)
-            seed_generators(derive(seed, "layer", number, replica, k), self.device)
+            seed_generators(seed, self.device, "layer", number, replica, k)
 
         if self._own_forward is not None:
             return self._own_forward.run(args, kwargs, entered)
         for number, (_, module, function) in enumerate(self.units, self.first_unit):
             if self._turns[number - self.first_unit]:
                 self._enter(number - self.first_unit)
-            seed_generators(derive(seed, "layer", number, replica, k), self.device)
+            seed_generators(seed, self.device, "layer", number, replica, k)
             output = module(*args, **kwargs) if function is None else function(module, *args, **kwargs)
             args, kwargs = (output,), {}
         return args[0]
@@ -132,16 +132,17 @@ class Stage:
             return function()
         # What torch.func.functional_call does, without its checks of every name in every call: they take longer than
         # the launch of a layer's kernels.
-        uses = [use for use in self._uses if use.name in weights]
-        originals = [place.table[place.key] for place, _ in uses]
+        originals: list[tuple[Place, Any]] = []
         try:
             self._weights = weights
-            for place, name in uses:
-                place.table[place.key] = weights[name]
+            for place, name in self._uses:
+                if name in weights:
+                    originals.append((place, place.table[place.key]))
+                    place.table[place.key] = weights[name]
             return function()
         finally:
             self._weights = None
-            for (place, _), original in zip(uses, originals):
+            for place, original in originals:
                 place.table[place.key] = original
 
     def refresh(self) -> None:

@@ -1,7 +1,7 @@
 """Parameters that layers of several stages share, such as the matrix of a tied embedding and head.
 
 Each of these stages holds a copy and steps it by itself, with the same gradient:
-:mod:`lightning_asyncpp.core.updates.tied_gradients`. In a checkpoint they count once.
+:mod:`lightning_asyncpp.core.updates.reduction`. In a checkpoint they count once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_asyncpp.core.cut.units import Unit, first_names
+from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -22,12 +22,10 @@ class Tie(NamedTuple):
     Attributes:
         stages: those, in order.
         names: its name in the model on each of them.
-        is_trained: whether it was to be trained when the model was cut; between two trainings that may change.
     """
 
     stages: tuple[int, ...]
     names: tuple[str, ...]
-    is_trained: bool = True
 
     def name_on(self, stage: int) -> str:
         """Its name on one of the stages."""
@@ -50,12 +48,12 @@ def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
         units: of the whole model, before it is cut.
         counts: number of units on each stage.
     """
-    holders = first_names(units, counts, nn.Module.named_parameters)
-    return [
-        Tie(tuple(names), tuple(names.values()), parameter.requires_grad)
-        for parameter, names in holders.items()
-        if len(names) > 1
-    ]
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    holders: dict[nn.Parameter, dict[int, str]] = {}
+    for unit, stage in zip(units, stages):
+        for name, parameter in unit.module.named_parameters():
+            holders.setdefault(parameter, {}).setdefault(stage, unit.path(name))
+    return [Tie(tuple(names), tuple(names.values())) for names in holders.values() if len(names) > 1]
 
 
 def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list[Tie]:
@@ -85,29 +83,16 @@ def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
     return min(together) if len(together) > 1 else None
 
 
-class CopiesDifferError(RuntimeError):
-    """The copies of a shared parameter are no longer equal."""
-
-
 def keep_once(state: dict[str, Any], same: Iterable[Sequence[str]]) -> dict[str, Any]:
     """Let all names of every shared parameter stand for the same tensor, which a file then holds once.
 
     Args:
         state: name -> tensor, of the whole model; it is changed in place. Names that it lacks are left alone.
         same: names of a parameter, for each.
-
-    Raises:
-        CopiesDifferError: the copies are not equal.
     """
     for names in same:
         present = [name for name in names if name in state]
-        for other in present[1:]:
-            if state[other] is not state[present[0]] and not torch.equal(state[present[0]], state[other]):
-                raise CopiesDifferError(
-                    f"{present[0]} and {other} are one parameter, but their copies on two stages differ: something"
-                    " changed one of them outside the optimizer, or the optimizer treats them differently"
-                )
-            state[other] = state[present[0]]
+        state.update((other, state[present[0]]) for other in present[1:])
     return state
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -59,7 +59,7 @@ def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def entering_units(model: nn.Module, entered: Callable[[int], None]) -> Iterator[None]:
+def entering_units(model: nn.Module, entered: Callable[[int], object]) -> Iterator[None]:
     """Meanwhile a forward of a whole model calls ``entered`` with the number of each unit before that runs."""
     hooks: list[Any] = []
 
@@ -202,24 +202,6 @@ def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str =
         f"{' and more' if len(homeless) > 8 else ''}; the pipeline trains only what its layers hold: move them into a"
         f" layer of {model_name}, or freeze them (requires_grad=False)"
     ]
-
-
-def first_names(
-    units: Sequence[Unit], counts: Sequence[int], named: Callable[[nn.Module], Iterable[tuple[str, T]]]
-) -> dict[T, dict[int, str]]:
-    """What units hold -> stage that holds it -> its first name there, in the order of the units.
-
-    Args:
-        units: of the whole model, before it is cut.
-        counts: number of units on each stage.
-        named: module -> (name in it, what it holds), such as ``nn.Module.named_parameters``.
-    """
-    stage_of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    names: dict[T, dict[int, str]] = {}
-    for unit, stage in zip(units, stage_of_unit):
-        for name, held in named(unit.module):
-            names.setdefault(held, {}).setdefault(stage, unit.path(name))
-    return names
 
 
 def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:

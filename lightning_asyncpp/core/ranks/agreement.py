@@ -63,21 +63,6 @@ def broadcast(mesh: Mesh, value: T, source: int) -> T:
 
 
 @torch.no_grad()
-def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite a tensor with that of a rank; a blocking collective.
-
-    It travels as contiguous bytes: NCCL takes no others.
-
-    Args:
-        tensor: on the group's devices; of the same shape and dtype on all ranks.
-        source: the rank, among all.
-        group: default: all ranks.
-    """
-    data = as_bytes(tensor)
-    dist.broadcast(data, source, group=group)
-    tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
-
-
 def copy_first_replica(mesh: Mesh, state_dict: Callable[[], Mapping[str, Tensor]]) -> None:
     """Overwrite tensors of a stage with those of replica 0; a blocking collective.
 
@@ -90,8 +75,10 @@ def copy_first_replica(mesh: Mesh, state_dict: Callable[[], Mapping[str, Tensor]
         return
     source = mesh.rank_of(mesh.stage, replica=0)
     for tensor in state_dict().values():
+        data = as_bytes(tensor)  # contiguous: NCCL takes no others
         with lost_peers():
-            broadcast_tensor(tensor, source, group)
+            dist.broadcast(data, source, group=group)
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def finish_together(mesh: Mesh) -> None:
@@ -135,6 +122,20 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     if others:
         quoted = "; ".join(f"rank {rank} (stage {mesh.stage_of(rank)}): {text}" for rank, text in others)
         raise OtherStageFailedError(quoted)
+
+
+def together(mesh: Mesh, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call a function on all ranks and return what it returns; what fails on one of them is raised on all.
+
+    Raises as :func:`agree_on_error` does.
+    """
+    error: Exception | None = None
+    try:
+        found = function()
+    except Exception as caught:
+        error = caught
+    agree_on_error(mesh, error, group)
+    return found
 
 
 def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:

@@ -23,8 +23,7 @@ from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.core.trace import Moment
-from lightning_asyncpp.core.updates.reduction import Gradients, Reduction
-from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
+from lightning_asyncpp.core.updates.reduction import Gradients, Reduction, TiedGradients
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import lost_peers
 
@@ -145,7 +144,7 @@ class MiniBatch:
         statistics: Tensor,
         stop: StopFlags,
         uses: Mapping[str, Sequence[Tensor]],
-        steps_ahead: bool = False,
+        count_on: torch.device | None = None,
     ) -> None:
         """Start the reduction over the replicas, or begin to read what the control message is to say.
 
@@ -160,7 +159,7 @@ class MiniBatch:
             stop: what this rank asks for.
             uses: name -> the gradients of several layers of this stage that share a parameter with another stage's, in
                 the order in which they are added; none with several replicas, which add them before they reduce.
-            steps_ahead: whether :meth:`reduce_now` will be called.
+            count_on: where weights and statistics are summed over the replicas for :meth:`reduce_now`; None: nowhere.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
         self._counts = statistics
@@ -168,10 +167,10 @@ class MiniBatch:
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
             self.gradients = self.reduction.gradients  # the stage's own are not needed any more
-            if steps_ahead:
-                self._begin_count(statistics)
         elif self.tied is None or not self.mesh.is_first:
             self._read_norms()
+        if count_on is not None:
+            self._begin_count(statistics, count_on)
 
     def poll(self) -> bool:
         """Take up what has arrived, and send the control message if that is everything.
@@ -277,15 +276,14 @@ class MiniBatch:
         fixed = (weight, squares, not finite, self._stop.interrupted, self._stop.finished)
         return torch.tensor([*fixed, *counts], dtype=torch.float64, device="cpu")
 
-    def _begin_count(self, statistics: Tensor) -> None:
+    def _begin_count(self, statistics: Tensor, device: torch.device) -> None:
         """Begin to sum weights and statistics over the replicas, right behind the gradients.
 
         Later would be a deadlock where streams share a hardware queue: a replica that has come to its update waits for
         one that still needs the activations of a stage that itself waits for a gradient behind this sum.
         """
         assert self.mesh.groups is not None
-        assert self.reduction is not None
-        total = torch.empty(1 + len(statistics), dtype=torch.float64, device=self.reduction.device)
+        total = torch.empty(1 + len(statistics), dtype=torch.float64, device=device)
         total[:1].fill_(self.weight)
         total[1:].copy_(statistics, non_blocking=True)
         with lost_peers():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.cut.ties import names_on, trained_on
-from lightning_asyncpp.core.randomness import derive, drawing_from
+from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner
@@ -33,9 +33,10 @@ from lightning_asyncpp.core.updates.reduction import (
     GPU_BUCKET_BYTES,
     Gradients,
     Reduction,
+    TiedGradients,
     plan_buckets,
+    tags_of,
 )
-from lightning_asyncpp.core.updates.tied_gradients import TiedGradients, tags_of
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.errors import NonFiniteGradientError
 
@@ -55,7 +56,7 @@ class UpdateQueue:
     Attributes:
         open: the mini-batch that batches are added to.
         closed: mini-batches that are whole and not applied yet, in order.
-        last_norm: of the newest gradient that all ranks have agreed on; None before the first.
+        last_norm: of the newest gradient that all ranks have agreed on and found finite; None before the first.
         requested: what this rank asks of all.
         agreed: what some rank asked for, and all know.
         apply: steps the optimizer; the parameters hold the gradients meanwhile.
@@ -265,8 +266,9 @@ class UpdateQueue:
             self._leaving.append(mini_batch.tied)
         if self.runner.trace is not None:
             mini_batch.completed = self.runner.trace.clock.now()
-        steps_ahead = self.schedule.steps_ahead(mini_batch.index)
-        mini_batch.launch(gradients, statistics, replace(self.requested), uses, steps_ahead)
+        counts_now = self.mesh.num_replicas > 1 and self.schedule.steps_ahead(mini_batch.index)
+        count_on = self.runner.device if counts_now else None
+        mini_batch.launch(gradients, statistics, replace(self.requested), uses, count_on)
 
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
@@ -311,7 +313,7 @@ class UpdateQueue:
             self._record_background(mini_batch, self.runner.trace)
         self.agreed.interrupted |= message.interrupted > 0
         self.agreed.finished |= message.finished > 0
-        if message.weight:
+        if message.weight and message.finite:
             self.last_norm = message.norm
         if not message.finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
@@ -341,7 +343,7 @@ class UpdateQueue:
             parameter.grad = gradients.get(name)
         try:
             with (
-                drawing_from(derive(runner.seed, "update", self.mesh.stage, index), runner.device),
+                drawing_from(runner.seed, runner.device, "update", self.mesh.stage, index),
                 runner.span(Kind.UPDATE, index, self.weights.newest),
             ):
                 self.apply(update)

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from lightning_asyncpp.core import background
 from lightning_asyncpp.core.ranks.mesh import Groups, Mesh, started
-from lightning_asyncpp.core.wire.header import TensorInfo, as_bytes, written_out
-from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link, connect_neighbours
+from lightning_asyncpp.core.wire.connect import connect_neighbours
+from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link, TensorInfo, memory_of, written_out
 from lightning_asyncpp.errors import PeerLostError, ProtocolError, is_noise, peer_lost
 
 _TAKE, _SENT = 1, 2
@@ -79,7 +79,7 @@ class Way(NamedTuple):
             if self.stream is not None and ready is not None:
                 self.stream.wait_event(ready)
             # As bytes, which NCCL knows: it has no int16, for one.
-            return [started(dist.isend(as_bytes(tensor), self.peer, group=self.group)) for tensor in tensors]
+            return [started(dist.isend(memory_of(tensor), self.peer, group=self.group)) for tensor in tensors]
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Memory to receive into; the host may have to wait for its whole device to get it."""
@@ -95,7 +95,7 @@ class Way(NamedTuple):
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.launching():
-            stored = [as_bytes(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
+            stored = [memory_of(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
             works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
         for work in works:
             work.wait()

@@ -1,25 +1,29 @@
-"""A byte stream between two neighbouring stages, and how they connect: addresses travel over the process group."""
+"""A byte stream between two neighbouring stages, and what stands in front of what it carries: frames and headers.
+
+A header says of an activation how much it weighs and which batch it belongs to. What comes, a layout, is sent before
+the first activation and whenever it changes: shapes and dtypes of the tensors, and what was around them. It tells in
+which order the dimensions of a tensor lie in memory, too. Where the next stage had them otherwise than a single process
+(transposed, or with the channels last), a product of matrices would be rounded differently, and a convolution would be
+slower.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import secrets
+import math
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.errors import PeerLostError, lost_peers, peer_lost
+from lightning_asyncpp.errors import peer_lost
 
 _PREFIX = struct.Struct("<qqq")
 _BUFFER_BYTES = 8192
@@ -27,6 +31,10 @@ _DEFAULT_TIMEOUT = 1800.0
 NO_TIMEOUT = 0.0
 """Seconds, as the kernel takes them: a wait does not end by itself."""
 Bytes = bytes | bytearray | memoryview
+Order = tuple[int, ...]
+"""Dimensions, the one with the largest stride first; empty: as they are numbered, which nearly all tensors are."""
+_NUMBERS = struct.Struct("<dq")
+HEADER_BYTES = _NUMBERS.size
 
 
 class Frame(NamedTuple):
@@ -74,14 +82,17 @@ class Link:
         size = 0
         for part in parts:
             size += len(part)
-        unsent: list[Bytes] = [_PREFIX.pack(kind, number, size), *parts]
+        message: list[Bytes] = [_PREFIX.pack(kind, number, size), *parts]
+        sent = 0
         try:
             if not self._backlog.parts:
-                unsent = self._send_now(unsent, _PREFIX.size + size)
-            if unsent:
-                self._backlog.add([bytes(part) for part in unsent if part])
+                sent = self._socket.sendmsg(message, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
         except OSError as error:
             raise peer_lost(self.peer, error) from None
+        if sent < _PREFIX.size + size:
+            self._send_later(message, sent)
 
     def wait_for_backlog(self, limit: int) -> None:
         """Wait until the other side has read so much that no more than ``limit`` parts of messages are unsent.
@@ -132,19 +143,17 @@ class Link:
         """Let go of the connection once its backlog is sent; what was sent still arrives."""
         self._backlog.close()
 
-    def _send_now(self, parts: list[Bytes], size: int) -> list[Bytes]:
-        """Give the socket what it takes at once of ``size`` bytes; return the rest."""
-        try:
-            sent = self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return parts
-        if sent == size:
-            return []
-        for position, part in enumerate(parts):
+    def _send_later(self, parts: Sequence[Bytes], sent: int) -> None:
+        """Leave to the backlog what the socket did not take, behind ``sent`` bytes."""
+        rest: list[bytes] = []
+        for part in parts:
             if sent < len(part):
-                return [part[sent:], *parts[position + 1 :]]
-            sent -= len(part)
-        return []
+                rest.append(bytes(part[sent:]))
+            sent = max(0, sent - len(part))
+        try:
+            self._backlog.add(rest)
+        except OSError as error:
+            raise peer_lost(self.peer, error) from None
 
     def _receive(self, view: memoryview) -> int:
         try:
@@ -157,31 +166,6 @@ class Link:
         if not count:
             raise peer_lost(self.peer, ConnectionResetError("Connection closed by peer"))
         return count
-
-
-class Neighbours(NamedTuple):
-    """Links with the stage before and the stage after; None at the ends of the pipeline."""
-
-    before: Link | None
-    after: Link | None
-
-
-def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | None = None) -> Neighbours:
-    """Connect the stages of every replica; a collective call.
-
-    Args:
-        mesh: this rank's place; its groups are connected.
-        before: seconds that a wait for the stage before may take; default: half an hour.
-        after: the same for the stage after.
-
-    Raises:
-        PeerLostError: a neighbour cannot be reached.
-    """
-    here, there = connect_stages(mesh)
-    return Neighbours(
-        None if here is None else Link(here, mesh.name_of(mesh.stage - 1), before),
-        None if there is None else Link(there, mesh.name_of(mesh.stage + 1), after),
-    )
 
 
 class _Backlog:
@@ -248,136 +232,112 @@ class _Backlog:
             return self.parts[0] if self.parts else None
 
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""The environment variable that names the network interface to use, that of torch's own gloo."""
-_TAG = 3
-_OFFER_BYTES = 512
-_TOKEN_BYTES = 16
-_SHOW_SECONDS = 5.0
-_CALL_SECONDS = 10.0
-_ANSWER_SECONDS = 120.0
-_SIOCGIFADDR = 0x8915
+class TensorInfo(NamedTuple):
+    """Shape, dtype, whether a gradient comes back, and the order in memory, of one tensor of an activation."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+    order: Order = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        """That of a tensor, which may have gaps; a copy without any is what travels."""
+        order: Order = () if tensor.is_contiguous() else tuple(tensor.dim_order())
+        order = () if order == tuple(range(tensor.ndim)) else order
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """An uninitialised tensor that looks so."""
+        if not self.order:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=device)
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """A tensor that looks so, as it travels: with its dimensions as they lie in memory."""
+        return tensor.permute(self.order) if self.order else tensor
 
 
-def use_loopback() -> None:
-    """Let this process connect over loopback alone, before its first process group, unless an interface is named."""
-    if not os.environ.get(INTERFACE_VARIABLE) and "lo" in {name for _, name in socket.if_nameindex()}:
-        os.environ[INTERFACE_VARIABLE] = "lo"
-        # Exactly: without the sign NCCL takes it for a prefix.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+class Layout(NamedTuple):
+    """What an activation looks like: its kind, its tensors, and what was around several of them."""
+
+    kind: int = 0
+    tensors: tuple[TensorInfo, ...] = ()
+    structure: bytes = b""
+
+    def pack(self) -> bytes:
+        """It as JSON."""
+        tensors = [(i.shape, str(i.dtype).removeprefix("torch."), i.needs_gradient, i.order) for i in self.tensors]
+        return json.dumps((self.kind, tensors, self.structure.decode())).encode()
+
+    @classmethod
+    def read(cls, message: bytes) -> Layout:
+        """Read what :meth:`pack` wrote."""
+        kind, tensors, structure = json.loads(message)
+        infos = [
+            TensorInfo(tuple(shape), getattr(torch, dtype), needs_gradient, tuple(order))
+            for shape, dtype, needs_gradient, order in tensors
+        ]
+        return cls(kind, tuple(infos), structure.encode())
 
 
-def connect_stages(mesh: Mesh) -> tuple[socket.socket | None, socket.socket | None]:
-    """Connect this stage with its neighbours; a collective call of each replica.
-
-    Args:
-        mesh: this rank's place; its groups are connected.
-
-    Returns:
-        With the stage before and the stage after; ``None`` at the ends of the pipeline.
-
-    Raises:
-        PeerLostError: a neighbour cannot be reached.
-    """
-    assert mesh.groups is not None
-    group, offer = mesh.groups.host, torch.zeros(_OFFER_BYTES, dtype=torch.uint8)
-    before = after = None
-    with ExitStack() as stack, lost_peers():
-        if not mesh.is_first:
-            listener = stack.enter_context(closing(Listener()))
-            text = torch.frombuffer(bytearray(listener.offer.ljust(_OFFER_BYTES).encode()), dtype=torch.uint8)
-            dist.send(text, mesh.rank_of(mesh.stage - 1), group=group, tag=_TAG)
-        if not mesh.is_last:
-            dist.recv(offer, mesh.rank_of(mesh.stage + 1), group=group, tag=_TAG)
-            after = call(offer.numpy().tobytes().decode(), mesh.name_of(mesh.stage + 1))
-        if not mesh.is_first:
-            before = listener.answer(mesh.name_of(mesh.stage - 1))
-    return before, after
-
-
-class Listener:
-    """Waits for the one caller who was told where, and the token.
+@dataclass(slots=True)
+class Header:
+    """What is announced before the tensors of micro-batch ``k``.
 
     Attributes:
-        offer: JSON for the caller.
+        k: the micro-batch, counted over the run (training) or over the evaluation.
+        kind: a tensor, several tensors, an empty slot, or the news that the stage before failed.
+        weight: the micro-batch's weight w_k.
+        fingerprint: of the first stage's micro-batch; 0 where it was not taken.
+        tensors: what follows.
+        structure: what was around several tensors, as :func:`lightning_asyncpp.core.tree.flatten`
+            wrote it; or why the stage before failed.
     """
 
-    def __init__(self) -> None:
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._listening = socket.create_server((network_address(), 0))
-        self.offer = json.dumps({"address": self._listening.getsockname(), "token": self._token.hex()})
+    k: int
+    kind: int = 0
+    weight: float = 0.0
+    fingerprint: int = 0
+    tensors: tuple[TensorInfo, ...] = ()
+    structure: bytes = b""
 
-    def close(self) -> None:
-        """Take no calls any more."""
-        self._listening.close()
+    TENSOR: ClassVar[int] = 0
+    TUPLE: ClassVar[int] = 1
+    EMPTY: ClassVar[int] = 2
+    FAILED: ClassVar[int] = 3
 
-    def answer(self, who: str, seconds: float = _ANSWER_SECONDS) -> socket.socket:
-        """Wait for the caller who knows the token.
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors that follow, in bytes."""
+        return sum([info.num_bytes for info in self.tensors])
 
-        Args:
-            who: is to call, for messages.
-            seconds: to wait.
+    @property
+    def layout(self) -> Layout:
+        """What is sent only when it changes."""
+        return Layout(self.kind, self.tensors, self.structure)
 
-        Raises:
-            PeerLostError: nobody called who knows it.
-        """
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            self._listening.settimeout(left)
-            with suppress(TimeoutError):
-                connection, _ = self._listening.accept()
-                if secrets.compare_digest(_shown(connection), self._token):
-                    return connection
-                connection.close()
-        raise PeerLostError(f"{who} did not call within {seconds:g} seconds")
+    def pack(self) -> bytes:
+        """The rest: ``HEADER_BYTES``."""
+        return _NUMBERS.pack(self.weight, self.fingerprint)
 
-
-def call(offer: str, who: str) -> socket.socket:
-    """Connect with the stage after.
-
-    Args:
-        offer: of its :class:`Listener`.
-        who: it is, for messages.
-
-    Raises:
-        PeerLostError: it cannot be reached.
-    """
-    told = json.loads(offer)
-    host, port = told["address"]
-    try:
-        connection = socket.create_connection((host, port), timeout=_CALL_SECONDS)
-        connection.sendall(bytes.fromhex(told["token"]))
-    except OSError as error:
-        raise PeerLostError(
-            f"{who} cannot be reached from {socket.gethostname()} at {host}, port {port} ({error}): set"
-            f" {INTERFACE_VARIABLE} on all machines to the network interface that connects them, and let a firewall"
-            " pass it"
-        ) from None
-    return connection
+    @classmethod
+    def read(cls, message: memoryview | bytearray | bytes, k: int, layout: Layout) -> Header:
+        """Read what :meth:`pack` wrote."""
+        weight, fingerprint = _NUMBERS.unpack_from(message)
+        return cls(k, layout.kind, weight, fingerprint, layout.tensors, layout.structure)
 
 
-def network_address() -> str:
-    """This machine's address in the network that gloo uses: of the interface that was named, or of the host's name."""
-    if address := _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]):
-        return address
-    with suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
+def written_out(tensor: Tensor) -> Tensor:
+    """The same numbers without gaps, and without a conjugation or a sign that torch has noted and not yet applied."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _shown(connection: socket.socket) -> bytes:
-    """What a caller shows in time of the token."""
-    connection.settimeout(_SHOW_SECONDS)
-    received = b""
-    with suppress(OSError):
-        while len(received) < _TOKEN_BYTES and (part := connection.recv(_TOKEN_BYTES - len(received))):
-            received += part
-    return received
-
-
-def _address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface; ``None`` if it has none."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-    return None
+def memory_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor without gaps; a single number has none, whatever the stride of the view that took it."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

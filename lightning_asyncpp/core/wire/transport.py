@@ -16,9 +16,19 @@ from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.wire.connect import Neighbours, connect_neighbours
 from lightning_asyncpp.core.wire.handover import DeviceTensors
-from lightning_asyncpp.core.wire.header import HEADER_BYTES, Header, Layout, TensorInfo, as_bytes, order_of, written_out
-from lightning_asyncpp.core.wire.link import Bytes, Frame, Link, Neighbours, connect_neighbours
+from lightning_asyncpp.core.wire.link import (
+    HEADER_BYTES,
+    Bytes,
+    Frame,
+    Header,
+    Layout,
+    Link,
+    TensorInfo,
+    memory_of,
+    written_out,
+)
 from lightning_asyncpp.errors import ProtocolError, different_calls, different_ends
 
 _ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP, _LAYOUT = range(1, 10)
@@ -42,60 +52,41 @@ with torch.inference_mode(False):
     _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
-class InputGradient:
-    """Where the gradient of a received tensor arrives.
-
-    A received tensor is where this stage's graph begins, but as a leaf that needs a gradient it could not be changed in
-    place, which a layer may do with what another layer made (``x += ...``, ``ReLU(inplace=True)``). So it is handed out
-    as the result of a node, whose backward takes the gradient. This must not hold the tensor, whose node holds it: such
-    a cycle is never collected.
-
-    Args:
-        like: the tensor, of real or complex numbers.
-
-    Attributes:
-        gradient: summed over all uses of the tensor, once the backward has brought it.
-    """
-
-    __slots__ = ("_device", "_dtype", "_order", "_shape", "gradient")
-
-    def __init__(self, like: Tensor) -> None:
-        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
-        self._order = order_of(like)
-        self.gradient: Tensor | None = None
-
-    def get(self) -> Tensor:
-        """The gradient that a backward brought, with dimensions as the tensor's lie in memory, as it travels.
-
-        Zeros if nothing depended on the tensor.
-        """
-        gradient = self.gradient
-        if gradient is None:
-            gradient = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        return gradient.permute(self._order) if self._order else gradient
-
-
-def begin(tensor: Tensor) -> tuple[Tensor, InputGradient]:
+def begin(tensor: Tensor) -> tuple[Tensor, Any]:
     """Let the graph begin at a received tensor.
 
+    As a leaf that needs a gradient it could not be changed in place, which a layer may do with what another layer made
+    (``x += ...``, ``ReLU(inplace=True)``). So it is handed out as the result of a node, whose backward takes the
+    gradient.
+
     Returns:
-        A tensor with the same memory that needs a gradient and is no leaf, and where its gradient arrives.
+        A tensor with the same memory that needs a gradient and is no leaf, and its node, for :func:`arrived_at`. The
+        node does not hold the tensor, which holds it: such a cycle is never collected.
     """
-    gradient = InputGradient(tensor)
-    started: Tensor = _Begin.apply(_ANCHOR, tensor, gradient)
-    return started, gradient
+    started: Tensor = _Begin.apply(_ANCHOR, tensor)
+    return started, started.grad_fn
+
+
+def arrived_at(node: Any) -> Tensor:
+    """The gradient that a backward brought to a node, summed over all uses of its tensor; zeros if there are none.
+
+    Its dimensions are as the tensor's lie in memory: so it travels.
+    """
+    gradient = node.info.empty(node.device).zero_() if node.gradient is None else node.gradient
+    stored: Tensor = node.info.stored(gradient)
+    return stored
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradient: InputGradient) -> Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.info, ctx.device, ctx.gradient = TensorInfo.of(tensor), tensor.device, None
         return tensor.data  # not as a view: views that a custom function returns must not be changed in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.gradient.gradient = gradient
-        return None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.gradient = gradient
+        return None, None
 
 
 class Transport:
@@ -149,7 +140,7 @@ class Transport:
         stored = [info.stored(tensor) for tensor, info in zip(tensors, header.tensors)]
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
-            parts += [_bytes_of(tensor) for tensor in stored]
+            parts += map(_bytes_of, stored)
         else:  # before it is announced
             self._direct.put_activation(stored)
         self._after.write(_ACTIVATION, header.k, parts)
@@ -172,7 +163,11 @@ class Transport:
         self._received = k + 1
         if self._direct is not None:
             return Arrival(header, tuple(self._direct.take_activation(header.tensors)))
-        return Arrival(header, tuple([self._read(link, info) for info in header.tensors]))
+        tensors = []
+        for info in header.tensors:
+            tensors.append(info.empty(self.device))
+            self._read_into(link, tensors[-1])
+        return Arrival(header, tuple(tensors))
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -187,7 +182,7 @@ class Transport:
             PeerLostError: the stage after is gone.
             ProtocolError: what came is not what was agreed on.
         """
-        link, infos = self._after, [TensorInfo.of(tensor) for tensor in outputs]
+        link, infos = self._after, list(map(TensorInfo.of, outputs))
         assert link is not None, "nothing comes after the last stage"
         # Before the wait, which everything that comes after it prolongs.
         gradients = [] if self._direct is not None else [info.empty(self.device) for info in infos]
@@ -200,8 +195,8 @@ class Transport:
             )
         if self._direct is not None:
             return self._direct.take_gradients(infos)
-        for info, gradient in zip(infos, gradients):
-            self._read_into(link, info.stored(gradient))
+        for gradient in gradients:
+            self._read_into(link, gradient)
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
@@ -209,7 +204,7 @@ class Transport:
         assert self._before is not None, "nothing comes before the first stage"
         parts: list[Bytes] = []
         if self._direct is None:
-            parts = [_bytes_of(gradient) for gradient in gradients]
+            parts += map(_bytes_of, gradients)
         else:
             self._direct.put_gradients(gradients)
         self._before.write(_GRADIENT, k, parts)
@@ -359,18 +354,12 @@ class Transport:
         if kind == _TOTAL and self._after is not None:
             self.send_total(number, vector)
 
-    def _read(self, link: Link, info: TensorInfo) -> Tensor:
-        tensor = info.empty(self.device)
-        self._read_into(link, info.stored(tensor))
-        return tensor
-
     def _read_into(self, link: Link, tensor: Tensor) -> None:
-        if tensor.is_cpu:
-            link.read_into(_view(tensor))
-            return
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        link.read_into(_view(host))
-        tensor.copy_(host, non_blocking=True)  # in the stream's order; torch keeps the pinned memory until then
+        """Fill a tensor without gaps, in the order of its memory."""
+        host = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        link.read_into(memory_of(host).numpy().data)  # as bytes: numpy does not know all of torch's dtypes
+        if host is not tensor:
+            tensor.copy_(host, non_blocking=True)  # in the stream's order; torch keeps the pinned memory until then
 
 
 def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> ProtocolError:
@@ -385,10 +374,5 @@ def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> Protoc
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; those on a GPU come to the host first."""
     tensor = written_out(tensor)
-    return _view(tensor if tensor.is_cpu else HostCopy(tensor).wait())
-
-
-def _view(tensor: Tensor) -> memoryview:
-    # uint8, because numpy does not know all of torch's dtypes.
-    view: memoryview = as_bytes(tensor).numpy().data
+    view: memoryview = memory_of(tensor if tensor.is_cpu else HostCopy(tensor).wait()).numpy().data
     return view

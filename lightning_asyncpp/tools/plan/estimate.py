@@ -21,7 +21,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Schedule, StalenessRule
 from lightning_asyncpp.core.simulation import DeadlockError, Pace, pace_of
 from lightning_asyncpp.core.tree import map_tensors, tensors_of
-from lightning_asyncpp.core.wire.header import Header
+from lightning_asyncpp.core.wire.link import Header
 from lightning_asyncpp.models.moe import Experts
 from lightning_asyncpp.tools.plan.devices import HOP_SECONDS, Device
 from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, as_on_gpu, empty_like, kernels_of_gpu

@@ -18,7 +18,7 @@ from lightning_asyncpp.core.schedule import Kind, Schedule
 from lightning_asyncpp.core.stage_optimizer import around_step
 from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.core.weights import WeightVersions
-from lightning_asyncpp.core.wire.header import Header
+from lightning_asyncpp.core.wire.link import Header
 from lightning_asyncpp.core.wire.transport import Arrival
 from lightning_asyncpp.tools.plan.fake_tensors import Meter, Reading, bytes_of
 

@@ -11,8 +11,8 @@ from contextlib import closing
 
 import pytest
 
-from lightning_asyncpp.core.wire import link as rendezvous
-from lightning_asyncpp.core.wire.link import INTERFACE_VARIABLE, Listener, call, network_address, use_loopback
+from lightning_asyncpp.core.wire import connect as rendezvous
+from lightning_asyncpp.core.wire.connect import INTERFACE_VARIABLE, Listener, call, network_address, use_loopback
 from lightning_asyncpp.errors import PeerLostError
 
 NCCL = "NCCL_SOCKET_IFNAME"

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import clip_coefficient
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags, gradient_norm
-from lightning_asyncpp.core.updates.tied_gradients import TiedGradients
+from lightning_asyncpp.core.updates.reduction import TiedGradients
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.core.wire.header import HEADER_BYTES, Header, Layout, TensorInfo, as_bytes, written_out
+from lightning_asyncpp.core.wire.link import HEADER_BYTES, Header, Layout, TensorInfo, memory_of, written_out
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64]
 
@@ -56,5 +56,5 @@ def test_what_tensors_look_like() -> None:
     ids=["one of many", "transposed", "negative", "conjugated", "empty"],
 )  # fmt: skip
 def test_any_view_is_written_out(tensor: torch.Tensor) -> None:
-    memory = as_bytes(written_out(tensor)).numpy().tobytes()
+    memory = memory_of(written_out(tensor)).numpy().tobytes()
     assert memory == tensor.numpy(force=True).copy().tobytes()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.wire.transport import begin
+from lightning_asyncpp.core.wire.transport import arrived_at, begin
 
 
 def add_in_place(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def test_the_gradient_is_that_of_a_tensor_in_the_middle_of_a_graph(
     output.backward(seed)
     assert leaf.grad is not None
     assert torch.equal(output, expected)
-    assert torch.equal(gradient.get(), leaf.grad)
+    assert torch.equal(arrived_at(gradient), leaf.grad)
 
 
 def test_the_memory_is_shared_and_nothing_is_copied() -> None:
@@ -65,7 +65,7 @@ def test_the_memory_is_shared_and_nothing_is_copied() -> None:
 def test_what_nothing_depends_on_has_a_gradient_of_zeros() -> None:
     tensor, gradient = begin(torch.ones(2, 3, dtype=torch.bfloat16))
     assert tensor.requires_grad
-    assert torch.equal(gradient.get(), torch.zeros(2, 3, dtype=torch.bfloat16))
+    assert torch.equal(arrived_at(gradient), torch.zeros(2, 3, dtype=torch.bfloat16))
 
 
 def test_the_tensor_goes_when_its_graph_does() -> None:
@@ -75,4 +75,4 @@ def test_the_tensor_goes_when_its_graph_does() -> None:
     del tensor
     gc.collect()
     assert gone() is None
-    assert torch.equal(gradient.get(), torch.full((2,), 2.0))
+    assert torch.equal(arrived_at(gradient), torch.full((2,), 2.0))

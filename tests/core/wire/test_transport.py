@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.wire.header import Header, Layout, TensorInfo
-from lightning_asyncpp.core.wire.link import Link, Neighbours
-from lightning_asyncpp.core.wire.transport import Transport, begin
+from lightning_asyncpp.core.wire.connect import Neighbours
+from lightning_asyncpp.core.wire.link import Header, Layout, Link, TensorInfo
+from lightning_asyncpp.core.wire.transport import Transport, arrived_at, begin
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_tensors_and_gradients_lie_in_memory_as_they_would_without_a_cut(name: s
     ]
     started, arrived = begin(received)
     (started * 3).backward(torch.ones_like(tensor, memory_format=torch.contiguous_format))
-    last.send_gradients(0, [arrived.get()])
+    last.send_gradients(0, [arrived_at(arrived)])
     (gradient,) = first.receive_gradients(0, (sent,))
     assert torch.equal(gradient, torch.full_like(tensor, 3.0))
     assert gradient.stride() == received.stride()
@@ -119,7 +119,7 @@ def test_gradients_of_another_layout_than_their_tensors() -> None:
     started, arrived = begin(last.receive_activation(0).tensors[0])
     gradient = torch.randn(2, 3, 4, 5)
     started.backward(gradient)
-    last.send_gradients(0, [arrived.get()])
+    last.send_gradients(0, [arrived_at(arrived)])
     assert torch.equal(first.receive_gradients(0, (image,))[0], gradient)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_asyncpp.core.wire.link import Listener
+from lightning_asyncpp.core.wire.connect import Listener
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from tests.core.cases import Case, make_model

@@ -1,0 +1,162 @@
+"""How neighbouring stages connect: each tells the one before, over the process group, where it listens."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from contextlib import ExitStack, closing, suppress
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.wire.link import Link
+from lightning_asyncpp.errors import PeerLostError, lost_peers
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""The environment variable that names the network interface to use, that of torch's own gloo."""
+_TAG = 3
+_OFFER_BYTES = 512
+_TOKEN_BYTES = 16
+_SHOW_SECONDS = 5.0
+_CALL_SECONDS = 10.0
+_ANSWER_SECONDS = 120.0
+_SIOCGIFADDR = 0x8915
+
+
+class Neighbours(NamedTuple):
+    """Links with the stage before and the stage after; None at the ends of the pipeline."""
+
+    before: Link | None
+    after: Link | None
+
+
+def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | None = None) -> Neighbours:
+    """Connect the stages of every replica; a collective call.
+
+    Args:
+        mesh: this rank's place; its groups are connected.
+        before: seconds that a wait for the stage before may take; default: half an hour.
+        after: the same for the stage after.
+
+    Raises:
+        PeerLostError: a neighbour cannot be reached.
+    """
+    assert mesh.groups is not None
+    group, offer = mesh.groups.host, torch.zeros(_OFFER_BYTES, dtype=torch.uint8)
+    links: list[Link | None] = [None, None]
+    with ExitStack() as stack, lost_peers():
+        if not mesh.is_first:
+            listener = stack.enter_context(closing(Listener()))
+            text = torch.frombuffer(bytearray(listener.offer.ljust(_OFFER_BYTES).encode()), dtype=torch.uint8)
+            dist.send(text, mesh.rank_of(mesh.stage - 1), group=group, tag=_TAG)
+        if not mesh.is_last:
+            who = mesh.name_of(mesh.stage + 1)
+            dist.recv(offer, mesh.rank_of(mesh.stage + 1), group=group, tag=_TAG)
+            links[1] = Link(call(offer.numpy().tobytes().decode(), who), who, after)
+        if not mesh.is_first:
+            who = mesh.name_of(mesh.stage - 1)
+            links[0] = Link(listener.answer(who), who, before)
+    return Neighbours(*links)
+
+
+def use_loopback() -> None:
+    """Let this process connect over loopback alone, before its first process group, unless an interface is named."""
+    if not os.environ.get(INTERFACE_VARIABLE) and "lo" in {name for _, name in socket.if_nameindex()}:
+        os.environ[INTERFACE_VARIABLE] = "lo"
+        # Exactly: without the sign NCCL takes it for a prefix.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+
+
+class Listener:
+    """Waits for the one caller who was told where, and the token.
+
+    Attributes:
+        offer: JSON for the caller.
+    """
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._listening = socket.create_server((network_address(), 0))
+        self.offer = json.dumps({"address": self._listening.getsockname(), "token": self._token.hex()})
+
+    def close(self) -> None:
+        """Take no calls any more."""
+        self._listening.close()
+
+    def answer(self, who: str, seconds: float = _ANSWER_SECONDS) -> socket.socket:
+        """Wait for the caller who knows the token.
+
+        Args:
+            who: is to call, for messages.
+            seconds: to wait.
+
+        Raises:
+            PeerLostError: nobody called who knows it.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self._listening.settimeout(left)
+            with suppress(TimeoutError):
+                connection, _ = self._listening.accept()
+                if secrets.compare_digest(_shown(connection), self._token):
+                    return connection
+                connection.close()
+        raise PeerLostError(f"{who} did not call within {seconds:g} seconds")
+
+
+def call(offer: str, who: str) -> socket.socket:
+    """Connect with the stage after.
+
+    Args:
+        offer: of its :class:`Listener`.
+        who: it is, for messages.
+
+    Raises:
+        PeerLostError: it cannot be reached.
+    """
+    told = json.loads(offer)
+    host, port = told["address"]
+    try:
+        connection = socket.create_connection((host, port), timeout=_CALL_SECONDS)
+        connection.sendall(bytes.fromhex(told["token"]))
+    except OSError as error:
+        raise PeerLostError(
+            f"{who} cannot be reached from {socket.gethostname()} at {host}, port {port} ({error}): set"
+            f" {INTERFACE_VARIABLE} on all machines to the network interface that connects them, and let a firewall"
+            " pass it"
+        ) from None
+    return connection
+
+
+def network_address() -> str:
+    """This machine's address in the network that gloo uses: of the interface that was named, or of the host's name."""
+    if address := _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]):
+        return address
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
+
+
+def _shown(connection: socket.socket) -> bytes:
+    """What a caller shows in time of the token."""
+    connection.settimeout(_SHOW_SECONDS)
+    received = b""
+    with suppress(OSError):
+        while len(received) < _TOKEN_BYTES and (part := connection.recv(_TOKEN_BYTES - len(received))):
+            received += part
+    return received
+
+
+def _address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface; ``None`` if it has none."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    return None
