@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_asyncpp.core.clipping import clip_by_norm
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition
@@ -38,7 +38,7 @@ from lightning_asyncpp.core.stage_optimizer import (
     name_parameters,
 )
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
+from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
 class PipelineSession:
@@ -233,21 +233,15 @@ class PipelineSession:
         afterwards()
         return updates
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of the update being applied to a norm over all stages of ``max_norm``.
-
-        Returns:
-            The norm before clipping.
+    def clip(self, max_norm: float) -> None:
+        """Clip the gradients of the update being applied: :mod:`lightning_asyncpp.core.clipping`.
 
         Raises:
             RuntimeError: no update is being applied; gradients exist only meanwhile.
         """
-        check_norm_type(norm_type)
         if self._update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        norm = self._update.message.norm
-        clip_by_norm(self.running().weights.parameters.values(), norm, max_norm)
-        return torch.tensor(norm)
+        clip_by_norm(self.running().weights.parameters.values(), self._update.message.norm, max_norm)
 
     def finish(self) -> None:
         """End the run, after every message has arrived; a collective unless the session failed.
@@ -289,36 +283,3 @@ class PipelineSession:
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "connect() comes first"
         return self.mesh
-
-
-def check_norm_type(norm_type: float) -> None:
-    """Refuse norms other than the 2-norm: the control message carries a sum of squares.
-
-    Raises:
-        ConfigurationError: it is another one.
-    """
-    if norm_type != 2.0:
-        raise ConfigurationError(
-            f"norm_type={norm_type}: over pipeline stages gradients are clipped by their 2-norm only; leave it out"
-        )
-
-
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Factor of ``torch.nn.utils.clip_grad_norm_`` for a gradient of norm ``norm``."""
-    return min(1.0, max_norm / (norm + 1e-6))
-
-
-def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
-    """Scale the gradients of a stage, as part of one of norm ``norm`` over all stages, to a norm of ``max_norm``."""
-    factor = clip_coefficient(norm, max_norm)
-    if factor < 1.0:
-        # Each on its own: torch._foreach_mul_ would round the factor to bf16 where the gradients are.
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-
-def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
-    """Limit every element of the gradients that there are: a stage may have none in an update, which torch refuses."""
-    if with_gradient := [parameter for parameter in parameters if parameter.grad is not None]:
-        clip_grad_value_(with_gradient, limit)

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
+from lightning_asyncpp.core.clipping import check_norm_type
 from lightning_asyncpp.core.cut.partition_choice import example_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.microbatch import Step, UserHooks, or_nan
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems
-from lightning_asyncpp.core.session import check_norm_type
 from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.dependencies import required

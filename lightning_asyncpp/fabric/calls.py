@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_asyncpp.core.clipping import clip_values
 from lightning_asyncpp.core.cut.units import model_problems
 from lightning_asyncpp.core.microbatch import problems_of_reduction
-from lightning_asyncpp.core.session import PipelineSession, clip_values
+from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
 from lightning_asyncpp.errors import ConfigurationError
 

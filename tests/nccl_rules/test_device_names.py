@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from lightning_asyncpp.core import foreach
+from lightning_asyncpp.core.clipping import clip_values
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import Flight, Task, stage_runner
-from lightning_asyncpp.core.session import clip_values
 from lightning_asyncpp.core.stage_optimizer import around_step
 from lightning_asyncpp.core.updates import mini_batch, reduction
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags

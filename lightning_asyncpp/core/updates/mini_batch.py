@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_asyncpp.auxiliary import Collected
-from lightning_asyncpp.core import foreach
+from lightning_asyncpp.core.clipping import gradient_norm, norms_of
 from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
@@ -39,7 +39,7 @@ class ControlMessage:
     Attributes:
         weight: sum of the micro-batches' weights over the mini-batch and the replicas.
         norm: 2-norm of the whole gradient over all stages, after division by ``weight``; fp64 sums, rounded to fp32.
-            Gradients are clipped by it in :meth:`~lightning_asyncpp.core.session.PipelineSession.clip`.
+            Gradients are clipped by it. Where this stage steps ahead, it is that of the mini-batch before.
         finite: whether every element of the gradient is.
         interrupted: number of ranks that were told to end (SIGTERM).
         finished: number of ranks that want training to stop early.
@@ -316,7 +316,7 @@ class MiniBatch:
         elif self.reduction is not None:
             gradients = {}
         counted = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        norms = foreach.norm(list(counted.values()), 2, dtype=torch.float64) if counted else []
+        norms = norms_of(list(counted.values()))
         self._norms = dict(zip(counted, norms))
         self._reading = None if not norms or norms[0].is_cpu else Reading(norms)
 
@@ -333,7 +333,7 @@ class Update:
         mini_batch: t, of the gradient; the update makes W_{t+1}.
         hyper_parameters: of every group of the optimizer, as they were set for mini-batch t.
         note: what the strategy gave to mini-batch t.
-        message: what all ranks agreed on.
+        message: what all ranks agreed on; where the stage steps ahead, what it knows itself.
         weights_before: parameter -> W_t, alive as the older version; None without a delay.
         staleness: how many updates old the gradient of this stage is, phi.
     """
@@ -344,12 +344,3 @@ class Update:
     message: ControlMessage
     weights_before: dict[nn.Parameter, Tensor] | None = None
     staleness: float = 0
-
-
-def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Norm of the mean gradient from the squares of the summed one, rounded to fp32.
-
-    Rounding hides the last bits of the fp64 sum, whose order depends on the number of stages.
-    """
-    norm = math.sqrt(sum_of_squares) / weight if weight else 0.0
-    return float(torch.tensor(norm, dtype=torch.float32))

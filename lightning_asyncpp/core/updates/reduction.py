@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpp.core import foreach
+from lightning_asyncpp.core.clipping import norms_of
 from lightning_asyncpp.core.cut.ties import Tie, names_on
 from lightning_asyncpp.core.host_copies import HostCopy, Reading, empty_on_host
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
@@ -232,7 +232,7 @@ class Reduction:
         self.ends.append(sent.ended or self._clock.now())
         gradients, flags = sent.bucket.views(sent.flat)
         self.gradients.update(gradients)
-        norms = torch.stack(foreach.norm(list(gradients.values()), 2, dtype=torch.float64))
+        norms = torch.stack(norms_of(list(gradients.values())))
         self._looked_at.append((list(gradients), norms, flags))
         self._taken += 1
         if self._taken == len(self._buckets):

@@ -23,12 +23,12 @@ from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.auxiliary import Collected, collecting
+from lightning_asyncpp.core.clipping import clip_by_norm
 from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.network import called_by_steps, name_in_steps, network_in
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.microbatch import BatchOutput, UserHooks, loss_of, or_nan
 from lightning_asyncpp.core.randomness import seeded
-from lightning_asyncpp.core.session import clip_by_norm
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import name_parameters
 from lightning_asyncpp.reference import MeanGradient, Trajectory, gradient_of, load, update_buffers

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_asyncpp.core.clipping import clip_coefficient, gradient_norm
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.session import clip_coefficient
-from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags, gradient_norm
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags
 from lightning_asyncpp.core.updates.reduction import TiedGradients
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 
