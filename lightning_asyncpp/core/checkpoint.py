@@ -1,6 +1,7 @@
 """The state of a pipeline: what each stage holds, by names of the model, how it is saved, and how any other loads it.
 
-It is written in one file, for which rank 0 gathers what the others hold, or sharded; at once or while training goes on.
+It is written in one file, for which rank 0 (the last stage of the first replica) gathers what the others hold, or
+sharded; at once or while training goes on.
 A save is a collective call. What fails on one rank is raised on all: by the save itself, or if it went on in the
 background by the next one, by :meth:`CheckpointWriter.settle`, and at the end of the run.
 """
@@ -282,8 +283,8 @@ class CheckpointWriter:
 
         Args:
             path: of the file; of a sharded one the folder, in a file system that all machines see.
-            content: of this rank. In one file comes what rank 0 has; sharded what the stages of the first replica have,
-                of which rank 0 adds what is no stage's.
+            content: of this rank. In one file only rank 0's is written; sharded, each stage of the first replica
+                writes its own, and rank 0 adds what belongs to no stage.
             write_file: writes it, if it is one file.
 
         Raises:

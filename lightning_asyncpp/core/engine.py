@@ -125,7 +125,7 @@ class Engine:
         return self.schedule.staleness == "least" or self.schedule.pipeline_rule.version(t) == t
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
-        """Run a training batch: all of its forwards, and as many backwards as the schedule has it.
+        """Run a training batch: all of its forwards, and the backwards that are due by then, also of earlier batches.
 
         Args:
             batch: the batch, on the first and the last stage; ignored on the others.

@@ -109,8 +109,8 @@ class FailureWatch:
     def fail(self, error: BaseException) -> None:
         """Remember the first failure: from now on every collective of this session raises, soon on the others too.
 
-        An error that comes from another rank's is told what that was. The script has the error then, and may take its
-        time; where a teardown follows, :meth:`hurry`.
+        If it follows from another rank's error, its text becomes that of the first cause. The script has the error
+        then, and may take its time: call :meth:`hurry` where a teardown follows.
         """
         with _DECIDING:
             is_first, self._unheard = self.failure is None, None
@@ -179,7 +179,7 @@ class FailureWatch:
     def _disconnect_soon(self, error: BaseException) -> None:
         """End this rank's connections in the background, after a grace period if need be.
 
-        Other errors all ranks may be about to raise alike, and have time to; the loss of a peer is passed on at once.
+        A lost peer is passed on at once. Any other error waits: all ranks may be about to raise it.
         """
         if self._mesh is not None and self._mesh.groups is not None:
             grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS

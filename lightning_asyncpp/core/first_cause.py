@@ -99,7 +99,7 @@ class FirstCause:
         self._wake.set()
         self._known.wait(seconds)
         if self._is_lost and not cause.trace:
-            # Whoever serves a store that does not answer may have ended well; but not beside a lost neighbour.
+            # Alone, a store without an answer may have ended well with its server; beside a lost neighbour it died.
             return Cause(f"{self._server} is gone: torch's store, which it or torchrun serves, does not answer")
         return self.cause or cause
 

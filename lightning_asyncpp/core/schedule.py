@@ -1,4 +1,4 @@
-"""Schedules as pure lists of actions: without a flush, and 1F1B with one per mini-batch.
+"""The order of forwards, backwards and updates on a stage: without a flush, or 1F1B with a flush per mini-batch.
 
 Micro-batches are counted over the whole run: with ``m`` of them per mini-batch, micro-batch ``k`` belongs to
 mini-batch ``t = k // m``. A stage keeps its forwards ``depth`` micro-batches ahead of its backwards,
@@ -6,10 +6,10 @@ mini-batch ``t = k // m``. A stage keeps its forwards ``depth`` micro-batches ah
     depth(s) = b (1 + q) + b (r + 1) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1),
 
 which strictly decreases with the stage, so that every gradient a stage waits for is already under way, and is P - 1 +
-lookahead on the first one. A hop between neighbours whose depths differ by one has no slack: its latency is waited for.
-Each micro-batch that they differ by beyond that is computed while the gradient is under way. What a run of hops without
-slack costs grows with its length, so the extra micro-batches are spread evenly over the pipeline: every P - 1 of them
-give each hop one more.
+lookahead on the first one. Warmup is the forwards until a stage is ``depth`` ahead, the steady state one backward per
+forward, cooldown the backwards of a flush (:meth:`Schedule.drain`). Where the depths of neighbours differ by one, the
+latency of the hop between them is exposed; each micro-batch of difference beyond that overlaps with it. Exposed hops in
+a row add up, so the lookahead is spread evenly over the pipeline: every P - 1 of it give each hop one more.
 
 Without a flush, a stage runs the first ``h`` micro-batches of a mini-batch on the weights before the newest update, and
 the others on the newest ones (:func:`held_back`). All of them is PipeDream-2BW (Narayanan et al., ICML 2021); no fewer
@@ -71,7 +71,7 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
     then the first stage has the gradient of the mini-batch before, so its norm over all stages is known.
 
     Returns:
-        the number h, which a mini-batch may fall short of; None for all of them, however many there are.
+        the number h; None for all, however many there are. A mini-batch may have fewer than h.
     """
     if staleness == "uniform":
         return None
@@ -81,8 +81,8 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
 def agrees_first(staleness: Staleness, slack: Slack) -> bool:
     """Whether all stages have agreed on an update before any of them applies it.
 
-    With the slack ``"exact"`` the first stage has its gradient when it has run the ``depth(0)`` forwards of the next
-    mini-batch that it holds back. No stage can run more of these before: none waits for another there.
+    With the slack ``"exact"`` every stage holds back ``depth(0)`` micro-batches. When it has run their forwards, the
+    first stage has its gradient, so the norm over all stages is known before any of them steps.
     """
     return staleness == "uniform" or slack == "exact"
 
@@ -218,7 +218,9 @@ class Schedule:
         return [Action(Kind.BACKWARD, k) for k in range(oldest, end)]
 
     def run(self, mini_batches: int, micro_batches: int, drains: Collection[int] = ()) -> list[Action]:
-        """The whole run, as planners, simulators and proofs want it: the engine executes the same order.
+        """The whole run, as planners, simulators and proofs want it.
+
+        The engine runs the same order, except that it runs the very first micro-batch alone, as a check.
 
         Args:
             mini_batches: how many.

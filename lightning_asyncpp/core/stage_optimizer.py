@@ -180,7 +180,7 @@ class AttachedOptimizer:
     Args:
         stage_optimizer: of the engine's stage; its optimizer is told the delay if it wants to know.
         engine: whose updates are applied.
-        step: clips the gradient of an update, and steps the optimizer; raises what ended the run meanwhile.
+        step: is called with the update: clips, then steps the optimizer; raises if the run has failed.
 
     Attributes:
         update: that is being applied.
@@ -225,7 +225,7 @@ class AttachedOptimizer:
 def around_step(
     optimizer: Any, older: Mapping[nn.Parameter, Tensor] | None, masters: Mapping[nn.Parameter, Tensor] | None
 ) -> Iterator[None]:
-    """Let a step see the weights before it, and have the weights written that gradients are taken at.
+    """Give the optimizer the weights before its step, and write those that gradients are taken at after it.
 
     Args:
         optimizer: one with ``weights_before(weights)`` compares, and would copy them otherwise; one with

@@ -72,9 +72,8 @@ class MiniBatch:
     """Micro-batches that share one update.
 
     Batches are added to it until :meth:`close`. When its last backward is done, :meth:`launch` sends its gradient on
-    the way to the optimizer. From there on until :meth:`finish` nothing waits, but for what is there or about to be:
-    with one replica on CPUs :meth:`poll` reads what the stages behind have added to the control message, which follows
-    the last gradient that came from there.
+    the way to the optimizer. From there on until :meth:`finish` nothing blocks, except that with one replica on CPUs
+    :meth:`poll` reads the next stage's part of the control message, which follows that stage's last gradient.
 
     The control message is an fp64 vector, which every rank writes and all are summed: five numbers, and what layers
     counted.
@@ -266,7 +265,7 @@ class MiniBatch:
             transport.send_total(self.index, vector)
 
     def _written(self) -> Tensor:
-        """This rank's vector: weights of last stages count, and one replica's squares of each stage."""
+        """This rank's vector: last stages alone give weights, the first replica alone squares: each counts once."""
         mesh, squares = self.mesh, math.fsum(self.squares.values())  # exactly: their order does not matter
         finite = math.isfinite(squares)
         weight = self.weight if mesh.is_last else 0.0

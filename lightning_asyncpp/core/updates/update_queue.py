@@ -180,8 +180,8 @@ class UpdateQueue:
     def poll(self, next_backward: int | None = None) -> None:
         """Send the gradients of mini-batches whose backwards are all done, and take up what has arrived.
 
-        It waits for nothing but, with one replica on CPUs, the part of the control message that follows the last
-        gradient from the stage behind, which is there or about to be.
+        It does not block, except that with one replica on CPUs it reads the next stage's part of the control message,
+        which follows that stage's last gradient.
 
         Messages and shared gradients leave in the order of the mini-batches, which is how their receivers tell them
         apart: what arrives in the meantime for a later one waits for the one before.
@@ -283,8 +283,8 @@ class UpdateQueue:
         A norm of 0, with which nothing is clipped, stands for none: no mini-batch had any samples yet. (The very first
         has no delay, so that its norm is known.)
 
-        It waits for replicas, and for shared gradients. One that is not finite is left alone, or where only the device
-        knows by now, zeros take its place: the control message will stop all ranks.
+        It waits for replicas, and for shared gradients. A gradient that is not finite is not applied; where only the
+        device knows by now, zeros take its place. The control message then stops all ranks.
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
