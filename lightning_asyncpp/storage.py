@@ -105,7 +105,7 @@ def save_file(content: Any, path: Path) -> None:
         StorageError: it cannot be written.
     """
     with written_beside(path) as partial:
-        torch.save(content, partial)
+        _save(content, partial)
 
 
 def read_file(path: Path, weights_only: bool | None = None) -> Any:
@@ -188,11 +188,16 @@ def check_replaceable(path: Path) -> None:
         raise StorageError(f"it is a folder that holds something else ({names}); name another path")
 
 
+def _save(content: Any, path: Path) -> None:
+    with path.open("wb") as file:  # torch's own stream does not say that the disk is full
+        torch.save(content, file)
+
+
 def not_written(path: Path, error: BaseException) -> StorageError:
     """The error to raise where a checkpoint could not be written."""
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     kind = "" if isinstance(error, StorageError) else f"{type(error).__name__}: "
-    return StorageError(f"the checkpoint {path} could not be written: {kind}{reason}")
+    return StorageError(f"a checkpoint could not be written: {kind}{reason} ({path})")
 
 
 def unreadable(path: Path, error: BaseException) -> StorageError:
@@ -319,7 +324,7 @@ def write_part(target: Target, stage: int, part: Mapping[str, Any]) -> tuple[str
     file = Path(target.folder) / f"{target.save}-stage-{stage:04d}.pt"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(dict(part), file)
+        _save(dict(part), file)
         sync(file)
         return file.name, file.stat().st_size
     except (OSError, RuntimeError) as error:

@@ -49,7 +49,7 @@ def check(path: Path, before: str, save: str, ended: Ended, mode: int) -> None:
     """What is there is whole, and the next save takes its place and clears up."""
     assert ended.code in ((0, 1) if mode == FAIL else (-signal.SIGKILL,)), ended
     if ended.code == 1:
-        assert ended.raised.startswith("StorageError: the checkpoint "), ended.raised
+        assert ended.raised.startswith("StorageError: a checkpoint could not be written: "), ended.raised
     if path.exists():
         allowed = {NEW} if ended.code == 0 else {OLD, NEW} if before else {NEW}
         assert version_of(path) in allowed

@@ -150,7 +150,7 @@ def test_a_folder_of_something_else_is_not_replaced(form: str, files: list[str],
     path.mkdir()
     for name in files:
         (path / name).write_text("{}")
-    with pytest.raises(StorageError, match=rf"{path} could not .*holds something else \({files[-1]}\); name another"):
+    with pytest.raises(StorageError, match=rf"could not .*holds something else \({files[-1]}\); name another"):
         SAVES[form](str(path), 1)
     assert sorted(os.listdir(path)) == sorted(files)
     assert os.listdir(tmp_path) == ["runs"]
