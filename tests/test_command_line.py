@@ -259,7 +259,7 @@ def test_fit_records_a_trace(two_ranks: Pools, trained: Trained, capsys: pytest.
     )
     main(["trace", str(folder)])
     printed = capsys.readouterr().out
-    assert "2 stages, 4 micro-batches per mini-batch, lookahead 0, no flush; mini-batches 0 to 2:" in printed
+    assert "2 stages, 4 microbatches per mini-batch, lookahead 0, no flush; mini-batches 0 to 2:" in printed
     assert re.search(r"sent +stale\n", printed)
 
 

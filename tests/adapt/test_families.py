@@ -27,7 +27,7 @@ def test_trains_as_a_single_process_does(name: str) -> None:
     module = Trained(pipelined(model, example_of(name)))
     assert list(model.state_dict()) == names
     for stages in (3, 1):
-        report = check_model(module, batches_for(name, model), stages=stages, micro_batches=4, updates=3)
+        report = check_model(module, batches_for(name, model), stages=stages, microbatches=4, updates=3)
         assert_trains(report, model.pipeline_layers.is_exact or stages == 1)
 
 

@@ -72,7 +72,7 @@ def test_trains_as_a_single_process_does(kind: type[Net], dropout: float) -> Non
     assert model.pipeline_layers.is_exact == (kind in EXACT)
     batches = [{"x": torch.randn(SHAPE)} for _ in range(2)]
     for stages in (3, 1):
-        report = check_model(Trained(model), batches, stages=stages, micro_batches=4, updates=3)
+        report = check_model(Trained(model), batches, stages=stages, microbatches=4, updates=3)
         assert_trains(report, is_exact=kind in EXACT or stages == 1)
 
 

@@ -22,7 +22,7 @@ from tests.core.test_engine_equals_oracle import (
     over,
     parametrized,
     synchronous,
-    with_held_micro_batches,
+    with_held_microbatches,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
@@ -47,7 +47,7 @@ def test_no_delay(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
 
-@parametrized(over((2, 3, 4), with_held_micro_batches))
+@parametrized(over((2, 3, 4), with_held_microbatches))
 def test_least_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 

@@ -30,7 +30,7 @@ def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "") ->
         resumed_from: name of the checkpoint.
     """
     L.seed_everything(5, verbose=False)
-    strategy = AsyncPipelineStrategy(micro_batches=3)
+    strategy = AsyncPipelineStrategy(microbatches=3)
     fabric = L.Fabric(strategy=strategy, devices=dist.get_world_size(), accelerator="cpu")
     fabric.launch()
     model = fabric.setup_module(make_model())

@@ -66,8 +66,8 @@ def no_initialiser_on_the_last_stage() -> None:
     fabric.setup_module(model)
 
 
-def too_few_micro_batches() -> None:
-    make_fabric(AsyncPipelineStrategy(micro_batches=1))
+def too_few_microbatches() -> None:
+    make_fabric(AsyncPipelineStrategy(microbatches=1))
 
 
 def partition_of_another_model() -> None:

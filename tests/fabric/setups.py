@@ -73,7 +73,7 @@ def original_module_in_the_step(wrapped: bool) -> dict[str, Any]:
 def compiled_as_a_whole(compiled: bool) -> dict[str, Any]:
     """Train what was given to ``torch.compile`` before Fabric got it, or the same as it is."""
     case = Case(3)
-    strategy = AsyncPipelineStrategy(micro_batches=case.micro_batches)
+    strategy = AsyncPipelineStrategy(microbatches=case.microbatches)
     fabric = make_fabric(strategy)
     model = case.make_model()
     wrapped = fabric.setup_module(torch.compile(model, backend="eager") if compiled else model)
@@ -129,10 +129,10 @@ def hooks_of_the_model() -> float | None:
         def split_batch(self, batch: dict[str, Tensor], parts: int) -> list[Any]:
             return [{"x": x, "table": batch["table"]} for x in batch["x"].tensor_split(parts)]
 
-        def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
-            return 2.0 * len(micro_batch["x"])
+        def microbatch_weight(self, microbatch: dict[str, Tensor]) -> float:
+            return 2.0 * len(microbatch["x"])
 
-    strategy = AsyncPipelineStrategy(micro_batches=2)
+    strategy = AsyncPipelineStrategy(microbatches=2)
     fabric = make_fabric(strategy)
     layers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)]
     for layer in layers:
@@ -216,7 +216,7 @@ def local_state() -> dict[str, Any]:
 
 def load_weights_alone(path: str) -> dict[str, Any]:
     """Load the weights of a checkpoint into a run with any number of stages, strictly."""
-    strategy = AsyncPipelineStrategy(micro_batches=3)
+    strategy = AsyncPipelineStrategy(microbatches=3)
     fabric = make_fabric(strategy)
     model = fabric.setup_module(make_model())
     fabric.load(path, {"model": model})

@@ -16,7 +16,7 @@ from tests.trainer.pool import Pools
 
 def averaged(loads: str | None, saves: str, start: int, stop: int) -> dict[str, Any]:
     """Train with an average, from a checkpoint or not, and save; what this rank has of them."""
-    run = Run(Case(micro_batches=3))
+    run = Run(Case(microbatches=3))
     average = AveragedModel(run.model.module).requires_grad_(False)
     state = {**run.state, "average": average}
     if loads:

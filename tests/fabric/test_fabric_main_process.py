@@ -23,7 +23,7 @@ def train(fabric: L.Fabric, model: nn.Module, path: Path, fails: bool) -> tuple[
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(wrapped.parameters(), lr=0.02))
     for number in range(4):
         x = torch.full((8, DIM), 0.1 * number)
-        strategy.training_step(lambda micro_batch: wrapped(micro_batch).square().mean(), x)
+        strategy.training_step(lambda microbatch: wrapped(microbatch).square().mean(), x)
         optimizer.step()
     fabric.save(path, {"model": wrapped})
     if fails and fabric.global_rank == 1:

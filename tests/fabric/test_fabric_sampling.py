@@ -20,7 +20,7 @@ PROMPT = [5, 6, 7]
 
 
 def tokens_of_stages(folder: str, sampling: Sampling) -> list[int]:
-    strategy = AsyncPipelineStrategy(micro_batches=3)
+    strategy = AsyncPipelineStrategy(microbatches=3)
     fabric = make_fabric(strategy)
     with fabric.init_module(empty_init=True):
         model = GPT(CONFIG)

@@ -17,7 +17,7 @@ from tests.fabric.runs import Run, make_fabric, train
 from tests.trainer.pool import Pools
 from tests.trainer.recorded import off_schedule
 
-CASE = Case(micro_batches=4, batch_sizes=(8,) * 6)
+CASE = Case(microbatches=4, batch_sizes=(8,) * 6)
 
 
 def recorded(case: Case, folder: str, window: dict[str, Any], evaluate_after: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def recorded(case: Case, folder: str, window: dict[str, Any], evaluate_after: tu
 
 def record_too_early(folder: str) -> None:
     """Ask for a recording before there is anything to record."""
-    strategy = AsyncPipelineStrategy(micro_batches=2)
+    strategy = AsyncPipelineStrategy(microbatches=2)
     make_fabric(strategy)
     strategy.record_trace(folder)
 

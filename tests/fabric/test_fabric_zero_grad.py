@@ -19,9 +19,9 @@ DROPPED = 3
 
 def strategy_of(name: str) -> Any:
     if name.isdigit():
-        return DelayedGradientStrategy(int(name), micro_batches=3, partition="uniform")
+        return DelayedGradientStrategy(int(name), microbatches=3, partition="uniform")
     kind = SyncPipelineStrategy if name == "sync" else AsyncPipelineStrategy
-    return kind(micro_batches=3, partition="uniform")
+    return kind(microbatches=3, partition="uniform")
 
 
 def train(name: str, accumulate: int, skip: bool) -> dict[str, np.ndarray]:

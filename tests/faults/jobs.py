@@ -264,7 +264,7 @@ JOBS = {
         _trainer("sync", 3, "stateful noisy", replace(_RUN, strategy="sync", options={"lookahead": 1})),
         _trainer("replicas", 4, "litdata", replace(_RUN, options={"data_parallel_size": 2} | _SHARDED)),
         _trainer("workers", 2, "stateful workers", replace(_RUN, options={"staleness": "least"}), every=3),
-        _trainer("emulated", 1, "stateful noisy", replace(_RUN, strategy="delayed", options={"micro_batches": 2})),
+        _trainer("emulated", 1, "stateful noisy", replace(_RUN, strategy="delayed", options={"microbatches": 2})),
         Job("fabric", 2, ByFabric(_CASE)),
         Job("fabric-sharded", 3, ByFabric(replace(_CASE, tied=True, routed=True), _SHARDED | _BEHIND)),
     )

@@ -95,9 +95,9 @@ class NoisyNet(Net):
 
 
 class WeighingNet(Net):
-    """Weighs its micro-batches; a weight may be 0."""
+    """Weighs its microbatches; a weight may be 0."""
 
-    def micro_batch_weight(self, batch: dict[str, Tensor]) -> float:
+    def microbatch_weight(self, batch: dict[str, Tensor]) -> float:
         return float((batch["y"] > 0).sum())
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:

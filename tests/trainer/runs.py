@@ -247,7 +247,7 @@ def make_strategy(run: Run) -> Any:
         return LIGHTNINGS_OWN[run.strategy]
     processes = int(os.environ.get("WORLD_SIZE", 1))
     stages = run.options.get("stages", processes // run.options.get("data_parallel_size", 1))
-    return STRATEGIES[run.strategy](**{"micro_batches": max(stages, 1), **run.options})
+    return STRATEGIES[run.strategy](**{"microbatches": max(stages, 1), **run.options})
 
 
 def make_trainer(run: Run, **more: Any) -> L.Trainer:

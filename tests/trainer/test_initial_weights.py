@@ -34,7 +34,7 @@ def started(run: Run, folder: Path, **options: Any) -> GPTModule:
 
 
 def described(folder: Path, **options: Any) -> Run:
-    return Run(partial(started, folder=folder, **options), dataset="tokens", options={"micro_batches": 4})
+    return Run(partial(started, folder=folder, **options), dataset="tokens", options={"microbatches": 4})
 
 
 def weights_read(run: Run) -> tuple[dict[str, np.ndarray], list[str]]:

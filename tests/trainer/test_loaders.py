@@ -62,7 +62,7 @@ class PairNet(Net):
     def train_dataloader(self) -> Any:
         return {name: DataLoader(Samples(n, i), self.sizes[i]) for i, (name, n) in enumerate((("a", 40), ("b", 24)))}
 
-    def micro_batch_weight(self, batch: dict[str, dict[str, Tensor]]) -> float:
+    def microbatch_weight(self, batch: dict[str, dict[str, Tensor]]) -> float:
         return float(len(batch["a"]["x"]))
 
     def training_step(self, batch: dict[str, dict[str, Tensor]], batch_idx: int) -> Any:

@@ -42,7 +42,7 @@ class Backbone(Net):
 
 @pytest.mark.parametrize("strategy", ["default", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_trains_and_resumes(pools: Pools, strategy: str, tmp_path: Path) -> None:
-    options = {"micro_batches": 2} if strategy == "delayed" else {}
+    options = {"microbatches": 2} if strategy == "delayed" else {}
     of_usual = run_of(tmp_path / "usual", "litdata", EPOCHS, strategy=strategy, options=options)
     run = replace(run_of(tmp_path, "litdata", EPOCHS, strategy=strategy, options=options), module=Backbone)
     stages = 2 if strategy == "default" else 1

@@ -36,7 +36,7 @@ class Supported(Net):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_on_two_stages(pools: Pools, name: str) -> None:
-    run = Run(Supported, "sync", {"micro_batches": 2}, optimizer=name)
+    run = Run(Supported, "sync", {"microbatches": 2}, optimizer=name)
     weights = joined_weights(pools.run(2, fit, run), 2)
     if name in TO_NO_BITS:
         assert all(np.isfinite(value).all() for value in weights.values())

@@ -81,7 +81,7 @@ TABLE = [
     ),
     Entry("EMAWeightAveraging", NOTE, AVERAGED),
     Entry(
-        "GradientAccumulationScheduler", NOTE, "Accumulated batches share one update: N x m micro-batches.",
+        "GradientAccumulationScheduler", NOTE, "Accumulated batches share one update: N x m microbatches.",
         {"scheduling": {0: 2}},
     ),
     Entry("LambdaCallback", WORKS),

@@ -126,7 +126,7 @@ def fit_showing(
     run: Run, kind: str, folder: str, *, make: Callable[[Run], Showing] = Showing,
     callbacks: Sequence[L.Callback] = (), samples: Callable[[int, bool], Dataset] = NumberedSamples,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train, and report what was seen; ``numbers`` are those of micro-batches, on the last stage."""
+    """Train, and report what was seen; ``numbers`` are those of microbatches, on the last stage."""
     L.seed_everything(run.seed, verbose=False)
     module = make(run)
     marks = Marks()

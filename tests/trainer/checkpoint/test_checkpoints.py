@@ -111,7 +111,7 @@ def test_contents(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(arrays(checkpoint["state_dict"]), joined_weights(results, 3))
     module = plain_module(run, arrays(checkpoint["state_dict"]))
     assert list(checkpoint["state_dict"]) == list(module.state_dict())
-    assert {"num_stages": 3, "delay": 1, "micro_batches": 3}.items() <= checkpoint["pipeline"].items()
+    assert {"num_stages": 3, "delay": 1, "microbatches": 3}.items() <= checkpoint["pipeline"].items()
     names = [name for name, _ in module.named_parameters()]
     assert sorted(checkpoint["pipeline"]["older_weights"]) == sorted(n.removeprefix("model.") for n in names)
     assert len(checkpoint["optimizer_states"]) == 1

@@ -90,7 +90,7 @@ def test_info(form: str, saved: dict[str, Any], command: Command) -> None:
     weights = sum(tensor.nbytes for tensor in load(path)["state_dict"].values())
     expected = {
         "form": form, "writer": "Trainer", "global_step": 4, "epoch": 0, "num_stages": 2,
-        "partition": [4, 5], "data_parallel_size": 1, "micro_batches": 4, "delay": 1,
+        "partition": [4, 5], "data_parallel_size": 1, "microbatches": 4, "delay": 1,
         "dtypes": {"float32": weights // 4}, "parameters": weights // 4,
     }  # fmt: skip
     assert expected.items() <= facts.items()

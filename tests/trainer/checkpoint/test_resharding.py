@@ -17,7 +17,7 @@ from tests.trainer.pool import Pools
 from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module
 from tests.trainer.runs import Run, arrays, fit
 
-FOUR = {"micro_batches": 4}
+FOUR = {"microbatches": 4}
 SHARDED = {"state_dict_type": "sharded"}
 BEHIND = {"async_checkpoints": True}
 

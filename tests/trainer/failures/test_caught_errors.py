@@ -42,7 +42,7 @@ class FullDisk(ModelCheckpoint):
         raise OSError("no space left on device")
 
 
-RUN = Run(Net, samples=64, val_samples=(16,), options={"micro_batches": STAGES}, trainer={"val_check_interval": 4})
+RUN = Run(Net, samples=64, val_samples=(16,), options={"microbatches": STAGES}, trainer={"val_check_interval": 4})
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.trainer.reference import assert_equal_weights
 from tests.trainer.runs import Net, Run, arrays, fit, loader, val_loaders
 from tests.trainer.test_second_names import RUN as SECOND_NAMES
 
-PLAIN = Run(Net, options={"micro_batches": 4}, samples=24, val_samples=(16,), trainer={"enable_checkpointing": True})
+PLAIN = Run(Net, options={"microbatches": 4}, samples=24, val_samples=(16,), trainer={"enable_checkpointing": True})
 
 
 class Lazy(PipelineModule, Net):
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Run, int]] = {
 }
 SLOW: dict[str, tuple[Run, int]] = {
     "an average in the module": (replace(PLAIN, module=HasAverage), 2),
-    "two replicas": (replace(SECOND_NAMES, options={"micro_batches": 4, "data_parallel_size": 2}), 4),
+    "two replicas": (replace(SECOND_NAMES, options={"microbatches": 4, "data_parallel_size": 2}), 4),
     "a callback that averages": (replace(PLAIN, callbacks=EMA), 2),
     "sharded checkpoints": (replace(PLAIN, options=PLAIN.options | {"state_dict_type": "sharded"}), 2),
     "versions in bf16": (

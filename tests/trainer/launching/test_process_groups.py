@@ -19,12 +19,12 @@ from tests.trainer.runs import Net, Run, fit
 
 
 def train_with_trainer() -> None:
-    fit(Run(Net, "async", {"micro_batches": 2}))
+    fit(Run(Net, "async", {"microbatches": 2}))
 
 
 def set_up_fabric() -> None:
     devices = torch.distributed.get_world_size()
-    fabric = Fabric(strategy=AsyncPipelineStrategy(micro_batches=2), devices=devices, accelerator="cpu")
+    fabric = Fabric(strategy=AsyncPipelineStrategy(microbatches=2), devices=devices, accelerator="cpu")
     fabric.launch()
     fabric.setup_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
