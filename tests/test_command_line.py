@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.lightning_cli.arguments import written_out
-from tests import forked
-from tests.trainer.pool import Pools, elastic_environment
-from tests.workers import free_port
+from tests.helpers import forked
+from tests.helpers.pool import Pools, elastic_environment
+from tests.helpers.workers import free_port
 
 ROOT = Path(__file__).parents[1]
 ASYNCPP = [str(Path(sys.executable).with_name("asyncpp"))]

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, fabric
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts
-from tests.trainer.runs import arrays
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays
 
 VOCABULARY, TIME, DIM, STAGES, STEPS = 13, 6, 8, 2, 5
 MICROBATCHES = {"microbatches": 4}

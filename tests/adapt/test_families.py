@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_asyncpp import apply_layers, check_model, pipelined
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.tree import tensors_of
-from tests.adapt.models import MODELS, SLOW, Trained, assert_trains, batches_for, example_of
+from tests.helpers.models import MODELS, SLOW, Trained, assert_trains, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = ("gpt2", "mixtral", "t5", "timm_vit")

@@ -19,8 +19,8 @@ from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
 from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.tree import tensors_of
 from tests.adapt import nets
-from tests.adapt.models import Trained, assert_trains, of_transformers
 from tests.adapt.nets import DIM, EXACT, ROUNDED, SHAPE, Net
+from tests.helpers.models import Trained, assert_trains, of_transformers
 
 LONG = (2, 7, DIM)
 

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp import DelayedGradientStrategy, check_model, pipelined
 from lightning_asyncpp.core.cut.network import class_name, name_in_steps, network_in
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.adapt.models import assert_trains
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.reference import assert_equal_weights, joined_parts
-from tests.trainer.runs import arrays
+from tests.helpers.models import assert_trains
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import arrays
 
 DIM, CLASSES, STEPS = 6, 3, 6
 MICROBATCHES = {"microbatches": 4}

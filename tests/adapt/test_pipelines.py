@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_asyncpp import pipelined
 from lightning_asyncpp.reference import train_reference
-from tests.adapt.models import MODELS, batches_for
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Run, arrays, make_trainer
+from tests.helpers.models import MODELS, batches_for
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, arrays, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 4

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp import ConfigurationError, check_model, pipelined
-from tests.adapt.models import Trained
 from tests.adapt.nets import DIM, SHAPE, Block, Net
+from tests.helpers.models import Trained
 
 
 class KeepingBlock(Block):

@@ -25,7 +25,7 @@ from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
-from tests.workers import end_with_parent, free_port, worker_context
+from tests.helpers.workers import end_with_parent, free_port, worker_context
 
 DIM, SAMPLES, EARLY, LENGTH = 4, 8, 5, 150
 ALLOWED = 1.02

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
-from tests.core.cases import Case
-from tests.core.compare import (
+from tests.core.conftest import Pools
+from tests.helpers.cases import Case
+from tests.helpers.compare import (
     assert_same_losses,
     assert_same_norms,
     assert_same_statistics,
     assert_same_weights,
     weights_of,
 )
-from tests.core.conftest import Pools
-from tests.core.pairwise import covering, pairwise
-from tests.core.runs import run_oracle
+from tests.helpers.engine import run_oracle
+from tests.helpers.pairwise import covering, pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from tests.core.failures.failing_cases import Run
+from tests.helpers.failing import Run
 
 
 def run_of_one_stage() -> Run:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.cases import Case, frozen_in_front, make_model
-from tests.core.compare import assert_same_norms, weights_of
 from tests.core.conftest import Pools
-from tests.core.runs import run_oracle
+from tests.helpers.cases import Case, frozen_in_front, make_model
+from tests.helpers.compare import assert_same_norms, weights_of
+from tests.helpers.engine import run_oracle
 
 # The oracle adds all microbatches in one order; replicas add their own and then each other's. The sums differ in the
 # last bits, about 1e-7 relative, and adamw divides by the gradient's own size, so that an element whose terms nearly

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.core.cases import Case, make_model
+from tests.helpers.cases import Case, make_model
 
 CASE = Case(3, batch_sizes=(6,) * 30)
 

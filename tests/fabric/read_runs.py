@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.core.cases import make_model
-from tests.trainer.checkpoint.resumable import training_loader
-from tests.trainer.logging.evaluations import may_have_children
-from tests.trainer.runs import Net, Run
+from tests.helpers.cases import make_model
+from tests.helpers.evaluations import may_have_children
+from tests.helpers.resumable import training_loader
+from tests.helpers.trainer import Net, Run
 
 EPOCHS = 3
 RUN = Run(Net, samples=21)

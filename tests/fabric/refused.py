@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from lightning_asyncpp.errors import NonFiniteGradientError
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
-from tests.core.cases import DIM, Case, make_model
-from tests.fabric.runs import Run, make_fabric
+from tests.helpers.cases import DIM, Case, make_model
+from tests.helpers.fabric import Run, make_fabric
 
 CASE = Case(4)
 

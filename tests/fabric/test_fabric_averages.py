@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from torch.optim.swa_utils import AveragedModel
 
-from tests.core.cases import Case
-from tests.fabric.runs import Run
-from tests.trainer.pool import Pools
+from tests.helpers.cases import Case
+from tests.helpers.fabric import Run
+from tests.helpers.pool import Pools
 
 
 def averaged(loads: str | None, saves: str, start: int, stop: int) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.core.cases import DIM, make_model
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.trainer import arrays
 from tests.trainer.launching.main_process import outcome_of, run
-from tests.trainer.runs import arrays
 
 
 def train(fabric: L.Fabric, model: nn.Module, path: Path, fails: bool) -> tuple[int, dict[str, np.ndarray]]:

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.core.cases import DIM, make_model
-from tests.fabric.runs import make_fabric
-from tests.trainer.pool import Pools
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.fabric import make_fabric
+from tests.helpers.pool import Pools
 
 
 def train(emulated: int) -> dict[str, np.ndarray]:

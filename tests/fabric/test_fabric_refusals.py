@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.core.schedule import Staleness
-from tests.core.cases import Case
 from tests.fabric import refused
-from tests.fabric.runs import train
-from tests.trainer.pool import Outcome, Pools
-from tests.trainer.reference import assert_equal_weights
+from tests.helpers.cases import Case
+from tests.helpers.fabric import train
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Outcome, Pools
 
 CONFIGURATION = [
     (refused.optimizer_before_module, "one model, which is set up first, and one optimizer"),

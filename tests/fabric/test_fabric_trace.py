@@ -12,10 +12,10 @@ from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.tools.recorded_run import read_run
 from lightning_asyncpp.tools.trace_summary import summarise
-from tests.core.cases import Case
-from tests.fabric.runs import Run, make_fabric, train
-from tests.trainer.pool import Pools
-from tests.trainer.recorded import off_schedule
+from tests.helpers.cases import Case
+from tests.helpers.fabric import Run, make_fabric, train
+from tests.helpers.pool import Pools
+from tests.helpers.recorded import off_schedule
 
 CASE = Case(microbatches=4, batch_sizes=(8,) * 6)
 

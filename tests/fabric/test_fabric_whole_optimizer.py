@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lightning_asyncpp.fabric import SyncPipelineStrategy
-from tests.core.cases import Case, make_model
-from tests.fabric.runs import make_fabric
-from tests.trainer.pool import Pools
+from tests.helpers.cases import Case, make_model
+from tests.helpers.fabric import make_fabric
+from tests.helpers.pool import Pools
 
 
 def train(when: str) -> dict[str, np.ndarray]:

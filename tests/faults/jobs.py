@@ -12,11 +12,11 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
-from tests.core.cases import Case
-from tests.fabric.runs import Run as FabricRun
 from tests.faults.places import Places, watch_layers
-from tests.trainer.checkpoint.resumable import NumberedSamples, Showing, fit_showing
-from tests.trainer.runs import ListLogger, Run
+from tests.helpers.cases import Case
+from tests.helpers.fabric import Run as FabricRun
+from tests.helpers.resumable import NumberedSamples, Showing, fit_showing
+from tests.helpers.trainer import ListLogger, Run
 
 TIMEOUT_SECONDS = 25.0
 SAVING = {"save_last": True, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2}

@@ -19,8 +19,8 @@ from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, PipelineMonitor,
 from lightning_asyncpp.core.wire import transport
 from lightning_asyncpp.core.wire.transport import Arrival, Transport
 from lightning_asyncpp.models import GPTConfig, MoEConfig
+from tests.helpers.trainer import ListLogger, Net, Run, loader
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, put_on_device
-from tests.trainer.runs import ListLogger, Net, Run, loader
 
 FIRST, LAST = 5, 6  # of the mini-batches that are counted; the first few are looked at more closely
 MICROBATCHES = 4
@@ -36,7 +36,7 @@ class Counted:
         logs: with a logger and the progress bar.
         clip: the gradient's largest norm.
         synchronous: without a delay.
-        optimizer: a name in :mod:`tests.trainer.runs`.
+        optimizer: a name in :mod:`tests.helpers.trainer`.
         correction: another.
         trainer: further arguments of the Trainer.
         saves: instead of the mini-batches, checkpoints after them are watched: whole ones of a run that goes on.

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_asyncpp.core.host_copies import Reading
+from tests.helpers.pool import Pools
+from tests.helpers.workers import opened
 from tests.nccl_rules.counted_runs import MICROBATCHES, Counted, Found, count
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
-from tests.trainer.pool import Pools
-from tests.workers import opened
 
 # Waits per mini-batch and stage. Both come when all must have agreed on an update, for a gradient whose last backward
 # was launched long before: normally the device has got there, and nobody waits. An update itself waits for nothing.

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp.core.tree import map_tensors
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, Samples, make_trainer
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, make_trainer
 
 # Batches of 8 and 5 samples; microbatches of 3, 3, 2 and of 2, 2, 1.
 SAMPLES = 13

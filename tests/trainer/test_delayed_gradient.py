@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
-from tests.core.cases import DIM
-from tests.trainer.modules import SummingNet, WeighingNet, small_gpt
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of
-from tests.trainer.runs import Net, Run, delayed, fit, make_scheduler, train
+from tests.helpers.cases import DIM
+from tests.helpers.modules import SummingNet, WeighingNet, small_gpt
+from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, delayed, fit, make_scheduler, train
 
 STAGES = 3
 

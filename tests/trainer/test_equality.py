@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
-from tests.trainer.modules import (
+from tests.helpers.modules import (
     CarryingNet,
     FrozenStatisticsNet,
     InPlaceNet,
@@ -24,8 +24,7 @@ from tests.trainer.modules import (
     WeighingNet,
     small_gpt,
 )
-from tests.trainer.pool import Pools
-from tests.trainer.reference import (
+from tests.helpers.oracle import (
     assert_equal_weights,
     batches_of,
     joined_parts,
@@ -33,7 +32,8 @@ from tests.trainer.reference import (
     mini_batches_of,
     oracle,
 )
-from tests.trainer.runs import Net, Run, fit, initial_weights, make_scheduler
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit, initial_weights, make_scheduler
 
 TWO, FOUR = (pytest.param(stages, marks=pytest.mark.slow) for stages in (2, 4))
 

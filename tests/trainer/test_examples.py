@@ -16,10 +16,10 @@ from torch import nn
 from lightning_asyncpp import check_model
 from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.reference import train_reference
+from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays
 from tests.trainer.examples import FOLDER, example, run_main
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights
-from tests.trainer.runs import arrays
 
 
 def reference(

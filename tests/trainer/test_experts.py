@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPTConfig, MoEConfig
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run, Tokens, fit, make_trainer, report
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, Tokens, fit, make_trainer, report
 
 MOE = {
     "num_experts": 4, "top_k": 2, "expert_dim": 8, "router": "sigmoid", "num_shared_experts": 1, "num_dense_layers": 1,

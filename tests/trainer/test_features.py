@@ -12,10 +12,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import nn
 
-from tests.core.cases import DIM
-from tests.trainer.modules import BatchNormNet, LogsAtTheEnd, NormFirstNet, StopsOnOneRank
-from tests.trainer.pool import Pools
-from tests.trainer.reference import (
+from tests.helpers.cases import DIM
+from tests.helpers.modules import BatchNormNet, LogsAtTheEnd, NormFirstNet, StopsOnOneRank
+from tests.helpers.oracle import (
     assert_equal_weights,
     batches_of,
     joined_parts,
@@ -24,7 +23,8 @@ from tests.trainer.reference import (
     oracle,
     plain_module,
 )
-from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, arrays, evaluate, fit
 
 # -- precision ----------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp.errors import NonFiniteGradientError
 from lightning_asyncpp.reference import train_reference
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, Samples, arrays, fit, make_trainer
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, arrays, fit, make_trainer
 
 
 class PoisonedNet(Net):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import delayed, fit
 from tests.trainer.idioms.entry import NO, REFUSED, Idiom
 from tests.trainer.idioms.page import PAGE, TABLE, page
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.runs import delayed, fit
 
 STAGES = [3, pytest.param(2, marks=pytest.mark.slow)]
 # What another row, or another test, has the same paths through the pipeline for.

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.trainer.modules import WeighingNet
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, Samples, fit
+from tests.helpers.modules import WeighingNet
+from tests.helpers.oracle import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, fit
 
 
 class Stream(IterableDataset):

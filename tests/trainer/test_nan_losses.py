@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.core.cases import DIM, make_model
-from tests.trainer.pool import Pools
-from tests.trainer.runs import ListLogger
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import ListLogger
 
 BATCH, BATCHES = 12, 3
 

@@ -15,9 +15,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp import AsyncPipelineStrategy, PipelineMonitor
-from tests.trainer.modules import MetricNet
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run, Samples
+from tests.helpers.modules import MetricNet
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, Samples
 
 STEPS, EVERY, BATCH = 160, 10, 8
 

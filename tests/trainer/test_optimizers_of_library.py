@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import pytorch_optimizer
 
-from tests.trainer.pool import Pools
-from tests.trainer.reference import joined_weights
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.oracle import joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit
 
 # They want more than plain parameters, a learning rate and one gradient: the model, the loss, second derivatives.
 OTHERWISE = {

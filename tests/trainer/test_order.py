@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.core.cases import DIM, make_model
-from tests.trainer.pool import Pools
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.pool import Pools
 
 COUNT = 12
 IN_ORDER = list(range(COUNT))

@@ -20,10 +20,10 @@ from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.tools.recorded_run import read_run
 from lightning_asyncpp.tools.trace_summary import summarise, table
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer
 
 
 def fit_and_describe(run: Run) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import apply_layers, check_model
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, delayed, fit, train
 from tests.trainer.checkpoint.test_checkpoints import ResumableNet, saving
 from tests.trainer.failures.test_mistakes import assert_refused, refusals
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, arrays, delayed, fit, train
 
 
 class Begin(nn.Module):

@@ -13,13 +13,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
-from tests.core.cases import make_model
-from tests.core.random_layers import make
+from tests.helpers.cases import make_model
+from tests.helpers.modules import small_gpt
+from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.random_layers import make
+from tests.helpers.trainer import Net, Run, delayed, fit, train
 from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
-from tests.trainer.modules import small_gpt
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, delayed, fit, train
 
 FIRST = "model.0.weight"
 

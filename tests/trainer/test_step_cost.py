@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_asyncpp
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run, make_trainer
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, make_trainer
 
 MOST_FILES, MOST_CALLS = 19, 460
 BATCHES, WARMUP = 16, 6

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, fit
 from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, Samples, fit
 
 RUN = Run(
     ResumableNet, "async", {"microbatches": 4, "weight_dtype": "bf16"}, optimizer="muon", error_feedback=True,

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Subset
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, Samples, arrays, fit, loader, make_trainer
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, arrays, fit, loader, make_trainer
 
 ATOL = 1e-6
 

@@ -14,8 +14,8 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import apply_layers, model_problems
 from lightning_asyncpp.dependencies import PrivateNameError
 from lightning_asyncpp.errors import ConfigurationError
-from tests.core.cases import DIM, make_model
 from tests.core.cut.test_units import Layered
+from tests.helpers.cases import DIM, make_model
 
 CPU = torch.device("cpu")
 

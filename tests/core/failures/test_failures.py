@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.core.failures import failing_cases
-from tests.core.failures.failing_cases import Outcome, run_ranks
+from tests.helpers import failing as failing_cases
+from tests.helpers.failing import Outcome, run_ranks
 
 STAGES = 3  # rank 2 is the first stage, rank 0 the last
 SOON = 20.0

@@ -35,10 +35,10 @@ from lightning_asyncpp.core.wire.link import Link
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPT, GPTConfig
-from tests.core.cases import DIM, Case
-from tests.core.compare import assert_same_norms, weights_of
 from tests.core.conftest import Pools
-from tests.core.runs import run_oracle
+from tests.helpers.cases import DIM, Case
+from tests.helpers.compare import assert_same_norms, weights_of
+from tests.helpers.engine import run_oracle
 
 CPU = torch.device("cpu")
 TIE = Tie((0, 2), ("first", "second"))

@@ -20,7 +20,7 @@ from research.benchmarks.run import Clock, RankRun, Run
 from research.benchmarks.schedule import Schedule
 from research.benchmarks.stages import Meter, SleepingLayer, Sleeps, jitter_factor
 from research.benchmarks.systems import chunks_of
-from tests import forked
+from tests.helpers import forked
 
 ROOT = Path(__file__).parents[3]
 TINY = ["--stages", "2", "--mini-batches", "2", "--warm-up", "2", "--repeats", "1"]

@@ -15,8 +15,8 @@ from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.recorded_run import TraceError, find_recording, read_run
 from lightning_asyncpp.tools.trace import picture
 from lightning_asyncpp.tools.trace_summary import Summary, summarise, table
+from tests.helpers.recorded import off_schedule
 from tests.tools.trace.synthetic import Recording
-from tests.trainer.recorded import off_schedule
 
 SMALL = Recording(stages=2, microbatches=2, mini_batches=3)
 SYNC = Recording(stages=4, microbatches=4, mini_batches=5, delay=0)

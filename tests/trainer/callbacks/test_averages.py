@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_asyncpp import after_own_update
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, own_state, val_loaders
+from tests.helpers.cases import DIM
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, own_state, val_loaders
 
 EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
 DELAYED = {"delay": 1, "microbatches": 3}

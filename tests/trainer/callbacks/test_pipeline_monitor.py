@@ -16,9 +16,9 @@ from lightning_asyncpp import ConfigurationError, GPTModule, PipelineMonitor, Pi
 from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.models import GPTConfig
-from tests.trainer.pool import Pools
-from tests.trainer.recorded import SleepingNet
-from tests.trainer.runs import Net, Run, fit, loader, make_model
+from tests.helpers.pool import Pools
+from tests.helpers.recorded import SleepingNet
+from tests.helpers.trainer import Net, Run, fit, loader, make_model
 
 MONITOR = (PipelineMonitor, {"window": 3, "every_n_batches": 1})
 RUN = Run(Net, callbacks=(MONITOR,), samples=48, trainer={"logger": "list"})

@@ -14,10 +14,10 @@ from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.tools.recorded_run import RecordedRun, read_run
 from lightning_asyncpp.tools.trace_summary import summarise
+from tests.helpers.pool import Pools
+from tests.helpers.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, off_schedule
+from tests.helpers.trainer import Net, Run, fit
 from tests.trainer.idioms.optimizers import EverySecondBatch
-from tests.trainer.pool import Pools
-from tests.trainer.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, off_schedule
-from tests.trainer.runs import Net, Run, fit
 
 SMALL = Run(Net, options={"microbatches": 2}, samples=48, batch_size=8)
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.storage import load
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays, fit
 from tests.trainer.checkpoint.test_resharding import SHARDED, resumed, run_of
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import arrays, fit
 
 Command = Callable[..., str]
 

@@ -10,10 +10,10 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.trainer.checkpoint.resumable import SavesAfter, fit_showing, write_litdata
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.resumable import SavesAfter, fit_showing, write_litdata
+from tests.helpers.trainer import Net, Run
 
 EPOCHS = {"max_epochs": 3}
 TWO_EPOCHS = {"max_epochs": 2}

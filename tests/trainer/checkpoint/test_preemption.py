@@ -12,11 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run
 from tests.trainer.checkpoint.preempted import Resumable, Signals, preempted, under_slurm
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, saving
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Run
 
 NET = replace(RUN, module=Resumable, trainer=TRAINER)  # 5 batches an epoch, 3 epochs
 EPOCHS: dict[str, Any] = {}

@@ -10,8 +10,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import Net, Run, fit
 
 STAGES = 3
 SOON = 25.0  # seconds, of which five are grace

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
+from tests.helpers.pool import Outcome, Pools
+from tests.helpers.trainer import Net, Run, fit
 from tests.trainer.failures import mistakes as m
-from tests.trainer.pool import Outcome, Pools
-from tests.trainer.runs import Net, Run, fit
 
 
 def refusals(pools: Pools, run: Run, stages: int = 2) -> list[Outcome]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_asyncpp.core.ranks.agreement import StopRounds, batches_behind
 from lightning_asyncpp.core.ranks.mesh import Groups, Mesh
-from tests.trainer.pool import Pools
+from tests.helpers.pool import Pools
 
 Place = tuple[int, int]
 

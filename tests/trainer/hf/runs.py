@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp import HFModule
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.reference import train_reference
-from tests.trainer.hf.folders import padded_batches
-from tests.trainer.runs import Run, arrays, make_trainer
+from tests.helpers.hf_folders import padded_batches
+from tests.helpers.trainer import Run, arrays, make_trainer
 
 SEED, UPDATES = 5, 4
 

@@ -15,9 +15,9 @@ import transformers
 from lightning_asyncpp import HFModule
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import ChatDataModule, TextDataModule
-from tests.trainer.hf.folders import make_folder, make_tokenizer
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run, make_trainer
+from tests.helpers.hf_folders import make_folder, make_tokenizer
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, make_trainer
 
 ROOT = Path(__file__).parents[3]
 ON_CPU = ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1"]

@@ -13,10 +13,10 @@ import transformers
 
 from lightning_asyncpp import ConfigurationError, HFModule, check_model
 from lightning_asyncpp.optim import MuonAdamW
-from tests.trainer.hf.folders import make_folder, padded_batches
+from tests.helpers.hf_folders import make_folder, padded_batches
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools
 from tests.trainer.hf.runs import Training, by_oracle, fit
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts
 
 LORA = {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
 CLASSIFIER = {"task": "AutoModelForSequenceClassification", "config_overrides": {"num_labels": 3, "pad_token_id": 0}}

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.pool import Pools
-from tests.trainer.projections import Changing, Projected, PutsOtherMemory, project
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, report, train, val_loaders
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.projections import Changing, Projected, PutsOtherMemory, project
+from tests.helpers.trainer import Net, Run, delayed, fit, loader, make_trainer, report, train, val_loaders
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:

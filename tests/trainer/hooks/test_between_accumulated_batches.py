@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from lightning_asyncpp.trainer.batch_ends import after_own_update
-from tests.trainer.pool import Pools
-from tests.trainer.projections import Draws, Projected, PutsOtherMemory, Shrinks
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, delayed, fit, train
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.projections import Draws, Projected, PutsOtherMemory, Shrinks
+from tests.helpers.trainer import Net, Run, delayed, fit, train
 
 MODULES = {"projected": Projected, "other memory": PutsOtherMemory, "shrinks": Shrinks}
 ACCUMULATED = {"projected": 2, "other memory": 3, "shrinks": 2, "draws": 3}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.logging.evaluations import (
+from tests.helpers.evaluations import (
     Evaluations,
     Unpredictable,
     fabric_batches,
@@ -15,9 +15,9 @@ from tests.trainer.logging.evaluations import (
     trainer_batches,
     trajectory,
 )
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts
-from tests.trainer.runs import Net, Run
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run
 
 RUN = Run(
     Net, options={"microbatches": 4}, samples=48, batch_size=12, shuffle=True, trainer={"max_epochs": 2}

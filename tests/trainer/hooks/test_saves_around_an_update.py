@@ -11,9 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, report, train
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, delayed, fit, loader, make_trainer, report, train
 
 HOOKS = ("before the step", "clipping", "pre hook", "post hook")
 

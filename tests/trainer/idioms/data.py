@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from tests.helpers.trainer import Net, Samples
 from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
-from tests.trainer.runs import Net, Samples
 
 
 class Curriculum(Net):

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
+from tests.helpers.trainer import Net, Run
 from tests.trainer.idioms.entry import NO, NOTE, REFUSED, WORKS, Idiom
-from tests.trainer.runs import Net, Run
 
 
 class CallsItself(Net):

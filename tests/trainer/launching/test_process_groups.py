@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_asyncpp.core.ranks import mesh
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit
 
 
 def train_with_trainer() -> None:

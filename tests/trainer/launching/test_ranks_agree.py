@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit
 
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     # what the last rank is told otherwise -> what all ranks say

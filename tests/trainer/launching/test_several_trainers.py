@@ -10,9 +10,9 @@ import lightning as L
 import numpy as np
 
 from lightning_asyncpp.trainer.step_log import EPOCH_ENDS
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer, val_loaders
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, val_loaders
 
 
 class Averages(L.Callback):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.trainer.logging.evaluations import Evaluations, trajectory
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Run
+from tests.helpers.evaluations import Evaluations, trajectory
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run
 
 RUN = Run(Run, samples=48, batch_size=12, shuffle=True, trainer={"max_epochs": 2})  # type: ignore[arg-type]
 

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, evaluate, fit, loader, make_trainer
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, evaluate, fit, loader, make_trainer
 
 STAGES = 3
 

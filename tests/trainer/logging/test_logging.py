@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.trainer.modules import ManyNames, MetricNet, SumsAndExtremes
-from tests.trainer.pool import Pools
-from tests.trainer.reference import batches_of, joined_weights, mini_batches_of, oracle, plain_module
-from tests.trainer.runs import Net, Run, Samples, fit
+from tests.helpers.modules import ManyNames, MetricNet, SumsAndExtremes
+from tests.helpers.oracle import batches_of, joined_weights, mini_batches_of, oracle, plain_module
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, fit
 
 SAMPLES, SIZES = 37, (8, 8, 8, 8, 5)
 

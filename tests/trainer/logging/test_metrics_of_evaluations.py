@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run
 from tests.trainer.logging.measured import ClassifierNet, evaluate_checkpoints, fit_and_save, fit_measured
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run
 
 RUN = Run(
     ClassifierNet, "sync", {"microbatches": 2}, samples=48, val_samples=(36,), shuffle=True, trainer={"max_epochs": 4}

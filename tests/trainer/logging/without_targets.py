@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_asyncpp import AsyncPipelineStrategy, SyncPipelineStrategy
-from tests.core.cases import DIM, make_model
-from tests.trainer.runs import ListLogger
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.trainer import ListLogger
 
 BATCH, BATCHES, REPLICAS = 8, 4, 2  # samples of a batch of all replicas together
 SAMPLES = BATCH * BATCHES

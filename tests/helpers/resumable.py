@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.logging.evaluations import may_have_children
-from tests.trainer.runs import Net, Run, Samples, make_trainer, report
+from tests.helpers.evaluations import may_have_children
+from tests.helpers.trainer import Net, Run, Samples, make_trainer, report
 
 
 class NumberedSamples(Dataset):

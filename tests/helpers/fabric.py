@@ -12,7 +12,7 @@ import torch
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.fabric.strategy import PipelineStrategy
-from tests.core.cases import Case, make_model
+from tests.helpers.cases import Case, make_model
 
 
 def world_size() -> int:

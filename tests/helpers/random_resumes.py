@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.schedule import largest_lookahead
-from tests.core.cases import Case
-from tests.core.random_cases import draw_from, is_exact, other_cut
+from tests.helpers.cases import Case
+from tests.helpers.random_cases import draw_from, is_exact, other_cut
 
 
 @dataclass(frozen=True)

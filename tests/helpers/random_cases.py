@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_asyncpp.core.cut.units import Unit, has_parameters, pipeline_units
 from lightning_asyncpp.core.schedule import largest_lookahead
-from tests.core.cases import OPTIMIZERS, Case
-from tests.core.random_layers import FORMS, KINDS, SHARED, make
+from tests.helpers.cases import OPTIMIZERS, Case
+from tests.helpers.random_layers import FORMS, KINDS, SHARED, make
 
 
 def draw(seed: int) -> tuple[int, Case]:

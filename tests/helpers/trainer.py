@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW, WeightPrediction
-from tests.core.cases import DIM, make_model
+from tests.helpers.cases import DIM, make_model
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asyncpp.reference import train_reference
-from tests.trainer.runs import DATASETS, Run, Samples, arrays, make_scheduler
+from tests.helpers.trainer import DATASETS, Run, Samples, arrays, make_scheduler
 
 
 def batches_of(run: Run, epoch: int, limit: int | None = None, replicas: int = 1, replica: int = 0) -> list[Any]:

@@ -13,8 +13,8 @@ from torchmetrics import MeanSquaredError
 
 from lightning_asyncpp import GPTModule, apply_layers
 from lightning_asyncpp.models import GPTConfig
-from tests.core.cases import DIM
-from tests.trainer.runs import Net, Run
+from tests.helpers.cases import DIM
+from tests.helpers.trainer import Net, Run
 
 
 class Scaled(nn.Module):

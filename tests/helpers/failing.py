@@ -22,9 +22,9 @@ from lightning_asyncpp.core.schedule import Staleness
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import NonFiniteGradientError, PeerLostError
-from tests.core.cases import DIM, Case, make_model
+from tests.helpers.cases import DIM, Case, make_model
+from tests.helpers.workers import free_port, worker_context
 from tests.nccl_rules.late import know_on_device_alone
-from tests.workers import free_port, worker_context
 
 CPU = torch.device("cpu")
 ALIVE: list[Any] = []  # a message that was sent and whose tensor is then let go of may never arrive

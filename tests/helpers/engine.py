@@ -24,7 +24,7 @@ from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.reference import Held, train_reference
-from tests.core.cases import Case
+from tests.helpers.cases import Case
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
