@@ -29,8 +29,8 @@ def read_bytes(sequences: int) -> Tensor:
 
 def main(devices: int, steps: int) -> None:
     """Train on ``devices`` pipeline stages for ``steps`` batches and validate."""
-    # Every batch is cut into 8 micro-batches; without a flush between batches, all stages stay busy.
-    strategy = AsyncPipelineStrategy(micro_batches=8)
+    # Every batch is cut into 8 microbatches; without a flush between batches, all stages stay busy.
+    strategy = AsyncPipelineStrategy(microbatches=8)
     fabric = L.Fabric(accelerator="auto", strategy=strategy, devices=devices)
     fabric.launch()
     fabric.seed_everything(1)  # the same initial weights and the same data order for any number of devices
@@ -48,9 +48,9 @@ def main(devices: int, steps: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(train, batch_size=16, shuffle=True, drop_last=True))
     validation_loader = fabric.setup_dataloaders(DataLoader(validation, batch_size=16))
 
-    def step_fn(micro_batch: list[Tensor]) -> Tensor:
+    def step_fn(microbatch: list[Tensor]) -> Tensor:
         """Next-token loss; the stages run only the call of the model, the last one runs everything."""
-        (tokens,) = micro_batch
+        (tokens,) = microbatch
         logits = model(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

@@ -32,7 +32,7 @@ class PipelineResNet(ResNet):
 
 
 class Classifier(L.LightningModule):
-    """Classifies images, with BatchNorm: a micro-batch is normalised by its own statistics."""
+    """Classifies images, with BatchNorm: a microbatch is normalised by its own statistics."""
 
     def __init__(self, lr: float = 0.005) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ def loader(count: int, seed: int) -> DataLoader:
 def main(devices: int = 2, steps: int = 60, accelerator: str = "auto") -> L.Trainer:
     """Train on ``devices`` stages for ``steps`` batches and validate."""
     L.seed_everything(1)
-    # Few large micro-batches suit BatchNorm: each is normalised by its own statistics.
+    # Few large microbatches suit BatchNorm: each is normalised by its own statistics.
     trainer = L.Trainer(
-        strategy=AsyncPipelineStrategy(micro_batches=devices), accelerator=accelerator, devices=devices,
+        strategy=AsyncPipelineStrategy(microbatches=devices), accelerator=accelerator, devices=devices,
         max_steps=steps, val_check_interval=min(steps, 20), use_distributed_sampler=False, logger=False,
         enable_checkpointing=False, num_sanity_val_steps=0,
     )  # fmt: skip

@@ -79,9 +79,9 @@ class Llama(L.LightningModule):
         """Log the same loss."""
         self.log("val_loss", self._loss(batch), prog_bar=True)
 
-    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
+    def microbatch_weight(self, microbatch: dict[str, Tensor]) -> float:
         """Number of bytes in the mean: sequences differ in length."""
-        return float(micro_batch["attention_mask"][:, 1:].sum())
+        return float(microbatch["attention_mask"][:, 1:].sum())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Muon for the matrices, AdamW for the rest, corrected for the delay of one update."""
@@ -137,7 +137,7 @@ def main(
     """Train on ``devices`` stages for ``steps`` batches, and save a folder that `transformers` loads."""
     L.seed_everything(1)
     trainer = L.Trainer(
-        strategy=AsyncPipelineStrategy(micro_batches=4), accelerator=accelerator, devices=devices, max_steps=steps,
+        strategy=AsyncPipelineStrategy(microbatches=4), accelerator=accelerator, devices=devices, max_steps=steps,
         gradient_clip_val=1.0, use_distributed_sampler=False, logger=False, enable_checkpointing=False,
         num_sanity_val_steps=0,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 Only the last stage of a pipeline computes the loss, and a layer of another stage cannot add to it. So it says what it
 has to add to whoever runs the model, who :func:`collects <collecting>` it: a pipeline on every stage, or a plain
-training step in one process. The meaning is the same everywhere: an auxiliary loss of micro-batch k
-adds to that micro-batch's mean loss, and counts are summed over the micro-batches and the replicas of an update.
+training step in one process. The meaning is the same everywhere: an auxiliary loss of microbatch k
+adds to that microbatch's mean loss, and counts are summed over the microbatches and the replicas of an update.
 
 What nobody collects is left out. So is what a backward computes again (``torch.utils.checkpoint``): it was said in the
 forward, and the backward runs outside of the collection. That needs ``use_reentrant=False``: the other kind runs its
@@ -41,7 +41,7 @@ class StatisticsLayer(nn.Module):
         """Change the versioned buffers; called once per update that is applied, without gradients.
 
         Args:
-            totals: (num_statistics,) fp64 on the layer's device, summed over the micro-batches and replicas of the
+            totals: (num_statistics,) fp64 on the layer's device, summed over the microbatches and replicas of the
                 mini-batch. Reading it would make the host wait for a GPU.
         """
 
@@ -86,7 +86,7 @@ class Collected:
 COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
-class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a generator costs every micro-batch more
+class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a generator costs every microbatch more
     """Context in which what layers say is collected: ``with collecting() as said``.
 
     Losses go to the innermost collection alone: exactly one adds them to a loss. Statistics that it did not take go on
@@ -111,10 +111,10 @@ class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a gen
 
 
 def add_auxiliary_loss(loss: Tensor) -> None:
-    """Add a layer's own loss to that of the micro-batch that runs; without gradients, or a collection, it is left out.
+    """Add a layer's own loss to that of the microbatch that runs; without gradients, or a collection, it is left out.
 
     Args:
-        loss: a tensor without dimensions; a mean over the micro-batch, as the loss itself.
+        loss: a tensor without dimensions; a mean over the microbatch, as the loss itself.
     """
     collected = COLLECTED.get()
     if collected is None or not (torch.is_grad_enabled() and loss.requires_grad):

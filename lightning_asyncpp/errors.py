@@ -129,10 +129,10 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
     Args:
         ended: who does not.
         going_on: who does.
-        k: the batch's first micro-batch.
+        k: the batch's first microbatch.
     """
     return ProtocolError(
-        f"{ended} has ended before micro-batch {k} (its epoch or an evaluation, or it finishes what is in flight for a"
+        f"{ended} has ended before microbatch {k} (its epoch or an evaluation, or it finishes what is in flight for a"
         f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
         " numbers of batches on these ranks: all ranks of a replica must read the same data. Or a hook or a dataset"
         " raised StopIteration on one rank alone, which Lightning takes for the end of the epoch; or"

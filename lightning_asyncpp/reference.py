@@ -29,7 +29,7 @@ from lightning_asyncpp.core.randomness import generator_states, seed_generators,
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 K = TypeVar("K")
-Held = tuple[Sequence[nn.Parameter], int]  # parameters of a stage; how many micro-batches it holds back
+Held = tuple[Sequence[nn.Parameter], int]  # parameters of a stage; how many microbatches it holds back
 
 
 def train_reference(
@@ -38,7 +38,7 @@ def train_reference(
     mini_batches: Iterable[Sequence[Any]],
     optimizer: Optimizer,
     *,
-    micro_batches: int,
+    microbatches: int,
     delay: int = 1,
     max_norm: float | None = None,
     error_feedback: float | None = None,
@@ -52,28 +52,28 @@ def train_reference(
     synchronous_start: int = 0,
     weight_dtype: torch.dtype | None = None,
     seed: int = 0,
-    first_micro_batch: int = 0,
+    first_microbatch: int = 0,
 ) -> list[float]:
     """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
 
     With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - delay, N)}. Of a stage in ``held``
-    only the first h micro-batches are taken there, the others at W_t. What layers add to the loss is added to it,
+    only the first h microbatches are taken there, the others at W_t. What layers add to the loss is added to it,
     and buffers that they change once per update are part of W.
 
     Args:
         model: an ``nn.Sequential`` or a module with ``pipeline_layers()``. Of a parameter that several of its units
             share the gradients of each are summed apart before they are added, the last unit's first.
-        step: micro-batch -> loss, a mean over the micro-batch; it calls ``model`` once.
+        step: microbatch -> loss, a mean over the microbatch; it calls ``model`` once.
         mini_batches: each a list of batches that share one update: one batch, or several with gradient accumulation.
         optimizer: over the parameters of ``model``; the base optimizer if ``error_feedback`` is given.
-        micro_batches: pieces that every batch is cut into.
+        microbatches: pieces that every batch is cut into.
         delay: 1 for PipeDream-2BW, 0 for synchronous training.
         max_norm: clip the gradient's 2-norm to this.
         error_feedback: strength; W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), u_t the base optimizer's step.
-            Of a stage in ``held``, strength * phi, with phi the share of the micro-batches that it holds back.
+            Of a stage in ``held``, strength * phi, with phi the share of the microbatches that it holds back.
         after_update: called after every update, for schedulers.
-        weight: micro-batch -> its weight in the mean loss.
-        split: (batch, parts) -> its micro-batches.
+        weight: microbatch -> its weight in the mean loss.
+        split: (batch, parts) -> its microbatches.
         skip_nonfinite: leave weights and optimizer alone where a gradient is not finite.
         held: parameters of a stage, and h. They are clipped by the norm of the whole gradient one mini-batch earlier
             (not at all before there is one), and not corrected where h is 0.
@@ -85,17 +85,17 @@ def train_reference(
             was added to Y once, after the first update. Gradients are summed in the dtype of the masters, with which
             the model ends.
         seed: the run's seed; replica 0's random numbers are drawn.
-        first_micro_batch: k of the first micro-batch.
+        first_microbatch: k of the first microbatch.
 
     Returns:
-        The weighted mean loss of every mini-batch, without micro-batches where it is NaN if others have a number.
+        The weighted mean loss of every mini-batch, without microbatches where it is NaN if others have a number.
     """
     run = Trajectory(model, delay, held, exact_norm, synchronous_start, weight_dtype)
     losses = []
-    k = first_micro_batch
+    k = first_microbatch
     for batches in mini_batches:
-        slots = [piece for batch in batches for piece in split(batch, micro_batches)]
-        places = [_place(i, micro_batches, replicas) for i in range(len(slots))]
+        slots = [piece for batch in batches for piece in split(batch, microbatches)]
+        places = [_place(i, microbatches, replicas) for i in range(len(slots))]
         go_to = functools.partial(run.go_to, places)
         gradient = gradient_of(model, run.masters, step, slots, go_to, weight, seed, k)
         losses.append(gradient.mean_loss())
@@ -112,7 +112,7 @@ def train_reference(
 
 @dataclass
 class MeanGradient:
-    """Sums over the micro-batches k of a mini-batch, in order.
+    """Sums over the microbatches k of a mini-batch, in order.
 
     Attributes:
         sums: parameter -> sum of w_k * gradient_k; parameters that were not used lack.
@@ -188,7 +188,7 @@ class Trajectory:
         self.newest = _rounded(self.masters | (ahead or {}), self.dtype) | values_of(self.buffers)
 
     def go_to(self, places: Sequence[int], slot: int) -> None:
-        """Let the model hold what a micro-batch is taken at, by its number within mini-batch t."""
+        """Let the model hold what a microbatch is taken at, by its number within mini-batch t."""
         is_delayed = self.delay > 0 and self.t > self.start
         newest = {tensor: self.newest[tensor] for tensor, h in self.held.items() if places[slot] >= h}
         load((self.before if is_delayed else self.newest) | newest)
@@ -199,7 +199,7 @@ class Trajectory:
         self.t += 1
 
     def staleness(self, parameter: Tensor, count: int) -> float:
-        """How many updates old the gradient of ``count`` micro-batches is: phi, the share of them that is held back."""
+        """How many updates old the gradient of ``count`` microbatches is: phi, the share of them that is held back."""
         return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
 
     def norm_for(self, parameter: Tensor, norm: float) -> float:
@@ -252,7 +252,7 @@ def gradient_of(
     first: int,
     found: MeanGradient | None = None,
 ) -> MeanGradient:
-    """Run micro-batches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
+    """Run microbatches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
 
     Before number i of them, ``go_to(i)`` puts the weights in place. They are added to what was ``found`` of the same
     mini-batch.
@@ -260,14 +260,14 @@ def gradient_of(
     found = found or MeanGradient()
     with uses_apart(model) as further_uses:
         uses = [*((p, p) for p in masters), *further_uses]
-        for k, micro_batch in enumerate(slots, first):
-            w = 0.0 if micro_batch is None else float(weight(micro_batch))
+        for k, microbatch in enumerate(slots, first):
+            w = 0.0 if microbatch is None else float(weight(microbatch))
             if w:
                 go_to(k - first)
                 for parameter, leaf in further_uses:
                     leaf.data.copy_(parameter.data)
                 with _derived_randomness(model, seed, k), collecting() as said:
-                    loss = step(micro_batch)
+                    loss = step(microbatch)
                 ((loss + said.total_loss()) * w).backward()
                 found.weight += w
                 found.losses.append((loss.item(), w))
@@ -284,10 +284,10 @@ def gradient_of(
     return found
 
 
-def _place(slot: int, micro_batches: int, replicas: int) -> int:
-    """Number of a micro-batch among those of its replica."""
-    batch, within = divmod(slot, micro_batches)
-    return batch // replicas * micro_batches + within
+def _place(slot: int, microbatches: int, replicas: int) -> int:
+    """Number of a microbatch among those of its replica."""
+    batch, within = divmod(slot, microbatches)
+    return batch // replicas * microbatches + within
 
 
 def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:

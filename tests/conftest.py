@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-import tests.spared  # noqa: F401
-from tests.workers import free_port
+import tests.helpers.spared  # noqa: F401
+from tests.helpers.workers import free_port
 
 # The same examples everywhere, and no time limit: machines that run tests are slow at times.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)

@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.lightning_cli.arguments import written_out
-from tests import forked
-from tests.trainer.pool import Pools, elastic_environment
-from tests.workers import free_port
+from tests.helpers import forked
+from tests.helpers.pool import Pools, elastic_environment
+from tests.helpers.workers import free_port
 
 ROOT = Path(__file__).parents[1]
 ASYNCPP = [str(Path(sys.executable).with_name("asyncpp"))]
@@ -259,7 +259,7 @@ def test_fit_records_a_trace(two_ranks: Pools, trained: Trained, capsys: pytest.
     )
     main(["trace", str(folder)])
     printed = capsys.readouterr().out
-    assert "2 stages, 4 micro-batches per mini-batch, lookahead 0, no flush; mini-batches 0 to 2:" in printed
+    assert "2 stages, 4 microbatches per mini-batch, lookahead 0, no flush; mini-batches 0 to 2:" in printed
     assert re.search(r"sent +stale\n", printed)
 
 

@@ -60,14 +60,14 @@ def with_strategy(folder: Path, strategy: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "arguments", "class_path", "micro_batches"),
+    ("strategy", "arguments", "class_path", "microbatches"),
     [
         ("async_pipeline", [], ASYNC, None),
-        ("async_pipeline", ["--trainer.strategy.micro_batches", "7"], ASYNC, 7),
-        ({"class_path": "AsyncPipelineStrategy", "init_args": {"micro_batches": 6}}, [], ASYNC, 6),
-        ("auto", ["--trainer.strategy", "async_pipeline", "--trainer.strategy.micro_batches", "4"], ASYNC, 4),
+        ("async_pipeline", ["--trainer.strategy.microbatches", "7"], ASYNC, 7),
+        ({"class_path": "AsyncPipelineStrategy", "init_args": {"microbatches": 6}}, [], ASYNC, 6),
+        ("auto", ["--trainer.strategy", "async_pipeline", "--trainer.strategy.microbatches", "4"], ASYNC, 4),
         (
-            {"class_path": "AsyncPipelineStrategy", "init_args": {"micro_batches": 6}},
+            {"class_path": "AsyncPipelineStrategy", "init_args": {"microbatches": 6}},
             ["--trainer.strategy", "sync_pipeline"],
             SYNC,
             6,
@@ -86,29 +86,29 @@ def with_strategy(folder: Path, strategy: Any) -> str:
     ],
 )
 def test_a_strategy_by_its_name_takes_options(
-    strategy: Any, arguments: list[str], class_path: str, micro_batches: int | None, tmp_path: Path
+    strategy: Any, arguments: list[str], class_path: str, microbatches: int | None, tmp_path: Path
 ) -> None:
     """In a recipe, on the command line, or in both; another pipeline keeps the options that it has, too."""
     read = strategy_of(with_strategy(tmp_path, strategy), *arguments)
     assert read["class_path"] == class_path
-    assert read["init_args"]["micro_batches"] == micro_batches
+    assert read["init_args"]["microbatches"] == microbatches
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--model.init_args.config.dimm", "3"], "there is no 'config.dimm'; did you mean config.dim"),
-        (["--mircobatches", "3"], "there is no 'mircobatches'; did you mean trainer.strategy.micro_batches?"),
+        (["--mircobatches", "3"], "there is no 'mircobatches'; did you mean trainer.strategy.microbatches?"),
         (["--lr", "3"], "there is no 'lr'; did you mean optimizer.lr"),
-        (["--trainer.strategy.micro_batchs", "3"], "there is no 'micro_batchs'; did you mean micro_batches"),
+        (["--trainer.strategy.microbatchs", "3"], "there is no 'microbatchs'; did you mean microbatches"),
         (["--optimizer", "Adamm"], "there is no 'Adamm'; did you mean Adam?"),
         (["--optimizer", "AdamW", "--optimizer.lrr", "3"], "there is no 'lrr'; did you mean lr"),
         (["--data", "TextDataModul"], "there is no 'TextDataModul'; did you mean TextDataModule?"),
         (["--trainer.callbacks+=PipelineMonitr"], "there is no 'PipelineMonitr'; did you mean PipelineMonitor?"),
         (["--model.config.num_layer", "3"], "there is no 'config.num_layer'; did you mean config.num_layers"),
         (
-            ["--trainer.micro_batches", "3"],
-            "there is no 'trainer.micro_batches'; did you mean trainer.strategy.micro_b",
+            ["--trainer.microbatches", "3"],
+            "there is no 'trainer.microbatches'; did you mean trainer.strategy.micro_b",
         ),
         (["--trainer.max_steps", "many"], 'Parser key "trainer.max_steps"'),
         (["--model", "nowhere.Model"], "No module named 'nowhere'"),
@@ -129,7 +129,7 @@ def test_a_mistake_is_answered_with_what_may_have_been_meant(
     ("right", "wrong", "said"),
     [
         ("  devices:", "  devicess:", "there is no 'trainer.devicess'; did you mean trainer.devices?"),
-        ("micro_batches:", "micro_batchs:", "there is no 'micro_batchs'; did you mean micro_batches"),
+        ("microbatches:", "microbatchs:", "there is no 'microbatchs'; did you mean microbatches"),
         ("num_layers:", "num_layer:", "there is no 'num_layer'; did you mean config.num_layers"),
         (
             ".AsyncPipelineStrategy",
@@ -152,8 +152,8 @@ def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
     ("arguments", "said"),
     [
         (
-            ["check", RECIPE, "--micro-batchs", "2"],
-            "there is no 'micro-batchs'; did you mean trainer.strategy.micro_ba",
+            ["check", RECIPE, "--microbatchs", "2"],
+            "there is no 'microbatchs'; did you mean trainer.strategy.micro_ba",
         ),
         (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--text_ke=3"], "did you mean --text-key?"),
         (

@@ -58,7 +58,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.Captur
     first, *problems = said(capsys, "--trainer.devices", "9", "--data.source", str(tmp_path)).splitlines()
     assert first == "2 problems:"
     assert "holds no text file" in problems[0]
-    assert "micro_batches=4 is" in problems[1]
+    assert "microbatches=4 is" in problems[1]
 
 
 def test_a_number_of_devices_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,8 +83,8 @@ def test_lightning_advertises_nothing(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert not [text for text in records if "Tip" in text]
 
 
-def test_more_stages_than_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "--trainer.devices", "5").startswith("micro_batches=4 is smaller than the number of stages (5)")
+def test_more_stages_than_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--trainer.devices", "5").startswith("microbatches=4 is smaller than the number of stages (5)")
 
 
 def test_a_line_says_what_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

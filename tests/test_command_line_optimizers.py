@@ -15,7 +15,7 @@ from lightning.pytorch.cli import instantiate_class
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.models import GPT, GPTConfig
-from tests.workers import worker_context
+from tests.helpers.workers import worker_context
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 OPTIMIZERS = {

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.trainer.pool import elastic_environment
-from tests.workers import free_port
+from tests.helpers import forked
+from tests.helpers.pool import elastic_environment
+from tests.helpers.workers import free_port
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start"

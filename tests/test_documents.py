@@ -81,7 +81,7 @@ def test_what_internals_names_exists() -> None:
 def test_what_is_gone_is_noticed(text: str) -> None:
     assert unknown_names(text)
     assert not unknown_names(
-        "`core/stage_optimizer.py:StageOptimizer.step`, `StageOptimizer.release`, `tests/workers.py`"
+        "`core/stage_optimizer.py:StageOptimizer.step`, `StageOptimizer.release`, `tests/helpers/workers.py`"
     )
 
 

@@ -58,7 +58,7 @@ def test_all_stages_train_on_two_cores(tmp_path: Path) -> None:
     overrides = {
         "trainer.accelerator": "cpu", "trainer.devices": 16, "trainer.num_nodes": 1, "trainer.max_steps": 3,
         "trainer.val_check_interval": 3, "trainer.limit_val_batches": 1, "trainer.num_sanity_val_steps": 0,
-        "trainer.strategy.init_args.micro_batches": 32, "model.init_args.config.vocab_size": 256,
+        "trainer.strategy.init_args.microbatches": 32, "model.init_args.config.vocab_size": 256,
         "model.init_args.config.context_length": 16, "model.init_args.config.dim": 32,
         "model.init_args.config.mlp_dim": 48, "model.init_args.config.moe.expert_dim": 16,
         "data.init_args.source": "stdlib", "data.init_args.context_length": 16, "data.init_args.batch_size": 32,

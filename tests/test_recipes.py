@@ -20,7 +20,7 @@ from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.lightning_cli.command import AsyncppCLI, make_cli
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.tools.parsers import prepare_parser
-from tests.data.unigram import unigram_loss
+from tests.helpers.unigram import unigram_loss
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -75,7 +75,7 @@ def test_the_synchronous_twin_differs_in_the_strategy_alone(name: str) -> None:
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_recipes_for_gpus_have_weight_versions_in_bf16(path: Path) -> None:
-    """Autocast would keep converted weights for every micro-batch in flight."""
+    """Autocast would keep converted weights for every microbatch in flight."""
     assert loaded(path.stem)["trainer"]["strategy"]["init_args"]["weight_dtype"] == "bf16"
 
 
@@ -113,7 +113,7 @@ def test_a_recipe_fits_together(built: AsyncppCLI) -> None:
     assert problems == []
     assert settings is not None
     assert data.context_length == config.context_length
-    assert data.batch_size % settings.micro_batches == 0
+    assert data.batch_size % settings.microbatches == 0
 
 
 def test_the_model_of_a_recipe_is_built_with_its_optimizer(built: AsyncppCLI) -> None:
@@ -149,7 +149,7 @@ def test_figures_in_comments_are_those_of_the_keys(path: Path) -> None:
     batches, millions = found(r"at every validation: (\d+) are ([\d.]+) million tokens", text)
     assert (int(batches), float(millions)) == (trainer["limit_val_batches"], round(int(batches) * tokens / 1e6, 1))
     (sequences,) = found(r"cut into \(int[^)]*\): here of (\d+) sequences", text)
-    assert int(sequences) * trainer["strategy"]["init_args"]["micro_batches"] == data["batch_size"]
+    assert int(sequences) * trainer["strategy"]["init_args"]["microbatches"] == data["batch_size"]
     size, length, power = found(r"Sequences per replica and update \(int\): (\d+) of (\d+) are 2\*\*(\d+) tokens", text)
     assert (int(size), int(length), 2 ** int(power)) == (data["batch_size"], data["context_length"], tokens)
     config = recipe["model"]["init_args"]["config"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.site_hooks import RAW, REPOSITORY, SITE, relinked
-from tests import forked
+from tests.helpers import forked
 
 pytest.importorskip("mkdocs")
 

@@ -23,8 +23,8 @@ STRATEGIES = [
     for name in ("AsyncPipelineStrategy", "SyncPipelineStrategy")
 ]
 WRONG: list[tuple[str, Any, str]] = [
-    ("micro_batches", 0, "at least 1"),
-    ("micro_batches", 2.5, "a whole number"),
+    ("microbatches", 0, "at least 1"),
+    ("microbatches", 2.5, "a whole number"),
     ("partition", [2, 0], "at least 1"),
     ("state_dict_type", "shard", "must be 'full' or 'sharded'"),
     ("staleness", "lest", "'uniform' or 'least'"),
@@ -71,25 +71,25 @@ def test_what_does_not_fit_the_ranks_is_found_before_they_connect(
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    strategy = package.AsyncPipelineStrategy(micro_batches=2, timeout=timedelta(seconds=5))
+    strategy = package.AsyncPipelineStrategy(microbatches=2, timeout=timedelta(seconds=5))
     run = (L.Trainer if package is trainer else L.Fabric)(strategy=strategy, devices=3, accelerator="cpu")
     begin = functools.partial(run.fit, BoringModel()) if isinstance(run, L.Trainer) else run.launch
-    with pytest.raises(ConfigurationError, match=r"micro_batches=2 is smaller than the number of stages \(3\)"):
+    with pytest.raises(ConfigurationError, match=r"microbatches=2 is smaller than the number of stages \(3\)"):
         begin()
 
 
 def test_types_hide_nothing_else() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        trainer.AsyncPipelineStrategy(micro_batches=2.5, lookahead=-1, nonfinite_gradients="no")
-    for name in ("micro_batches=2.5", "lookahead=-1", "nonfinite_gradients='no'"):
+        trainer.AsyncPipelineStrategy(microbatches=2.5, lookahead=-1, nonfinite_gradients="no")
+    for name in ("microbatches=2.5", "lookahead=-1", "nonfinite_gradients='no'"):
         assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", OF_ONE_PROCESS, ids=name_of)
 def test_arguments_of_one_process(strategy: type) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        strategy(stages=2, micro_batches=0, slack="exactly")
-    for name in ("micro_batches=0", "slack='exactly'"):
+        strategy(stages=2, microbatches=0, slack="exactly")
+    for name in ("microbatches=0", "slack='exactly'"):
         assert name in str(caught.value)
 
 
@@ -97,7 +97,7 @@ def test_arguments_of_one_process(strategy: type) -> None:
 def test_the_signature_has_every_argument_and_no_other_is_taken(strategy: type) -> None:
     parameters = inspect.signature(strategy).parameters
     assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    assert {"micro_batches", "partition", "slack"} < parameters.keys()
+    assert {"microbatches", "partition", "slack"} < parameters.keys()
     assert ("delay" in parameters) == (strategy in OF_ONE_PROCESS)
     with pytest.raises(TypeError, match=r"\.__init__\(\) .*unexpected keyword argument 'lookahed'"):
         strategy(lookahed=1)
@@ -105,7 +105,7 @@ def test_the_signature_has_every_argument_and_no_other_is_taken(strategy: type) 
 
 def test_arguments_may_be_given_by_position_in_the_order_that_is_shown() -> None:
     settings = fabric.AsyncPipelineStrategy(8, "least", 0, 2).session.settings
-    assert (settings.micro_batches, settings.lookahead, settings.staleness) == (8, 2, "least")
+    assert (settings.microbatches, settings.lookahead, settings.staleness) == (8, 2, "least")
 
 
 def told_defaults(heading: str) -> dict[str, str]:

@@ -177,8 +177,8 @@ def test_all_problems_at_once() -> None:
             "40 stages for 32 blocks, an embedding and a head; use fewer devices, or replicas",
         ),
         (
-            (SMOLLM, "--machine", "L4_X_4", "--trainer.strategy.init_args.micro_batches", "3"),
-            "micro_batches=3 is smaller than the number of stages (4)",
+            (SMOLLM, "--machine", "L4_X_4", "--trainer.strategy.init_args.microbatches", "3"),
+            "microbatches=3 is smaller than the number of stages (4)",
         ),
         ((SMOLLM, "--machine", "L4_X_4", "--trainr.max_steps", "3"), "--trainr.max_steps: unknown; overrides"),
         ((SMOLLM, "more", "--machine", "L4_X_4"), "more: unknown; overrides"),

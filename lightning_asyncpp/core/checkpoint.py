@@ -157,7 +157,7 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
         "num_stages": settings.num_stages,
         "data_parallel_size": engine.mesh.num_replicas,
         "partition": list(partition.counts),
-        "micro_batches": settings.micro_batches,
+        "microbatches": settings.microbatches,
         "lookahead": settings.lookahead,
         "delay": settings.delay,
         "staleness": settings.staleness,
@@ -219,7 +219,7 @@ def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
     """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
 
-    Stages, replicas, micro-batches and the delay may be others than those that wrote it. A weight that had no older
+    Stages, replicas, microbatches and the delay may be others than those that wrote it. A weight that had no older
     version there (no delay, the last stage) is its own older version.
 
     Raises:

@@ -45,7 +45,7 @@ class Engine:
     Args:
         stage: this rank's units.
         mesh: this rank's place, connected.
-        settings: micro-batches, lookahead, delay, policies.
+        settings: microbatches, lookahead, delay, policies.
         seed: the run's seed.
         device: where tensors live.
         hooks: the user's side.
@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def at_newest(self) -> bool:
-        """Whether micro-batches of the open mini-batch may run at the weights that its own update is applied to."""
+        """Whether microbatches of the open mini-batch may run at the weights that its own update is applied to."""
         t = self.mini_batch
         return self.schedule.staleness == "least" or self.schedule.pipeline_rule.version(t) == t
 
@@ -129,8 +129,8 @@ class Engine:
 
         Args:
             batch: the batch, on the first and the last stage; ignored on the others.
-            step: the user's step, called with a micro-batch and its weight.
-            afterwards: called when an update has been applied between two micro-batches; it may still change weights.
+            step: the user's step, called with a microbatch and its weight.
+            afterwards: called when an update has been applied between two microbatches; it may still change weights.
         """
         with preserved_generators(self.runner.device):
             return finish(self.iter_batch(batch, step, afterwards))
@@ -139,7 +139,7 @@ class Engine:
         self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None
     ) -> Actions[BatchOutput]:
         """Run a training batch action by action; arguments as for :meth:`run`."""
-        count = self.settings.micro_batches
+        count = self.settings.microbatches
         slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
         self._in_evaluation = {module for module in self._modules if not module.training}
         if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
@@ -235,11 +235,11 @@ class Engine:
         return updates
 
     def evaluate(self, batch: Any, step: Step, purpose: str = "evaluate") -> BatchOutput:
-        """Run a batch forward on the newest weights; stages work on different micro-batches and batches at a time.
+        """Run a batch forward on the newest weights; stages work on different microbatches and batches at a time.
 
         Args:
             batch: the batch, on the first and the last stage; ignored on the others.
-            step: the user's step, called with a micro-batch and its weight.
+            step: the user's step, called with a microbatch and its weight.
             purpose: what random numbers are derived from.
         """
         if not self.idle:
@@ -259,7 +259,7 @@ class Engine:
             raise
         if self.runner.transport is not None:
             # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
-            self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.micro_batches)
+            self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.microbatches)
         # What has samples but no weight (padding alone) has a result nevertheless, which a prediction must not lack.
         had = [flight for flight, slot in zip(flights, slots) if slot.content is not None]
         return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
@@ -279,7 +279,7 @@ class Engine:
         if not self.idle:
             raise RuntimeError("the state of a pipeline can be taken only when it is drained")
         return {
-            "mini_batch": self.mini_batch, "micro_batch": self.next_forward, "version": self.weights.newest,
+            "mini_batch": self.mini_batch, "microbatch": self.next_forward, "version": self.weights.newest,
             "norm": self.updates.last_norm, "evaluated": self.evaluated,
         }  # fmt: skip
 
@@ -287,8 +287,8 @@ class Engine:
         self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
         """Take up counters, the older weights and the masters; the parameters were loaded before."""
-        self.next_forward = self.next_backward = self._drained = state["micro_batch"]
-        self.updates.begin_at(state["mini_batch"], state["micro_batch"])
+        self.next_forward = self.next_backward = self._drained = state["microbatch"]
+        self.updates.begin_at(state["mini_batch"], state["microbatch"])
         self.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
         self.weights.restore(state["version"], older, masters)
@@ -298,7 +298,7 @@ class Engine:
         self.runner.seed = seed
 
     def has_no_backward(self, k: int) -> bool:
-        """Whether micro-batch ``k``, which is in flight, is an empty slot or has no weight."""
+        """Whether microbatch ``k``, which is in flight, is an empty slot or has no weight."""
         return not self._flights[k].weight
 
     def release(self) -> None:
@@ -311,7 +311,7 @@ class Engine:
             self.runner.transport.close()
 
     def _slots(self, batch: Any) -> list[Slot]:
-        return self.runner.slots(batch, self.settings.micro_batches, self.host_batch)
+        return self.runner.slots(batch, self.settings.microbatches, self.host_batch)
 
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         opened = self.updates.open
@@ -338,7 +338,7 @@ class Engine:
         self.next_backward = k + 1
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:
-        """Run the very first micro-batch forward and backward, and let every rank raise what any of them found."""
+        """Run the very first microbatch forward and backward, and let every rank raise what any of them found."""
         flight, error = None, None
         yield Action(Kind.FORWARD, k)
         try:

@@ -55,7 +55,7 @@ class LocalPipeline(Engine):
     Args:
         whole: the whole model as one stage, for evaluation and for names.
         stages: the same model as P stages.
-        settings: micro-batches, lookahead, delay and policies of P stages.
+        settings: microbatches, lookahead, delay and policies of P stages.
         seed: the run's seed.
         device: where tensors live.
         hooks: the user's side.
@@ -99,7 +99,7 @@ class LocalPipeline(Engine):
 
     @property
     def next_forward(self) -> int:  # type: ignore[override]
-        """The micro-batch that comes next, counted over the run."""
+        """The microbatch that comes next, counted over the run."""
         return self.engines[0].next_forward
 
     @property

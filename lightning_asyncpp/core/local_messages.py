@@ -134,13 +134,13 @@ class LocalTransport(Transport):
         self._mailbox.activations[self._stage + 1].append(Arrival(header, tuple(copies)))
 
     def receive_activation(self, k: int) -> Arrival:
-        """Return the activation of micro-batch ``k``, the next one."""
+        """Return the activation of microbatch ``k``, the next one."""
         arrival = self._mailbox.activations[self._stage].popleft()
         assert arrival.header.k == k
         return arrival
 
     def receive_gradients(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of micro-batch ``k``, laid out in memory as ``outputs`` are."""
+        """Return the gradients of microbatch ``k``, laid out in memory as ``outputs`` are."""
         gradients = []
         for output, stored in zip(outputs, self._mailbox.gradients[self._stage].popleft()):
             info = TensorInfo.of(output)
@@ -149,7 +149,7 @@ class LocalTransport(Transport):
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
-        """Hand the gradients of micro-batch ``k`` to the stage before."""
+        """Hand the gradients of microbatch ``k`` to the stage before."""
         self._mailbox.gradients[self._stage - 1].append(gradients)
 
     def send_part(self, mini_batch: int, vector: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Micro-batches: cutting a batch, weighing the pieces, telling two batches apart; the user's step, and what it made.
+"""Microbatches: cutting a batch, weighing the pieces, telling two batches apart; the user's step, and what it made.
 
 Stages take apart the one call of the model in the step: arguments on the first stage, the output on the last.
 """
@@ -25,7 +25,7 @@ from lightning_asyncpp.core.tree import is_named_tuple, map_leaves, map_tensors,
 from lightning_asyncpp.errors import ConfigurationError
 
 T = TypeVar("T")
-# The fingerprint looks at this many elements of a tensor per micro-batch at most, evenly spread.
+# The fingerprint looks at this many elements of a tensor per microbatch at most, evenly spread.
 _FINGERPRINT_ELEMENTS = 1024
 
 
@@ -40,7 +40,7 @@ def number_of_samples(batch: Any) -> int:
             return tensor.size(0)
     raise ConfigurationError(
         f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension: the pipeline cannot cut it;"
-        " define split_batch(batch, parts) and micro_batch_weight(micro_batch) on the module"
+        " define split_batch(batch, parts) and microbatch_weight(microbatch) on the module"
     )
 
 
@@ -58,7 +58,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
     Other lists and tuples, named tuples, mappings and dataclasses are structure: what lies inside is cut by the same
     rule. Everything else (tensors without dimensions, strings, numbers, objects, arrays of another length) is handed to
-    every micro-batch as it is. A list that belongs to the whole batch and may have as many entries as there are samples
+    every microbatch as it is. A list that belongs to the whole batch and may have as many entries as there are samples
     is cut too: if it must not be, define ``split_batch`` on the module.
 
     Raises:
@@ -117,10 +117,10 @@ NO_MARK = 0
 
 
 class Slot(NamedTuple):
-    """A micro-batch, or the place of one that is missing.
+    """A microbatch, or the place of one that is missing.
 
     Attributes:
-        content: the micro-batch; None for an empty slot, and on stages that see no batches.
+        content: the microbatch; None for an empty slot, and on stages that see no batches.
         mark: fingerprint that the first and the last stage compare; :data:`NO_MARK` where it was not taken.
         weight: w_k, where it was asked for.
     """
@@ -140,13 +140,13 @@ def cut_batch(
     """Cut a batch into slots with their marks and weights.
 
     One mark for the whole batch suffices where it is cut by :func:`split_batch`, which draws no random numbers: hashing
-    every micro-batch would cost more.
+    every microbatch would cost more.
 
     Args:
         batch: the batch.
         parts: number of slots.
         split: cuts it.
-        weigh: micro-batch -> its weight, or a tensor with it; None: nobody asks for weights.
+        weigh: microbatch -> its weight, or a tensor with it; None: nobody asks for weights.
         on_host: the batch where reading it waits for nothing; None: it is that itself. A ``split`` of the user's is not
             called for it: it may draw random numbers.
 
@@ -156,7 +156,7 @@ def cut_batch(
     on_host = batch if on_host is None else on_host
     contents = split(batch, parts)
     if len(contents) != parts:
-        raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} micro-batches")
+        raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} microbatches")
     is_whole = split is split_batch
     readable = split(on_host, parts) if is_whole and on_host is not batch else contents
     if any(tensor.is_cuda for tensor in _tensors(on_host if is_whole else contents)):
@@ -168,9 +168,9 @@ def cut_batch(
     return list(map(Slot, contents, marks, _weights(readable, weigh)))
 
 
-def _weights(micro_batches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[float]:
-    """Weights of micro-batches, 0 for one that is missing; what lies on a GPU is read all at once."""
-    returned: list[Any] = [0.0 if micro_batch is None else weigh(micro_batch) for micro_batch in micro_batches]
+def _weights(microbatches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[float]:
+    """Weights of microbatches, 0 for one that is missing; what lies on a GPU is read all at once."""
+    returned: list[Any] = [0.0 if microbatch is None else weigh(microbatch) for microbatch in microbatches]
     places = [place for place, weight in enumerate(returned) if isinstance(weight, Tensor) and weight.numel() == 1]
     if places:
         for place, (weight,) in zip(places, Reading([returned[place] for place in places]).get()):
@@ -179,7 +179,7 @@ def _weights(micro_batches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[
 
 
 def checked_weight(returned: Any) -> float:
-    """What ``micro_batch_weight`` returned, as a number.
+    """What ``microbatch_weight`` returned, as a number.
 
     Raises:
         ConfigurationError: it is none, or none that can be a weight.
@@ -188,23 +188,23 @@ def checked_weight(returned: Any) -> float:
     if not is_one:
         what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
         raise ConfigurationError(
-            f"micro_batch_weight(micro_batch) returned {what}: return one number, such as how many targets count"
+            f"microbatch_weight(microbatch) returned {what}: return one number, such as how many targets count"
         )
     weight = float(returned)
     if not (math.isfinite(weight) and weight >= 0):
-        raise ConfigurationError(f"micro_batch_weight(micro_batch) returned {weight}: it must be finite, 0 or more")
+        raise ConfigurationError(f"microbatch_weight(microbatch) returned {weight}: it must be finite, 0 or more")
     return weight
 
 
-def fingerprint(batch: Any, micro_batches: int = 1) -> int:
+def fingerprint(batch: Any, microbatches: int = 1) -> int:
     """A number of 63 bits that two different batches share with a probability of about 2**-63.
 
-    It hashes up to 1024 evenly spread elements of every tensor for each micro-batch, its shape and its dtype.
+    It hashes up to 1024 evenly spread elements of every tensor for each microbatch, its shape and its dtype.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in _tensors(batch):
         flat = tensor.detach().reshape(-1)
-        stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * micro_batches)) or 1
+        stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * microbatches)) or 1
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1 or 1  # other than NO_MARK
@@ -215,7 +215,7 @@ class BatchOutput:
     """What the last stage has to show for a batch.
 
     Attributes:
-        results: what the user's step returned for each micro-batch that had samples.
+        results: what the user's step returned for each microbatch that had samples.
         weights: their weights.
     """
 
@@ -229,7 +229,7 @@ class BatchOutput:
 
     @cached_property
     def _losses(self) -> Tensor | None:
-        """Losses of the micro-batches that have a weight; None without any."""
+        """Losses of the microbatches that have a weight; None without any."""
         losses = [loss_of(result).detach() for result, weight in zip(self.results, self.weights) if weight]
         return torch.stack(losses) if losses else None
 
@@ -282,8 +282,8 @@ def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
 
 
 Step = Callable[[Any, float | None], Any]
-"""The user's step, called with a micro-batch and its weight; None where it is left at its call of the model."""
-_BY_NAME = ("split_batch", "micro_batch_weight", "loss_reduction")
+"""The user's step, called with a microbatch and its weight; None where it is left at its call of the model."""
+_BY_NAME = ("split_batch", "microbatch_weight", "loss_reduction")
 
 
 def problems_of_reduction(loss_reduction: object) -> list[str]:
@@ -296,16 +296,16 @@ class UserHooks:
     """What the user's module decides about batches and losses.
 
     Attributes:
-        split_batch: (batch, parts) -> that many micro-batches, ``None`` for an empty slot.
-        micro_batch_weight: micro-batch -> its weight w_k in the mini-batch's mean loss.
-        loss_reduction: ``"mean"`` if the step returns the mean over the micro-batch's weight, ``"sum"`` if the sum.
+        split_batch: (batch, parts) -> that many microbatches, ``None`` for an empty slot.
+        microbatch_weight: microbatch -> its weight w_k in the mini-batch's mean loss.
+        loss_reduction: ``"mean"`` if the step returns the mean over the microbatch's weight, ``"sum"`` if the sum.
         forward_context: entered around every forward, for the precision.
         context_around_step: whether it covers the whole step of the user, or the layers of the model alone.
         model_name: how the user calls the model, for messages.
     """
 
     split_batch: Callable[[Any, int], list[Any]] = split_batch
-    micro_batch_weight: Callable[[Any], float] = number_of_samples
+    microbatch_weight: Callable[[Any], float] = number_of_samples
     loss_reduction: str = "mean"
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     context_around_step: bool = True
@@ -316,7 +316,7 @@ class UserHooks:
         """The user's hooks: the module's attributes of those names, else the defaults.
 
         Args:
-            module: may have ``split_batch``, ``micro_batch_weight`` and ``loss_reduction``.
+            module: may have ``split_batch``, ``microbatch_weight`` and ``loss_reduction``.
             **others: the other attributes.
         """
         own = {name: getattr(module, name) for name in _BY_NAME if hasattr(module, name)}

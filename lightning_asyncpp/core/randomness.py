@@ -1,6 +1,6 @@
 """Random numbers: seeds derived from what is computed, and generators' states as a checkpoint holds them.
 
-Every seed comes from (seed, purpose, replica, micro-batch, layer), not from who computes it: dropout does not depend on
+Every seed comes from (seed, purpose, replica, microbatch, layer), not from who computes it: dropout does not depend on
 the number of stages, first and last stage see the same masks in user code, and a resumed run draws what an
 uninterrupted one drew. What a process draws beside that comes from the generators of Python, NumPy and torch.
 """
@@ -29,7 +29,7 @@ def seed_generators(seed: int, device: torch.device, *parts: int | str) -> int:
     """Seed torch's default generators of the CPU and of ``device``.
 
     ``torch.manual_seed``, which seeds those of all devices, formats a whole stack trace for every kind of accelerator
-    that is not initialised, about a millisecond each: too slow for every layer of every micro-batch.
+    that is not initialised, about a millisecond each: too slow for every layer of every microbatch.
 
     Args:
         seed: the run's.

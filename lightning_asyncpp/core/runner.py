@@ -1,4 +1,4 @@
-"""One micro-batch through one stage: forward with what arrives, backward with what comes back."""
+"""One microbatch through one stage: forward with what arrives, backward with what comes back."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _MOST_TEXT = 4096  # characters of a failure
 
 
 class StageBeforeFailedError(ConsequenceError):
-    """A stage before failed, at its very first micro-batch or in an evaluation, and told why."""
+    """A stage before failed, at its very first microbatch or in an evaluation, and told why."""
 
 
 @dataclass
 class Flight:
-    """A micro-batch between its forward and its backward on this stage.
+    """A microbatch between its forward and its backward on this stage.
 
     Attributes:
-        k: the micro-batch, counted over the run.
+        k: the microbatch, counted over the run.
         version: the weights that it runs on.
-        weight: w_k; a micro-batch of weight 0, or an empty slot, has no backward.
+        weight: w_k; a microbatch of weight 0, or an empty slot, has no backward.
         inputs: nodes where the gradients arrive of the activations received that need one.
         outputs: tensors from which the backward starts; on the last stage the loss, whose gradient is its weight.
         result: what the user's step returned, on the last stage.
@@ -63,12 +63,12 @@ class Task(NamedTuple):
     """A forward to run.
 
     Attributes:
-        k: the micro-batch; counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
+        k: the microbatch; counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
         version: number of the weights.
         weights: name -> leaf tensor, or None for the parameters themselves.
-        slot: the micro-batch on the first and the last stage; None for an empty slot and on the others.
-        mark: fingerprint of the batch or of the micro-batch, on the first and the last stage, where it was taken.
-        step: the user's step, called with the micro-batch and its weight; None where it ends at its call of the model.
+        slot: the microbatch on the first and the last stage; None for an empty slot and on the others.
+        mark: fingerprint of the batch or of the microbatch, on the first and the last stage, where it was taken.
+        step: the user's step, called with the microbatch and its weight; None where it ends at its call of the model.
         purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
         weight: w_k, on the first stage.
     """
@@ -84,7 +84,7 @@ class Task(NamedTuple):
 
 
 class StageRunner(ABC):
-    """Runs micro-batches on one stage, between two neighbours unless its class says otherwise.
+    """Runs microbatches on one stage, between two neighbours unless its class says otherwise.
 
     Args:
         stage: this rank's units.
@@ -121,25 +121,25 @@ class StageRunner(ABC):
 
     @abstractmethod
     def forward(self, task: Task) -> Flight:
-        """Run the forward of a micro-batch and send the result on.
+        """Run the forward of a microbatch and send the result on.
 
         What can be done before a wait is done there, and as little as possible after a send: whoever is woken by it
         often waits for this core. It seeds torch's generators and leaves them so: preserving them once per batch, not
-        per micro-batch, is cheaper.
+        per microbatch, is cheaper.
 
         Args:
             task: what to run.
         """
 
     def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
-        """What this stage has of a batch: so many micro-batches, or empty slots.
+        """What this stage has of a batch: so many microbatches, or empty slots.
 
         Args:
             batch: the batch, on the device.
             parts: number of slots.
             host_batch: what of it is still on the host.
         """
-        weigh = self.hooks.micro_batch_weight if self.mesh.is_first else None  # weights travel with micro-batches
+        weigh = self.hooks.microbatch_weight if self.mesh.is_first else None  # weights travel with microbatches
         on_host = host_batch.of(batch) if host_batch.copies else batch
         return cut_batch(batch, parts, self.hooks.split_batch, weigh, on_host)
 
@@ -158,7 +158,7 @@ class StageRunner(ABC):
         gradients = self._output_gradients(flight)
         outputs = flight.outputs
         if flight.beside.losses:
-            # A layer's own loss is part of the micro-batch's mean loss, so it has its weight.
+            # A layer's own loss is part of the microbatch's mean loss, so it has its weight.
             gradients += [torch.full_like(loss, flight.weight) for loss in flight.beside.losses]
             outputs = (*outputs, *flight.beside.losses)
         if outputs:
@@ -181,7 +181,7 @@ class StageRunner(ABC):
         """Tell the stage after why nothing comes, so that it does not wait; the last one is where users look."""
         text = str(error)
         if not isinstance(error, StageBeforeFailedError):  # which has it already
-            text = f"stage {self.mesh.stage} failed at micro-batch {k}: {type(error).__name__}: {text}"
+            text = f"stage {self.mesh.stage} failed at microbatch {k}: {type(error).__name__}: {text}"
         news = Header(k, Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace"))
         with suppress(PeerLostError):  # who is gone waits no more
             self._neighbours.send_activation(news, ())
@@ -309,7 +309,7 @@ class LastStage(StageRunner):
         """Run the step of the user with the layers in place of its call of the model, and take its loss.
 
         Args:
-            task: the micro-batch.
+            task: the microbatch.
             flight: of it; gets the result.
             received: arguments of the first layer here; None: those that the step calls the model with.
         """
@@ -393,7 +393,7 @@ def stage_runner(
 
 def _mismatch(k: int, how: str) -> str:
     return (
-        f"the first and the last stage were given different batches (micro-batch {k}: {how}). All stages of a replica"
+        f"the first and the last stage were given different batches (microbatch {k}: {how}). All stages of a replica"
         " must read the same data in the same order: look at the data loader's shuffling, its seed and its sampler,"
         " and give random transforms a seed that does not depend on the rank"
     )

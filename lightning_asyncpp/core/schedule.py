@@ -1,17 +1,17 @@
 """The order of forwards, backwards and updates on a stage: without a flush, or 1F1B with a flush per mini-batch.
 
-Micro-batches are counted over the whole run: with ``m`` of them per mini-batch, micro-batch ``k`` belongs to
-mini-batch ``t = k // m``. A stage keeps its forwards ``depth`` micro-batches ahead of its backwards,
+Microbatches are counted over the whole run: with ``m`` of them per mini-batch, microbatch ``k`` belongs to
+mini-batch ``t = k // m``. A stage keeps its forwards ``depth`` microbatches ahead of its backwards,
 
     depth(s) = b (1 + q) + b (r + 1) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1),
 
 which strictly decreases with the stage, so that every gradient a stage waits for is already under way, and is P - 1 +
 lookahead on the first one. Warmup is the forwards until a stage is ``depth`` ahead, the steady state one backward per
 forward, cooldown the backwards of a flush (:meth:`Schedule.drain`). Where the depths of neighbours differ by one, the
-latency of the hop between them is exposed; each micro-batch of difference beyond that overlaps with it. Exposed hops in
+latency of the hop between them is exposed; each microbatch of difference beyond that overlaps with it. Exposed hops in
 a row add up, so the lookahead is spread evenly over the pipeline: every P - 1 of it give each hop one more.
 
-Without a flush, a stage runs the first ``h`` micro-batches of a mini-batch on the weights before the newest update, and
+Without a flush, a stage runs the first ``h`` microbatches of a mini-batch on the weights before the newest update, and
 the others on the newest ones (:func:`held_back`). All of them is PipeDream-2BW (Narayanan et al., ICML 2021); no fewer
 than ``depth(s)`` can be, since so many are under way before the gradient of the mini-batch before is complete.
 """
@@ -39,7 +39,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One step of a stage: ``F k`` and ``B k`` count micro-batches, ``U t`` counts mini-batches."""
+    """One step of a stage: ``F k`` and ``B k`` count microbatches, ``U t`` counts mini-batches."""
 
     kind: Kind
     index: int
@@ -49,23 +49,23 @@ class Action:
 
 
 def depth(stage: int, num_stages: int, lookahead: int) -> int:
-    """Number of micro-batches by which the forwards of ``stage`` run ahead of its backwards."""
+    """Number of microbatches by which the forwards of ``stage`` run ahead of its backwards."""
     behind = num_stages - 1 - stage
     everywhere, rest = divmod(lookahead, max(num_stages - 1, 1))
     return behind * (1 + everywhere) + behind * (rest + 1) // num_stages
 
 
-def largest_lookahead(num_stages: int, micro_batches: int, num_replicas: int) -> int:
+def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> int:
     """Largest lookahead of an asynchronous pipeline; negative if not even 0 fits.
 
-    The first stage may run ``micro_batches`` ahead, one less with replicas: their gradient reduction needs somewhere to
+    The first stage may run ``microbatches`` ahead, one less with replicas: their gradient reduction needs somewhere to
     hide.
     """
-    return micro_batches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
+    return microbatches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
 
 
 def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
-    """How many micro-batches, the first of every mini-batch, run on the weights before the newest update on a stage.
+    """How many microbatches, the first of every mini-batch, run on the weights before the newest update on a stage.
 
     ``"uniform"``: all. ``"least"``: ``depth(s) + slack``, or ``depth(0)`` on every stage for the slack ``"exact"``: by
     then the first stage has the gradient of the mini-batch before, so its norm over all stages is known.
@@ -81,7 +81,7 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
 def agrees_first(staleness: Staleness, slack: Slack) -> bool:
     """Whether all stages have agreed on an update before any of them applies it.
 
-    With the slack ``"exact"`` every stage holds back ``depth(0)`` micro-batches. When it has run their forwards, the
+    With the slack ``"exact"`` every stage holds back ``depth(0)`` microbatches. When it has run their forwards, the
     first stage has its gradient, so the norm over all stages is known before any of them steps.
     """
     return staleness == "uniform" or slack == "exact"
@@ -89,13 +89,13 @@ def agrees_first(staleness: Staleness, slack: Slack) -> bool:
 
 @dataclass(frozen=True)
 class StalenessRule:
-    """Which weights micro-batches run on, and which updates are due: nothing else in a pipeline computes that.
+    """Which weights microbatches run on, and which updates are due: nothing else in a pipeline computes that.
 
     The settings make it. The engine, the session and the queue of updates ask it, the last one also whether a stage
     steps ahead of the others (:meth:`Schedule.steps_ahead`). Which version is alive beside the newest, for a
     checkpoint, :class:`lightning_asyncpp.core.weights.WeightVersions` knows by itself.
 
-    Update t makes W_{t+1}. The first ``held`` micro-batches of mini-batch t run, forward and backward, on
+    Update t makes W_{t+1}. The first ``held`` microbatches of mini-batch t run, forward and backward, on
     W_{max(t - delay, N)}, the others on W_t; so do all in a synchronous start of N mini-batches. Mini-batch N runs on
     W_N as a whole, as 0 does on W_0 without such a start.
 
@@ -103,7 +103,7 @@ class StalenessRule:
         delay: updates between the weights of a gradient and the weights that it is applied to: 1, or 0 throughout.
         synchronous_start: number N of mini-batches at the beginning that end with a flush and have no delay: 1 where
             stages clip by the norm of the mini-batch before, which the very first has not.
-        held: how many micro-batches of a mini-batch the delay is for; None: all, as in PipeDream-2BW.
+        held: how many microbatches of a mini-batch the delay is for; None: all, as in PipeDream-2BW.
     """
 
     delay: int = 1
@@ -111,17 +111,17 @@ class StalenessRule:
     held: int | None = None
 
     def version(self, mini_batch: int, place: int = 0) -> int:
-        """Number v of the weights W_v that micro-batch number ``place`` of mini-batch t runs on."""
+        """Number v of the weights W_v that microbatch number ``place`` of mini-batch t runs on."""
         is_held = self.held is None or place < self.held
         if mini_batch < self.synchronous_start or not is_held:
             return mini_batch
         return max(mini_batch - self.delay, self.synchronous_start)
 
-    def staleness(self, micro_batches: int) -> float:
-        """How many updates old the gradient of a mini-batch of so many micro-batches is: their mean, phi."""
-        if self.held is None or self.held >= micro_batches:
+    def staleness(self, microbatches: int) -> float:
+        """How many updates old the gradient of a mini-batch of so many microbatches is: their mean, phi."""
+        if self.held is None or self.held >= microbatches:
             return self.delay
-        return self.delay * self.held / micro_batches if self.held else 0
+        return self.delay * self.held / microbatches if self.held else 0
 
     @property
     def num_versions(self) -> int:
@@ -152,13 +152,13 @@ class Schedule:
     Attributes:
         stage: position in the pipeline, 0 first.
         num_stages: number of stages P.
-        lookahead: extra micro-batches in flight; hides latency, costs activation memory, and with the least staleness
+        lookahead: extra microbatches in flight; hides latency, costs activation memory, and with the least staleness
             freshness.
         pipeline_rule: by when all stages have agreed on an update, and when all flush.
-        staleness: how many micro-batches run on the older weights: :func:`held_back`.
+        staleness: how many microbatches run on the older weights: :func:`held_back`.
         slack: with ``"least"``, how many more than must.
         shares_with: the first stage that shares a parameter with this one, or this one: it has the gradient of that
-            parameter last, so this stage holds back as many micro-batches as it does.
+            parameter last, so this stage holds back as many microbatches as it does.
     """
 
     stage: int
@@ -185,7 +185,7 @@ class Schedule:
 
     @property
     def depth(self) -> int:
-        """Number of micro-batches by which forwards run ahead of backwards here."""
+        """Number of microbatches by which forwards run ahead of backwards here."""
         return depth(self.stage, self.num_stages, self.lookahead)
 
     def steps_ahead(self, mini_batch: int) -> bool:
@@ -194,14 +194,14 @@ class Schedule:
         return held is not None and not self.agrees_first and behind > 0
 
     def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> list[Action]:
-        """Actions that bring ``count`` micro-batches from ``first`` on under way.
+        """Actions that bring ``count`` microbatches from ``first`` on under way.
 
         Args:
-            first: index of the first new micro-batch.
-            count: number of new micro-batches.
-            oldest: the micro-batch whose backward is due next.
+            first: index of the first new microbatch.
+            count: number of new microbatches.
+            oldest: the microbatch whose backward is due next.
             mini_batch: t, which they belong to; in the middle of it the update of the one before may be due.
-            begin: its first micro-batch.
+            begin: its first microbatch.
         """
         depth, held, actions = self.depth, self.stage_rule.held, list[Action]()
         for k in range(first, first + count):
@@ -214,30 +214,30 @@ class Schedule:
         return actions
 
     def drain(self, oldest: int, end: int) -> list[Action]:
-        """Backwards of everything in flight: micro-batches ``oldest`` to ``end - 1``."""
+        """Backwards of everything in flight: microbatches ``oldest`` to ``end - 1``."""
         return [Action(Kind.BACKWARD, k) for k in range(oldest, end)]
 
-    def run(self, mini_batches: int, micro_batches: int, drains: Collection[int] = ()) -> list[Action]:
+    def run(self, mini_batches: int, microbatches: int, drains: Collection[int] = ()) -> list[Action]:
         """The whole run, as planners, simulators and proofs want it.
 
-        The engine runs the same order, except that it runs the very first micro-batch alone, as a check.
+        The engine runs the same order, except that it runs the very first microbatch alone, as a check.
 
         Args:
             mini_batches: how many.
-            micro_batches: per mini-batch.
-            drains: numbers of micro-batches, counted over the run, after which what is in flight is finished, and then
+            microbatches: per mini-batch.
+            drains: numbers of microbatches, counted over the run, after which what is in flight is finished, and then
                 all updates of complete mini-batches are applied, as at the end of the run.
         """
         actions: list[Action] = []
         oldest = updates = 0
-        end = mini_batches * micro_batches
-        for begin, done in pairwise(sorted({*range(0, end + 1, micro_batches), *(k for k in drains if 0 < k < end)})):
-            t = begin // micro_batches
-            batch = self.batch(begin, done - begin, oldest, t, t * micro_batches)
+        end = mini_batches * microbatches
+        for begin, done in pairwise(sorted({*range(0, end + 1, microbatches), *(k for k in drains if 0 < k < end)})):
+            t = begin // microbatches
+            batch = self.batch(begin, done - begin, oldest, t, t * microbatches)
             actions += [a for a in batch if a.kind is not Kind.UPDATE or a.index >= updates]  # a drain has applied some
             updates = max([updates, *(a.index + 1 for a in batch if a.kind is Kind.UPDATE)])
             oldest = max(oldest, done - self.depth)
-            complete, over = divmod(done, micro_batches)
+            complete, over = divmod(done, microbatches)
             if over == 0:
                 if self.pipeline_rule.flushes(complete - 1):
                     actions += self.drain(oldest, done)

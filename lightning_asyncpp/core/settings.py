@@ -82,7 +82,7 @@ class PipelineSettings:
         staleness: of the strategies another one is the default: :meth:`chosen`.
     """
 
-    micro_batches: int | None = None
+    microbatches: int | None = None
     lookahead: int | None = None
     data_parallel_size: int = 1
     staleness: Staleness = "uniform"
@@ -121,13 +121,13 @@ class PipelineSettings:
         num_stages = world_size // self.data_parallel_size
         if self.delay and self._is_synchronous(num_stages):
             return self.with_delay(0).resolve(world_size)
-        micro_batches = self._resolved_micro_batches(num_stages)
-        lookahead = self._resolved_lookahead(num_stages, micro_batches)
+        microbatches = self._resolved_microbatches(num_stages)
+        lookahead = self._resolved_lookahead(num_stages, microbatches)
         problems = problems_of_partition(self.partition, num_stages)
-        problems += self._problems_of_schedule(num_stages, micro_batches, lookahead)
+        problems += self._problems_of_schedule(num_stages, microbatches, lookahead)
         if problems:
             return None, problems
-        found = {"num_stages": num_stages, "micro_batches": micro_batches, "lookahead": lookahead}
+        found = {"num_stages": num_stages, "microbatches": microbatches, "lookahead": lookahead}
         return ResolvedSettings(**vars(self) | found), []
 
     def resolved(self, world_size: int) -> ResolvedSettings:
@@ -144,7 +144,7 @@ class PipelineSettings:
         return replace(self, delay=0, staleness="uniform", slack=0)
 
     def _type_problems(self) -> dict[str, str]:
-        optional = ("micro_batches", "lookahead")
+        optional = ("microbatches", "lookahead")
         whole = (*optional, "data_parallel_size", "delay")
         values = {name: getattr(self, name) for name in whole}
         return {
@@ -155,8 +155,8 @@ class PipelineSettings:
 
     def _problems_alone(self) -> list[str]:
         problems = []
-        if self.micro_batches is not None and self.micro_batches < 1:
-            problems.append(f"micro_batches={self.micro_batches} must be at least 1")
+        if self.microbatches is not None and self.microbatches < 1:
+            problems.append(f"microbatches={self.microbatches} must be at least 1")
         if self.lookahead is not None and self.lookahead < 0:
             problems.append(f"lookahead={self.lookahead} must be 0 or more")
         if self.data_parallel_size < 1:
@@ -177,43 +177,43 @@ class PipelineSettings:
         if self.staleness != "uniform" and self.delay == 0:
             return [f"staleness={self.staleness!r} has no meaning without a delay: no gradient is old; leave it out"]
         if self.slack != "exact" and not (is_whole(self.slack) and self.slack >= 0):
-            return [f"slack={self.slack!r} must be a number of micro-batches, 0 or more, or 'exact'"]
+            return [f"slack={self.slack!r} must be a number of microbatches, 0 or more, or 'exact'"]
         if self.slack and self.delay == 0:
             return [f"slack={self.slack!r} has no meaning without a delay: leave it out"]
         if self.slack and self.staleness != "least":
             return [f"slack={self.slack!r} has a meaning only with staleness='least': set that, or leave it out"]
         return []
 
-    def _resolved_micro_batches(self, num_stages: int) -> int:
-        if self.micro_batches is not None:
-            return self.micro_batches
+    def _resolved_microbatches(self, num_stages: int) -> int:
+        if self.microbatches is not None:
+            return self.microbatches
         return 2 * num_stages if num_stages > 1 else 1
 
-    def _resolved_lookahead(self, num_stages: int, micro_batches: int) -> int:
+    def _resolved_lookahead(self, num_stages: int, microbatches: int) -> int:
         if self.lookahead is not None:
             return self.lookahead
         if self.delay == 0 or self.staleness == "least":
             return 0
-        return max(0, min(1, num_stages - 1, largest_lookahead(num_stages, micro_batches, self.data_parallel_size)))
+        return max(0, min(1, num_stages - 1, largest_lookahead(num_stages, microbatches, self.data_parallel_size)))
 
     def _is_synchronous(self, num_stages: int) -> bool:
         """Whether no gradient is old; with the least staleness one stage has nothing under way at its update."""
         return self.delay == 0 or (self.staleness == "least" and num_stages == 1)
 
-    def _problems_of_schedule(self, num_stages: int, micro_batches: int, lookahead: int) -> list[str]:
+    def _problems_of_schedule(self, num_stages: int, microbatches: int, lookahead: int) -> list[str]:
         if self._is_synchronous(num_stages):
             return []
-        if micro_batches < num_stages:
+        if microbatches < num_stages:
             return [
-                f"micro_batches={micro_batches} is smaller than the number of stages ({num_stages}): without a flush"
-                f" every stage needs work; use micro_batches >= {num_stages}, or strategy 'sync_pipeline'"
+                f"microbatches={microbatches} is smaller than the number of stages ({num_stages}): without a flush"
+                f" every stage needs work; use microbatches >= {num_stages}, or strategy 'sync_pipeline'"
             ]
-        most = largest_lookahead(num_stages, micro_batches, self.data_parallel_size)
+        most = largest_lookahead(num_stages, microbatches, self.data_parallel_size)
         if lookahead > most:
             return [
-                f"lookahead={lookahead} does not fit {micro_batches} micro-batches over {num_stages} stages and"
+                f"lookahead={lookahead} does not fit {microbatches} microbatches over {num_stages} stages and"
                 f" {self.data_parallel_size} replica(s): the largest is {most};"
-                f" lower it, or use micro_batches >= {micro_batches + lookahead - most}"
+                f" lower it, or use microbatches >= {microbatches + lookahead - most}"
             ]
         if self.nonfinite_gradients == "skip" and not agrees_first(self.staleness, self.slack):
             return [
@@ -233,7 +233,7 @@ class ResolvedSettings(PipelineSettings):
     """
 
     num_stages: int
-    micro_batches: int = field()  # no default
+    microbatches: int = field()  # no default
     lookahead: int = field()
 
     @property
@@ -253,10 +253,10 @@ class ResolvedSettings(PipelineSettings):
             schedules: of all stages; default: where none shares a parameter with another.
         """
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
-        oldest = max(schedule.stage_rule.staleness(self.micro_batches) for schedule in schedules)
+        oldest = max(schedule.stage_rule.staleness(self.microbatches) for schedule in schedules)
         age = "fresh" if not oldest else "one update old" if oldest == 1 else f"{oldest:.0%} old"
         clipped = ", clipped by last norm" if any(s.steps_ahead(self.synchronous_start + 1) for s in schedules) else ""
-        return f"{self.micro_batches} microbatches; gradients {age}{clipped}"
+        return f"{self.microbatches} microbatches; gradients {age}{clipped}"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
         """Order and weights of what ``stage`` runs.

@@ -10,7 +10,7 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.trace import Span, utilisation
 
 Duration: TypeAlias = float | Callable[[int, int], float]
-"""A time, the same everywhere, or a function of the stage and of the micro-batch counted over the run."""
+"""A time, the same everywhere, or a function of the stage and of the microbatch counted over the run."""
 
 
 class DeadlockError(RuntimeError):
@@ -20,7 +20,7 @@ class DeadlockError(RuntimeError):
 def simulate(
     schedules: Sequence[Schedule],
     mini_batches: int,
-    micro_batches: int,
+    microbatches: int,
     forward: Duration = 1.0,
     backward: Duration = 2.0,
     hop: float = 0.0,
@@ -33,7 +33,7 @@ def simulate(
     Args:
         schedules: of each stage, the first stage first.
         mini_batches: how many.
-        micro_batches: per mini-batch.
+        microbatches: per mini-batch.
         forward: time of a forward.
         backward: time of a backward.
         hop: time of a message between two stages, in the same unit; sending keeps nobody busy. The control message of
@@ -51,10 +51,10 @@ def simulate(
     Raises:
         DeadlockError: the order cannot be run.
     """
-    todo = [schedule.run(mini_batches, micro_batches)[::-1] for schedule in schedules]
+    todo = [schedule.run(mini_batches, microbatches)[::-1] for schedule in schedules]
     lanes: list[list[Span]] = [[] for _ in schedules]
     lengths: dict[Kind, Duration] = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: update}
-    progress = _Progress(schedules, micro_batches, hop, reduction, transfer)
+    progress = _Progress(schedules, microbatches, hop, reduction, transfer)
     while any(todo):
         moved = False
         for stage, actions in enumerate(todo):
@@ -91,7 +91,7 @@ _FIRST, _LAST = 3, 7
 
 def pace_of(
     schedules: Sequence[Schedule],
-    micro_batches: int,
+    microbatches: int,
     forward: Duration,
     backward: Duration,
     hop: float = 0.0,
@@ -101,9 +101,9 @@ def pace_of(
 ) -> Pace:
     """Simulate a few mini-batches after a synchronous start; arguments as for :func:`simulate`."""
     late = [replace(s, pipeline_rule=replace(s.pipeline_rule, synchronous_start=0)) for s in schedules]
-    lanes = simulate(late, _LAST + 2, micro_batches, forward, backward, hop, update, reduction, transfer)
+    lanes = simulate(late, _LAST + 2, microbatches, forward, backward, hop, update, reduction, transfer)
     ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
-    start, end = (ends[(t + 1) * micro_batches - 1] for t in (_FIRST, _LAST))
+    start, end = (ends[(t + 1) * microbatches - 1] for t in (_FIRST, _LAST))
     if end <= start:
         return Pace(0.0, (0.0,) * len(lanes), (0.0,) * len(lanes))
     updates = [
@@ -123,7 +123,7 @@ class _Progress:
     """What is done, and what has arrived; arguments as for :func:`simulate`."""
 
     schedules: Sequence[Schedule]
-    micro_batches: int
+    microbatches: int
     hop: float
     reduction: Duration
     transfer: Callable[[int], float]
@@ -148,7 +148,7 @@ class _Progress:
         """When what an action needs from other stages is there; None if that is not known yet."""
         if action.kind is Kind.FORWARD:
             arrived = self.arrivals.get((Kind.FORWARD, stage - 1, action.index)) if stage > 0 else 0.0
-            t, place = divmod(action.index, self.micro_batches)
+            t, place = divmod(action.index, self.microbatches)
             if place or t < 2 or not self.schedules[stage].steps_ahead(t - 2):
                 return arrived
             agreed = self._agreed(stage, t - 2)
@@ -176,5 +176,5 @@ class _Progress:
 
     def _reduced(self, stage: int, mini_batch: int) -> float | None:
         """When a stage has the gradient of its replicas."""
-        end = self.ends.get((Kind.BACKWARD, stage, (mini_batch + 1) * self.micro_batches - 1))
+        end = self.ends.get((Kind.BACKWARD, stage, (mini_batch + 1) * self.microbatches - 1))
         return None if end is None else end + _length(self.reduction, stage, mini_batch)

@@ -207,7 +207,7 @@ class AttachedOptimizer:
         engine, rule = self._engine, self._engine.schedule.stage_rule
         if self._told_delay is not None:
             in_start = rule.in_start(engine.mini_batch)
-            self._told_delay(0 if in_start else rule.staleness(engine.settings.micro_batches))
+            self._told_delay(0 if in_start else rule.staleness(engine.settings.microbatches))
 
     def _apply(self, update: Update) -> None:
         if self._told_delay is not None:

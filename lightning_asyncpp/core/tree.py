@@ -92,25 +92,25 @@ def _kind_of(kind: type) -> str:
 
 
 def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Join the results of the micro-batches, in their order.
+    """Join the results of the microbatches, in their order.
 
     * Tensors and numpy arrays are concatenated along their first dimension. Where the other dimensions differ, as
-      after padding to the longest of each micro-batch, the list of the micro-batches' tensors comes instead.
+      after padding to the longest of each microbatch, the list of the microbatches' tensors comes instead.
     * Tensors without dimensions and numbers are averaged with the weights; integers come as floats, booleans are no
       numbers.
-    * Mappings are merged key by key into a dictionary. It has the keys of all micro-batches; the value of a key is
+    * Mappings are merged key by key into a dictionary. It has the keys of all microbatches; the value of a key is
       merged from those that have it.
     * Named tuples are merged entry by entry.
     * Lists and tuples that hold tensors or arrays, at any depth, and tuples that hold other containers, are merged
       entry by entry: ``return names, scores``. If they have different lengths, they are concatenated.
     * Other lists and tuples, such as one string, number or list of strings per sample, are concatenated.
     * ``None`` everywhere is ``None``. Anything else (strings, booleans, objects, results of different kinds) comes as
-      the list of the micro-batches' results.
+      the list of the microbatches' results.
 
     Lists and tuples keep their type.
 
     Args:
-        results: one per micro-batch that had samples.
+        results: one per microbatch that had samples.
         weights: as many, in any unit; averages leave out what has none, unless nothing has.
     """
     if not results or all(result is None for result in results):

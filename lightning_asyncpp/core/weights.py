@@ -4,7 +4,7 @@ Each version is a set of leaf tensors of its own, on which forwards and backward
 point at the newest version. Re-pointing the data of one set under a live graph instead would silently mix versions.
 
 With a compute dtype the versions are kept in it, and the optimizer's parameters are masters beside them, in their own
-dtype: after a step the newest version is written from them. Gradients are then summed over micro-batches in the
+dtype: after a step the newest version is written from them. Gradients are then summed over microbatches in the
 masters' dtype, too.
 """
 

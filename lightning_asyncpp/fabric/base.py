@@ -46,7 +46,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
     to Fabric's calls. What a LightningModule says of its batches, the model may say by attributes of the same names:
-    ``split_batch``, ``micro_batch_weight``, ``loss_reduction``, ``example_input_array``.
+    ``split_batch``, ``microbatch_weight``, ``loss_reduction``, ``example_input_array``.
 
     Arguments as for :class:`PipelineStrategyMixin`.
 
@@ -100,7 +100,7 @@ class PipelineStrategy(PipelineCheckpoints):
         with self.session.watch.collective():
             agree_on_problems(self._mesh, problems)
             assert self.session.resolved is not None
-            parts, given = self.session.resolved.micro_batches, getattr(module, "example_input_array", None)
+            parts, given = self.session.resolved.microbatches, getattr(module, "example_input_array", None)
             example = example_of(given, parts, self.precision, self.root_device)
             self._cut(module, None if is_cut else module, example=example)
             module.to(self.root_device)
@@ -175,8 +175,8 @@ class PipelineStrategy(PipelineCheckpoints):
         Several calls before one ``optimizer.step()`` accumulate their gradients.
 
         Args:
-            step_fn: micro-batch -> loss, or a dictionary with it under ``"loss"``; it calls the model once.
-            batch: the batch; it is cut into micro-batches along the first dimension. Middle stages ignore it.
+            step_fn: microbatch -> loss, or a dictionary with it under ``"loss"``; it calls the model once.
+            batch: the batch; it is cut into microbatches along the first dimension. Middle stages ignore it.
 
         Returns:
             The mean loss of this replica's batch, detached, on the last stage (rank 0 among them); ``None`` on others.
@@ -282,8 +282,8 @@ class PipelineStrategy(PipelineCheckpoints):
         return self.session.running()
 
     def _user_step(self, step_fn: StepFunction) -> Step:
-        def step(micro_batch: Any, weight: float | None) -> Any:
-            return step_fn(micro_batch)
+        def step(microbatch: Any, weight: float | None) -> Any:
+            return step_fn(microbatch)
 
         return step
 
@@ -305,12 +305,12 @@ class PipelineStrategy(PipelineCheckpoints):
         The model runs in the mode that it is in: call ``model.eval()`` before and ``model.train()`` after.
 
         Args:
-            step_fn: micro-batch -> anything; it calls the model once.
+            step_fn: microbatch -> anything; it calls the model once.
             batch: the batch; middle stages ignore it.
 
         Returns:
-            On the last stage what ``step_fn`` would have returned for the whole batch: tensors of the micro-batches are
-            joined along the first dimension, tensors of one element averaged with the micro-batches' weights. ``None``
+            On the last stage what ``step_fn`` would have returned for the whole batch: tensors of the microbatches are
+            joined along the first dimension, tensors of one element averaged with the microbatches' weights. ``None``
             on others.
         """
         self._check_drain()

@@ -31,7 +31,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     """Saves the whole run, and loads this stage's part of one."""
 
     _note: MiniBatchNote
-    _resumed_at: int | None = None  # the micro-batch that followed when an optimizer was loaded
+    _resumed_at: int | None = None  # the microbatch that followed when an optimizer was loaded
 
     @abstractmethod
     def _driving(self) -> AbstractContextManager[None]:

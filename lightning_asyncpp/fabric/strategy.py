@@ -22,7 +22,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
 
     Example::
 
-        strategy = AsyncPipelineStrategy(micro_batches=8)
+        strategy = AsyncPipelineStrategy(microbatches=8)
         fabric = L.Fabric(strategy=strategy, devices=4)
         fabric.launch()
         with fabric.init_module(empty_init=True):
@@ -30,7 +30,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
         model = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(make_optimizer(model))
         for batch in loader:
-            loss = strategy.training_step(lambda micro_batch: loss_of(model, micro_batch), batch)
+            loss = strategy.training_step(lambda microbatch: loss_of(model, microbatch), batch)
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
             optimizer.step()
         strategy.flush()
@@ -44,7 +44,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
 class SyncPipelineStrategy(PipelineStrategy):
     """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
 
-    Arguments as for :class:`AsyncPipelineStrategy`; any number of micro-batches works, ``lookahead`` defaults to 0.
+    Arguments as for :class:`AsyncPipelineStrategy`; any number of microbatches works, ``lookahead`` defaults to 0.
     """
 
     delay = 0
@@ -59,7 +59,7 @@ class DelayedGradientStrategy(PipelineStrategy):
     Args:
         stages: number of stages. With one, any module will do: it is not cut, and its whole step runs on older weights.
         delay: 1 for what an asynchronous pipeline trains, 0 for what a synchronous one does.
-        micro_batches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
+        microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
         staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
     """
 
@@ -67,7 +67,7 @@ class DelayedGradientStrategy(PipelineStrategy):
         self,
         stages: int = 1,
         delay: int = 1,
-        micro_batches: int | None = None,
+        microbatches: int | None = None,
         staleness: Staleness | None = None,
         slack: Slack = 0,
         lookahead: int | None = None,
@@ -79,7 +79,7 @@ class DelayedGradientStrategy(PipelineStrategy):
             raise ConfigurationError(f"stages={stages!r} must be a whole number of at least 1")
         self.num_stages, self.delay = stages, delay
         super().__init__(
-            micro_batches,
+            microbatches,
             "uniform" if stages == 1 else staleness,
             slack,
             lookahead,

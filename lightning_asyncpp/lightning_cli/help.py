@@ -77,7 +77,7 @@ usage: asyncpp {name} RECIPE [--KEY VALUE ...]
 Whatever a recipe says can be said here, last wins:
   --trainer.max_steps 100             any argument of Lightning's Trainer
   --trainer.strategy async_pipeline   or sync_pipeline, delayed_gradient, or one of Lightning's
-  --trainer.strategy.micro_batches 8  any argument of the strategy
+  --trainer.strategy.microbatches 8  any argument of the strategy
   --model.config.num_layers 12        any argument of the model's class; --model CLASS takes another
   --data.batch_size 32                any argument of the data's class; --data CLASS takes another
   --optimizer AdamW                   class of the optimizer; --optimizer.lr 0.001 is one of its arguments
@@ -97,7 +97,7 @@ _TRACE = """\
 _FIT_EXAMPLES = """\
   asyncpp fit quickstart
   asyncpp fit quickstart --trainer.max_steps 100 --optimizer AdamW --optimizer.lr 0.001 --trace
-  asyncpp fit quickstart --trainer.devices 4 --trainer.strategy.micro_batches 8
+  asyncpp fit quickstart --trainer.devices 4 --trainer.strategy.microbatches 8
   torchrun --nproc-per-node 2 -m lightning_asyncpp fit quickstart
 """
 _OTHER_EXAMPLE = "  asyncpp {name} quickstart --ckpt_path last.ckpt\n"

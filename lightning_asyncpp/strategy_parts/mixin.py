@@ -85,16 +85,16 @@ class PipelineStrategyMixin:
     """Comes before one of Lightning's DDP strategies, whose launchers and process group it uses.
 
     Args:
-        micro_batches: micro-batches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
+        microbatches: microbatches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
             one stage). A batch with fewer samples leaves the last ones empty: nothing is computed for them.
-        staleness: which micro-batches of a mini-batch run on the weights before the newest update. ``"least"``, the
+        staleness: which microbatches of a mini-batch run on the weights before the newest update. ``"least"``, the
             default: those that are under way before that update can be made, P - 1 - s on stage s. Stages then step
             before all know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first
             mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all, so that gradients are one update old.
-        slack: with ``staleness="least"``, how many micro-batches more than that, for a reduction over replicas to hide
+        slack: with ``staleness="least"``, how many microbatches more than that, for a reduction over replicas to hide
             behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
             left out.
-        lookahead: extra micro-batches in flight, up to ``micro_batches`` - P + 1, one less with replicas. It hides
+        lookahead: extra microbatches in flight, up to ``microbatches`` - P + 1, one less with replicas. It hides
             latency and jitter, costs activation memory, and adds to what ``staleness="least"`` holds back. Default: 0;
             with ``staleness="uniform"`` 1 where it fits.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
@@ -135,7 +135,7 @@ class PipelineStrategyMixin:
 
     def __init__(
         self,
-        micro_batches: int | None = None,
+        microbatches: int | None = None,
         staleness: Staleness | None = None,
         slack: Slack = 0,
         lookahead: int | None = None,
@@ -160,7 +160,7 @@ class PipelineStrategyMixin:
         settings = PipelineSettings.chosen(
             self.delay,
             staleness,
-            micro_batches=micro_batches,
+            microbatches=microbatches,
             slack=slack,
             lookahead=lookahead,
             data_parallel_size=data_parallel_size,

@@ -23,7 +23,7 @@ from lightning_asyncpp.core.trace import Beside, Moment, Reader, Span, SpanKind,
 from lightning_asyncpp.errors import ConfigurationError
 
 PATTERN = "rank-*.json"
-PER_MICRO_BATCH = frozenset({Kind.FORWARD, Kind.BACKWARD, Wait.ACTIVATION, Wait.GRADIENT, Beside.SEND})
+PER_MICROBATCH = frozenset({Kind.FORWARD, Kind.BACKWARD, Wait.ACTIVATION, Wait.GRADIENT, Beside.SEND})
 NAMES: dict[SpanKind, str] = {
     Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Wait.ACTIVATION: "wait for activation",
     Wait.GRADIENT: "wait for gradient", Wait.AGREEMENT: "wait for agreement", Wait.DATA: "wait for data",
@@ -97,7 +97,7 @@ def event(span: Span, process: int, mini_batch_of: Callable[[int], tuple[int, in
         mini_batch_of: microbatch -> its mini-batch, and its place there.
         offset: seconds to add to its times.
     """
-    mini_batch, place = mini_batch_of(span.index) if span.kind in PER_MICRO_BATCH else (span.index, 0)
+    mini_batch, place = mini_batch_of(span.index) if span.kind in PER_MICROBATCH else (span.index, 0)
     return (
         f'{{"ph":"X","name":"{NAMES[span.kind]} {span.index}","cat":"{span.kind.value}","pid":{process}'
         f',"tid":{thread_of(span.kind)},"ts":{(span.start + offset) * 1e6:.3f}'

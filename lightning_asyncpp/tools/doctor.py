@@ -79,7 +79,7 @@ def train() -> Found | None:
     """Train on what is here: a GPU for each stage, one for both, or the CPU; return what rank 0 found."""
     gpus = torch.cuda.device_count()
     shared = [torch.device("cuda", 0)] * 2 if gpus == 1 else None  # Lightning refuses more devices than there are
-    strategy = AsyncPipelineStrategy(micro_batches=MICROBATCHES, partition=PARTITION, parallel_devices=shared)
+    strategy = AsyncPipelineStrategy(microbatches=MICROBATCHES, partition=PARTITION, parallel_devices=shared)
     module, batches = Small(), _batches()
     trainer = L.Trainer(
         strategy=strategy, accelerator="cuda" if gpus else "cpu", devices=1 if gpus == 1 else 2,
@@ -105,7 +105,7 @@ def expected(rules: Sequence[StalenessRule]) -> Mapping[str, Tensor]:
     stages = [module.model[: PARTITION[0]], module.model[PARTITION[0] :]]
     train_reference(
         module.model, lambda batch: module.training_step(batch, 0), [[batch] for batch in _batches()],
-        module.configure_optimizers(), micro_batches=MICROBATCHES,
+        module.configure_optimizers(), microbatches=MICROBATCHES,
         held=[(list(stage.parameters()), rule.held) for stage, rule in zip(stages, rules) if rule.held is not None],
         synchronous_start=rules[0].synchronous_start,
     )  # fmt: skip

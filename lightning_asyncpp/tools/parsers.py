@@ -137,7 +137,7 @@ def check_parser() -> ToolParser:
         " CPU, in this process: make it small if it is not.",
     )
     parser.add_argument("--stages", type=int, help="number of stages (default: the recipe's)")
-    parser.add_argument("--micro-batches", type=int, help="pieces of a batch (default: the recipe's)")
+    parser.add_argument("--microbatches", type=int, help="pieces of a batch (default: the recipe's)")
     parser.add_argument("--updates", type=int, default=4, help="number of updates (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="of dropout and of layers made on the meta device")
     return parser

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Span, SpanKind, Wait
-from lightning_asyncpp.strategy_parts.recording import PATTERN, PER_MICRO_BATCH, Meta
+from lightning_asyncpp.strategy_parts.recording import PATTERN, PER_MICROBATCH, Meta
 
 _KINDS: dict[str, SpanKind] = {kind.value: kind for kinds in (Kind, Wait, Beside) for kind in kinds}
 
@@ -34,13 +34,13 @@ class RankTrace:
     places: dict[int, tuple[int, int]]
 
     @cached_property
-    def micro_batches(self) -> int:
+    def microbatches(self) -> int:
         """Microbatches per mini-batch, accumulated ones included."""
         return 1 + max((place for _, place in self.places.values()), default=0)
 
     def mini_batch(self, span: Span) -> int:
         """Return the mini-batch that a span belongs to."""
-        return self.places[span.index][0] if span.kind in PER_MICRO_BATCH else span.index
+        return self.places[span.index][0] if span.kind in PER_MICROBATCH else span.index
 
     def of(self, *kinds: SpanKind) -> list[Span]:
         """Return the spans of some kinds."""
@@ -143,7 +143,7 @@ def read_rank(path: Path) -> RankTrace:
             elif event["ph"] == "X":
                 span, (mini_batch, place) = _span(event)
                 spans.append(span)
-                if span.kind in PER_MICRO_BATCH:
+                if span.kind in PER_MICROBATCH:
                     places[span.index] = mini_batch, place
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(f"{path}:{number} is no line of a recording ({error!r}): {line[:100]!r}") from None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import BACKGROUND, Beside, Span, SpanKind, Wait
-from lightning_asyncpp.strategy_parts.recording import NAMES, PER_MICRO_BATCH, about, event
+from lightning_asyncpp.strategy_parts.recording import NAMES, PER_MICROBATCH, about, event
 from lightning_asyncpp.tools.parsers import trace_parser
 from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun, read_run
 from lightning_asyncpp.tools.trace_summary import Summary, headline, summarise, table
@@ -58,11 +58,11 @@ def _bar(run: RecordedRun, rank: RankTrace, span: Span, lane: int) -> str:
     facts += [f"W{span.version}"] if span.version >= 0 else []
     facts += [f"{mini_batch - span.version} updates old"] if span.version >= 0 and span.kind is not Kind.UPDATE else []
     facts += [f"{span.num_bytes} bytes"] if span.num_bytes else []
-    micro_batch = f' data-k="{rank.meta.replica}-{span.index}"' if span.kind in PER_MICRO_BATCH else ""
+    microbatch = f' data-k="{rank.meta.replica}-{span.index}"' if span.kind in PER_MICROBATCH else ""
     high = _BAR if span.kind is not Beside.SEND else _BAR // 3
     return (
         f'<rect x="{start * _MICROSECONDS:.1f}" y="{_LANE * lane + (_LANE - _BAR) // 2}" height="{high}"'
-        f' width="{(end - start) * _MICROSECONDS:.1f}" fill="{_COLORS[span.kind]}"{micro_batch}>'
+        f' width="{(end - start) * _MICROSECONDS:.1f}" fill="{_COLORS[span.kind]}"{microbatch}>'
         f"<title>{rank.meta.name}: {', '.join(facts)}</title></rect>"
     )
 

@@ -118,7 +118,7 @@ def ideal_of(stages: Sequence[RankTrace]) -> Pace | None:
     if len(stages) != stages[0].meta.schedule.num_stages or None in (*forward, *backward):
         return None
     return pace_of(
-        [stage.meta.schedule for stage in stages], stages[0].micro_batches,
+        [stage.meta.schedule for stage in stages], stages[0].microbatches,
         lambda stage, _: forward[stage] or 0.0, lambda stage, _: backward[stage] or 0.0,
     )  # fmt: skip
 
@@ -184,7 +184,7 @@ def headline(run: RecordedRun, summary: Summary) -> str:
     flush = f"lookahead {schedule.lookahead}, no flush" if schedule.pipeline_rule.delay else "a flush per mini-batch"
     return (
         f"{schedule.num_stages} stages{f' x {replicas} replicas' if replicas > 1 else ''},"
-        f" {run.ranks[0].micro_batches} micro-batches per mini-batch, {flush}; mini-batches {first} to {last}:"
+        f" {run.ranks[0].microbatches} microbatches per mini-batch, {flush}; mini-batches {first} to {last}:"
         f" {summary.seconds:.3f} s"
     )
 

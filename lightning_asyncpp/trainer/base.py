@@ -145,7 +145,7 @@ class PipelineStrategy(EvaluationSteps):
 
     def _example(self) -> Example | None:
         assert self.session.resolved is not None
-        parts = self.session.resolved.micro_batches
+        parts = self.session.resolved.microbatches
         return modules_example(self._module, self._network(), parts, self.precision_plugin, self.root_device)
 
     def _network(self) -> Module:
@@ -166,7 +166,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @property
     def batch_weight(self) -> float | None:
-        """What the micro-batches of the newest batch weigh together, on the last stage; None on others."""
+        """What the microbatches of the newest batch weigh together, on the last stage; None on others."""
         return self.step_log.batch_weight if self._mesh.is_last else None
 
     @override
@@ -278,7 +278,7 @@ class PipelineStrategy(EvaluationSteps):
 
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
         function = getattr(self._module, name)
-        return self.step_log.recording(lambda micro_batch: function(micro_batch, *args[1:], **kwargs))
+        return self.step_log.recording(lambda microbatch: function(microbatch, *args[1:], **kwargs))
 
     # -- the end --------------------------------------------------------------------------------------------------
 

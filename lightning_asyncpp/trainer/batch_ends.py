@@ -8,7 +8,7 @@ Of batches that share update t (gradient accumulation) only the last one's hook 
 after update t-1, and so change W_t, which update t is then applied to. Mini-batch t runs at W_{t-1}, so none of its
 gradients sees the change. Without delay, and in the mini-batches before it sets in, it runs at W_t itself: the batches
 after the hook see the change and those before it do not, so the pipeline drains in between. So it does with the least
-staleness, under which the later micro-batches of mini-batch t run at W_t.
+staleness, under which the later microbatches of mini-batch t run at W_t.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _BatchEnd(NamedTuple):
 
     Attributes:
         updates: how many are applied before it in a single process.
-        first: micro-batch after it.
+        first: microbatch after it.
         arguments: of the hooks, behind the trainer and the module.
     """
 

@@ -47,7 +47,7 @@ class Conductor(Callback):
         self._batch_ends = batch_ends
         self.preemption = Preemption(trainer, self.request_stop)
         mesh, settings = session.running().mesh, session.running().settings
-        self._rounds = StopRounds(mesh, batches_behind(mesh.num_stages, settings.micro_batches))
+        self._rounds = StopRounds(mesh, batches_behind(mesh.num_stages, settings.microbatches))
         self._is_preempted = False  # all ranks know
         self._stopping = False
 

@@ -88,7 +88,7 @@ class EvaluationSteps(ReplicaBatches):
 
     @abstractmethod
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
-        """The user's step for a micro-batch of some weight, whose logged values are recorded."""
+        """The user's step for a microbatch of some weight, whose logged values are recorded."""
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ class EvaluationSteps(ReplicaBatches):
         that it is in.
 
         Args:
-            step_fn: micro-batch -> anything; it calls ``self.model(...)`` once.
+            step_fn: microbatch -> anything; it calls ``self.model(...)`` once.
             batch: the batch, on the first and the last stage, on their device; middle stages ignore it.
 
         Returns:
@@ -127,7 +127,7 @@ class EvaluationSteps(ReplicaBatches):
         engine = self.session.running()
         self.drain()
         with torch.no_grad():
-            output = engine.evaluate(batch, lambda micro_batch, _: step_fn(micro_batch), "evaluation_step")
+            output = engine.evaluate(batch, lambda microbatch, _: step_fn(microbatch), "evaluation_step")
         return merge_outputs(output.results, output.weights) if engine.mesh.is_last else None
 
     @override

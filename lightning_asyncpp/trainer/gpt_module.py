@@ -103,9 +103,9 @@ class GPTModule(PipelineModule):
         """Floating-point operations of a forward and its backward per token, for ``PipelineMonitor``."""
         return self.config.flops_per_token()
 
-    def micro_batch_weight(self, micro_batch: Tensor) -> float:
-        """Number of targets that count in ``micro_batch`` (batch, time + 1)."""
-        return float((micro_batch[:, 1:] != IGNORED).sum())
+    def microbatch_weight(self, microbatch: Tensor) -> float:
+        """Number of targets that count in ``microbatch`` (batch, time + 1)."""
+        return float((microbatch[:, 1:] != IGNORED).sum())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the mean loss of ``batch`` (batch, time + 1), in nats per target, and auxiliary losses added to it."""

@@ -1,8 +1,8 @@
 """Models of Hugging Face `transformers`: read, prepared for training, and their loss; imported when used.
 
 The loss is taken from the logits, not by the model's forward: the labels then need not travel from stage to stage, a
-micro-batch without any target has a loss of 0 and not of 0 / 0, and the mean is over the targets that
-``micro_batch_weight`` counts, whatever a release of `transformers` does with ``num_items_in_batch``.
+microbatch without any target has a loss of 0 and not of 0 / 0, and the mean is over the targets that
+``microbatch_weight`` counts, whatever a release of `transformers` does with ``num_items_in_batch``.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class HFModule(LightningModule):
 
     Batches are mappings with ``input_ids``, ``attention_mask`` and ``labels``, (batch, time) int64 each and padded on
     the right, -100 where a label does not count; a causal model takes tokens, too, (batch, time + 1) int64. Gradients
-    are those of the mean over all targets of a batch that count, in however many micro-batches.
+    are those of the mean over all targets of a batch that count, in however many microbatches.
 
     Every process reads the whole model into its host memory before the pipeline cuts it: 4 bytes per parameter and
     process with ``dtype="float32"``, 2 with ``"bfloat16"`` (7 billion parameters in 8 processes: 224 GB or 112).
@@ -152,9 +152,9 @@ class HFModule(LightningModule):
                 f" tokenizer={self.model_id!r}, or prepare it with that; pretrained=False trains from scratch on any"
             )
 
-    def micro_batch_weight(self, micro_batch: Any) -> float:
-        """Number of targets that count in ``micro_batch``; of a classifier its samples."""
-        return number_of_targets(micro_batch, self.task)
+    def microbatch_weight(self, microbatch: Any) -> float:
+        """Number of targets that count in ``microbatch``; of a classifier its samples."""
+        return number_of_targets(microbatch, self.task)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss of ``batch`` in nats per target."""

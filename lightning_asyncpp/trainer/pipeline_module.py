@@ -24,7 +24,7 @@ class PipelineModule(L.LightningModule):
 
     Attributes:
         model: the network; ``None`` until :meth:`configure_model` ran.
-        loss_reduction: ``"mean"`` if ``training_step`` returns the mean over the micro-batch's weight (the default), or
+        loss_reduction: ``"mean"`` if ``training_step`` returns the mean over the microbatch's weight (the default), or
             ``"sum"`` if it returns the sum.
     """
 
@@ -33,7 +33,7 @@ class PipelineModule(L.LightningModule):
     # The function itself, by which the strategies know that it draws no random numbers: it may be called again for the
     # batch on the host.
     split_batch = staticmethod(split_batch)
-    """Cut a batch into ``parts`` micro-batches along the first dimension; ``None`` stands for an empty slot."""
+    """Cut a batch into ``parts`` microbatches along the first dimension; ``None`` stands for an empty slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class PipelineModule(L.LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement build_model()")
 
-    def micro_batch_weight(self, micro_batch: Any) -> float:
-        """Weight of a micro-batch in the mini-batch's mean loss: by default its number of samples.
+    def microbatch_weight(self, microbatch: Any) -> float:
+        """Weight of a microbatch in the mini-batch's mean loss: by default its number of samples.
 
-        Strategies of this package call it with the micro-batch on the host, as it was before it was moved to a GPU,
+        Strategies of this package call it with the microbatch on the host, as it was before it was moved to a GPU,
         where they know it.
         """
-        return float(number_of_samples(micro_batch))
+        return float(number_of_samples(microbatch))
 
     def configure_model(self) -> None:
         """Build ``self.model`` on the meta device; whole and materialised unless a pipeline strategy cuts it first."""

@@ -99,7 +99,7 @@ def _callback_problems(trainer: L.Trainer) -> list[str]:
 
 
 def modules_example(
-    module: LightningModule, network: nn.Module, micro_batches: int, precision: Precision, device: device
+    module: LightningModule, network: nn.Module, microbatches: int, precision: Precision, device: device
 ) -> Example | None:
     """The call of ``network`` that the module's ``example_input_array`` leads to; None without one.
 
@@ -111,7 +111,7 @@ def modules_example(
 
     has_forward = type(module).forward is not LightningModule.forward
     given = module.example_input_array
-    return example_of(given, micro_batches, precision, device, through if has_forward else None)
+    return example_of(given, microbatches, precision, device, through if has_forward else None)
 
 
 @contextmanager

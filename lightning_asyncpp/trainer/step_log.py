@@ -52,12 +52,12 @@ class Replacement(functools.partial):
 
 @dataclass
 class _Logged:
-    """What the micro-batches of a batch logged under a name.
+    """What the microbatches of a batch logged under a name.
 
     Attributes:
         options: arguments of ``self.log``.
         metric: the torchmetrics object that was logged, if any; its epoch is Lightning's and its own.
-        values: of the micro-batches, where they were computed.
+        values: of the microbatches, where they were computed.
         weights: what each of them stands for.
     """
 
@@ -67,7 +67,7 @@ class _Logged:
     weights: list[float] = field(default_factory=list)
 
     def add(self, value: Tensor | float, weight: float) -> None:
-        """Add the value of a micro-batch; one without weight has no mean."""
+        """Add the value of a microbatch; one without weight has no mean."""
         if weight or self.reduction != "mean":
             self.values.append(value)
             self.weights.append(weight)
@@ -103,7 +103,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class StepLog:
-    """Stands between ``self.log`` and Lightning: what micro-batches log becomes one call per batch, on the last stage.
+    """Stands between ``self.log`` and Lightning: what microbatches log becomes one call per batch, on the last stage.
 
     Args:
         session: the pipeline whose steps they are.
@@ -162,19 +162,19 @@ class StepLog:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def recording(self, step: Callable[[Any], Any]) -> Callable[[Any, float | None], Any]:
-        """The step of a micro-batch, whose logged values are kept; without a weight it does not run to its end."""
+        """The step of a microbatch, whose logged values are kept; without a weight it does not run to its end."""
 
-        def run(micro_batch: Any, weight: float | None) -> Any:
+        def run(microbatch: Any, weight: float | None) -> Any:
             self._rows, self._weight = {} if weight is None else self._batch, weight or 0.0
             try:
-                return step(micro_batch)
+                return step(microbatch)
             finally:
                 self._rows = None
 
         return run
 
     def log_batch(self, weight: float) -> None:
-        """Log, in the hook of the step, what its micro-batches logged.
+        """Log, in the hook of the step, what its microbatches logged.
 
         Args:
             weight: of the batch.
@@ -185,7 +185,7 @@ class StepLog:
         for name, logged in batch.items():
             value, size = logged.together() if logged.values else (None, None)
             if (metric := logged.metric) is not None:
-                if value is not None:  # its own is that of the last micro-batch
+                if value is not None:  # its own is that of the last microbatch
                     vars(metric)["_forward_cache"] = value
                 self._log(name, metric, **logged.options)
             elif value is not None:

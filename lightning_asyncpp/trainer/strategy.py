@@ -31,7 +31,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
 class SyncPipelineStrategy(PipelineStrategy):
     """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
 
-    Arguments as for :class:`AsyncPipelineStrategy`; any number of micro-batches works, ``lookahead`` defaults to 0.
+    Arguments as for :class:`AsyncPipelineStrategy`; any number of microbatches works, ``lookahead`` defaults to 0.
     """
 
     delay = 0
@@ -41,13 +41,13 @@ class DelayedGradientStrategy(PipelineStrategy):
     """Trains on one device what an asynchronous pipeline would train: is that safe for my model?
 
     The engine of the pipeline strategies runs all stages in this process, on one whole model: the training is bitwise
-    that of ``async_pipeline`` with as many stages and micro-batches, and takes their time one after the other. With one
+    that of ``async_pipeline`` with as many stages and microbatches, and takes their time one after the other. With one
     stage nothing is asked of the module but automatic optimization: each of its gradients is one update old.
 
     Args:
         stages: number of stages. With one, any module will do: it is not cut, and its whole step runs on older weights.
         delay: 1 for what an asynchronous pipeline trains, 0 for what a synchronous one does.
-        micro_batches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
+        microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
         staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
     """
 
@@ -55,7 +55,7 @@ class DelayedGradientStrategy(PipelineStrategy):
         self,
         stages: int = 1,
         delay: int = 1,
-        micro_batches: int | None = None,
+        microbatches: int | None = None,
         staleness: Staleness | None = None,
         slack: Slack = 0,
         lookahead: int | None = None,
@@ -67,7 +67,7 @@ class DelayedGradientStrategy(PipelineStrategy):
             raise ConfigurationError(f"stages={stages!r} must be a whole number of at least 1")
         self.num_stages, self.delay = stages, delay
         super().__init__(
-            micro_batches,
+            microbatches,
             "uniform" if stages == 1 else staleness,
             slack,
             lookahead,

@@ -34,13 +34,13 @@ _DRAWS = 500
 
 
 def shares(row: Row) -> list[float]:
-    """How many updates old the gradient of each stage is, in the mean over its micro-batches."""
+    """How many updates old the gradient of each stage is, in the mean over its microbatches."""
     settings = {k: yaml.safe_load(v) for k, v in (part.split("=") for part in row.delay.split(" ")[1:])}
     if row.kind != "least":
         settings |= {"delay": int(row.kind), "staleness": "uniform"}
     resolved = PipelineSettings.chosen(**{"delay": 1} | settings).resolved(row.stages or 1)
     stages = [resolved.schedule(stage) for stage in range(resolved.num_stages)]
-    return [stage.stage_rule.staleness(resolved.micro_batches) for stage in stages]
+    return [stage.stage_rule.staleness(resolved.microbatches) for stage in stages]
 
 
 def points_of(ablation: Ablation) -> dict[str, pd.DataFrame]:

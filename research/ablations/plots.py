@@ -63,7 +63,7 @@ def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[
 
 
 def label_of(row: Row) -> str:
-    """Name of a row's line: sync, async, async + EF, least (micro_batches=8, stages=4) + EF, ..."""
+    """Name of a row's line: sync, async, async + EF, least (microbatches=8, stages=4) + EF, ..."""
     if row.setting == NO_DELAY:
         return "sync"
     kind = "async" if row.kind == "1" else f"delay {row.kind}" if row.kind.isdecimal() else row.kind

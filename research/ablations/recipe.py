@@ -140,7 +140,7 @@ class Recipe:
 
 
 def setting_of(arguments: Mapping[str, Any]) -> Setting:
-    """Delay and stages as in the tables: ``("least micro_batches=8", 4)`` of ``{stages: 4, micro_batches: 8}``."""
+    """Delay and stages as in the tables: ``("least microbatches=8", 4)`` of ``{stages: 4, microbatches: 8}``."""
     stages = arguments.get("stages")
     uniform = stages is None or arguments.get("staleness") == "uniform"
     kind = str(arguments.get("delay", 1)) if uniform else "least"

@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The delay without further settings: ``least`` of ``least micro_batches=8``."""
+        """The delay without further settings: ``least`` of ``least microbatches=8``."""
         return self.delay.partition(" ")[0]
 
     @property
@@ -92,7 +92,7 @@ def natural(text: str) -> list[tuple[bool, int, str]]:
 
 
 def with_setting(name: str, setting: Setting) -> str:
-    """A name, and in brackets what the setting says besides its kind: ``"async (micro_batches=4, stages=4)"``."""
+    """A name, and in brackets what the setting says besides its kind: ``"async (microbatches=4, stages=4)"``."""
     delay, stages = setting
     settings = [*delay.split(" ")[1:], *([] if stages is None else [f"stages={stages}"])]
     return f"{name} ({', '.join(settings)})" if settings else name

@@ -21,14 +21,14 @@ from research.benchmarks.stages import ComputingLayer, Meter, block_seconds
 class Compute(Run):
     """Gain over torch's measured Schedule1F1B where stages multiply matrices, one thread and one core each.
 
-    A stage is a chain of x + norm(x) @ w, so long that a micro-batch takes ``target_ms``. Messages,
+    A stage is a chain of x + norm(x) @ w, so long that a microbatch takes ``target_ms``. Messages,
     updates and all work of the frameworks share the cores with it, as in training on CPUs. All systems get batches that
     are there; ours log and clip. Gradients of weights that run apart (zero bubble) are in the time, but not in the
     utilisation. Not measured: memory, loading, start-up.
 
     Attributes:
-        target_ms: forward and backward of a stage per micro-batch, about.
-        rows, width: shape of a micro-batch.
+        target_ms: forward and backward of a stage per microbatch, about.
+        rows, width: shape of a microbatch.
         blocks: length of the chain; 0: calibrated.
     """
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     """Measure, and print the table."""
     run, measured = measure(parse_options(Compute, "compute", argv))
     flush, no_flush = (
-        ideal_milliseconds(make_schedules(run.stages, delay), run.micro_batches, 1.0, 2.0) for delay in (0, 1)
+        ideal_milliseconds(make_schedules(run.stages, delay), run.microbatches, 1.0, 2.0) for delay in (0, 1)
     )
-    print(f"{run.stages} stages, {run.micro_batches} micro-batches: ideal gain {flush / no_flush:.3f}")
+    print(f"{run.stages} stages, {run.microbatches} microbatches: ideal gain {flush / no_flush:.3f}")
     print_comparison(run, measured)

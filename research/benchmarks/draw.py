@@ -18,7 +18,7 @@ _VERSIONS = (("#a8caee", "#6fa3dc"), ("#f6cf9b", "#e8a557"), ("#b3dfc2", "#72bd8
 
 @dataclass(frozen=True)
 class Draw:
-    """Draw both schedules below each other; colours are weight versions, numbers are micro-batches.
+    """Draw both schedules below each other; colours are weight versions, numbers are microbatches.
 
     Attributes:
         backward: time of a backward; a forward takes 1.
@@ -27,7 +27,7 @@ class Draw:
     """
 
     stages: int = 4
-    micro_batches: int = 4
+    microbatches: int = 4
     mini_batches: int = 3
     lookahead: int = 0
     backward: float = 2.0
@@ -42,11 +42,11 @@ def main(argv: Sequence[str]) -> None:
     no_flush = f"no flush, staleness {draw.staleness}"
     for title, delay, ahead in (("1F1B, a flush per mini-batch", 0, 0), (no_flush, 1, draw.lookahead)):
         schedules = make_schedules(draw.stages, delay, ahead, draw.staleness)
-        lanes = simulate(schedules, draw.mini_batches, draw.micro_batches, 1.0, draw.backward)
-        panels += [Panel(title, lanes, colour=_by_version(schedules, lanes, draw.micro_batches), label=_number)]
+        lanes = simulate(schedules, draw.mini_batches, draw.microbatches, 1.0, draw.backward)
+        panels += [Panel(title, lanes, colour=_by_version(schedules, lanes, draw.microbatches), label=_number)]
     length = max(span.end for panel in panels for lane in panel.lanes for span in lane)
     versions = [(f"on W{v}", _VERSIONS[v % 4][0]) for v in range(min(draw.mini_batches, 4))]
-    title = f"{draw.stages} stages, {draw.micro_batches} micro-batches per mini-batch: forwards light, backwards dark"
+    title = f"{draw.stages} stages, {draw.microbatches} microbatches per mini-batch: forwards light, backwards dark"
     draw_panels(draw.svg, title, panels, length, "time", legend=[*versions, ("update", COLOURS[Kind.UPDATE])])
 
 
@@ -55,7 +55,7 @@ def _number(span: Span) -> str:
 
 
 def _by_version(
-    schedules: Sequence[Schedule], lanes: Sequence[Sequence[Span]], micro_batches: int
+    schedules: Sequence[Schedule], lanes: Sequence[Sequence[Span]], microbatches: int
 ) -> Callable[[Span], str]:
     stage_of = {id(span): stage for stage, lane in enumerate(lanes) for span in lane}
 
@@ -63,6 +63,6 @@ def _by_version(
         if span.kind is Kind.UPDATE:
             return COLOURS[Kind.UPDATE]
         rule = schedules[stage_of[id(span)]].stage_rule
-        return _VERSIONS[rule.version(*divmod(span.index, micro_batches)) % 4][span.kind is Kind.BACKWARD]
+        return _VERSIONS[rule.version(*divmod(span.index, microbatches)) % 4][span.kind is Kind.BACKWARD]
 
     return colour

@@ -35,11 +35,11 @@ class Network(Run):
     Attributes:
         replicas: number of data-parallel copies of the stages.
         layers, dim, context: of the GPT; ``dim`` is a multiple of 64.
-        rows: sequences of a micro-batch.
+        rows: sequences of a microbatch.
     """
 
     stages: int = 2
-    micro_batches: int = 4
+    microbatches: int = 4
     systems: tuple[str, ...] = ("async", "sync", "1f1b")
     hosts: int = 2
     link_latency_ms: float = 10.0
@@ -76,7 +76,7 @@ class Network(Run):
 
     def batches(self, replica: int = 0) -> list[Batch]:
         """Consecutive bytes of Python's standard library, every ``replicas``-th sample of (context + 1) of them."""
-        samples = self.total_batches * self.replicas * self.micro_batches * self.rows
+        samples = self.total_batches * self.replicas * self.microbatches * self.rows
         count = samples * (self.context + 1)
         text = b""
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -84,7 +84,7 @@ class Network(Run):
                 text += path.read_bytes()
         text *= -(-count // len(text))
         tokens = torch.frombuffer(bytearray(text[:count]), dtype=torch.uint8).long().view(samples, self.context + 1)
-        own = tokens[replica :: self.replicas].split(self.micro_batches * self.rows)
+        own = tokens[replica :: self.replicas].split(self.microbatches * self.rows)
         return [(batch[:, :-1], batch[:, 1:]) for batch in own]
 
 
@@ -92,7 +92,5 @@ def main(argv: Sequence[str]) -> None:
     """Measure, and print the table."""
     run, measured = measure(parse_options(Network, "network", argv))
     message = run.rows * run.context * run.dim * 4
-    print(
-        f"{run.stages} stages, {run.replicas} replicas, {run.micro_batches} micro-batches, {message / 1e3:.0f} kB each"
-    )
+    print(f"{run.stages} stages, {run.replicas} replicas, {run.microbatches} microbatches, {message / 1e3:.0f} kB each")
     print_comparison(run, measured)

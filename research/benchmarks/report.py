@@ -45,7 +45,7 @@ class Figures:
 
     Attributes:
         milliseconds: per mini-batch in the steady state, without warm-up and the last mini-batch; of the slowest rank.
-        processor: milliseconds of processor time per micro-batch in it, all threads, the mean over ranks.
+        processor: milliseconds of processor time per microbatch in it, all threads, the mean over ranks.
         utilisation: share of that time inside forwards and backwards, on the busiest stage; empty if not recorded.
         losses: of the last mini-batch, the mean over replicas; empty where none is computed.
     """
@@ -64,7 +64,7 @@ class Figures:
             seconds = max(rank.clock.marks[last] - rank.clock.marks[first] for rank in ranks)
             figures.milliseconds.append(seconds / run.mini_batches * 1e3)
             busy = statistics.fmean(rank.clock.processor[last] - rank.clock.processor[first] for rank in ranks)
-            figures.processor.append(busy / run.mini_batches / run.micro_batches * 1e3)
+            figures.processor.append(busy / run.mini_batches / run.microbatches * 1e3)
             if all(rank.spans for rank in ranks):
                 shares = [utilisation(rank.spans, rank.clock.marks[first], rank.clock.marks[last]) for rank in ranks]
                 figures.utilisation.append(max(shares))
@@ -77,7 +77,7 @@ def print_comparison(run: Run, measured: dict[str, list[list[RankRun]]]) -> None
     """The table, and the figures of every repeat in a file where one is given."""
     figures = {system: Figures.of(run, repeats) for system, repeats in measured.items()}
     print_table(["system", "ms per mini-batch", "utilisation", "gain over 1F1B", "of the floor", "time over async",
-                 "processor ms per micro-batch", "loss"], [_row(system, figures) for system in figures])  # fmt: skip
+                 "processor ms per microbatch", "loss"], [_row(system, figures) for system in figures])  # fmt: skip
     print(describe_machine())
     if run.csv:
         with open(run.csv, "w", newline="", encoding="utf-8") as file:

@@ -37,7 +37,7 @@ class Run:
     """
 
     stages: int = 8
-    micro_batches: int = 8
+    microbatches: int = 8
     systems: tuple[str, ...] = ("async", "sync", "1f1b", "floor")
     repeats: int = 3
     mini_batches: int = 20
@@ -91,13 +91,13 @@ class Run:
         return torch.optim.SGD(module.parameters(), lr=0.01)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean loss of a micro-batch."""
+        """The mean loss of a microbatch."""
         return F.mse_loss(output, target)
 
     def batches(self, replica: int = 0) -> list[Batch]:
         """All mini-batches of a replica; four different ones, the same in every process."""
         generator = torch.Generator().manual_seed(0)
-        shape = (self.micro_batches * self.rows, self.width)
+        shape = (self.microbatches * self.rows, self.width)
         distinct = [
             (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for _ in range(4)
         ]

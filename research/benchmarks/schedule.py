@@ -31,7 +31,7 @@ class Schedule(Run):
     the last mini-batch, after which a pipeline drains.
 
     Attributes:
-        forward_ms, backward_ms: how long a stage sleeps per micro-batch; a chunk of two sleeps half as long.
+        forward_ms, backward_ms: how long a stage sleeps per microbatch; a chunk of two sleeps half as long.
         weight_share: part of a backward that is the gradient of the weights, where a schedule runs it apart.
         jitter, seed: every sleep is multiplied by a lognormal factor with this sigma, the same for all systems.
         svg: file for the measured timelines of sync and async.
@@ -55,17 +55,17 @@ class Schedule(Run):
     def loader(self, replica: int) -> DataLoader[Any]:
         """Samples to be collated."""
         inputs, targets = (torch.cat(tensors) for tensors in zip(*self.batches(replica), strict=True))
-        return DataLoader(TensorDataset(inputs, targets), batch_size=self.micro_batches * self.rows)
+        return DataLoader(TensorDataset(inputs, targets), batch_size=self.microbatches * self.rows)
 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, and print the table."""
     run = parse_options(Schedule, "schedule", argv)
     _, measured = measure(run)
-    print(f"{run.stages} stages, {run.micro_batches} micro-batches of {run.forward_ms:g} + {run.backward_ms:g} ms")
+    print(f"{run.stages} stages, {run.microbatches} microbatches of {run.forward_ms:g} + {run.backward_ms:g} ms")
     for name, delay in (("without a flush", 1), ("with a flush", 0)):
         schedules = make_schedules(run.stages, delay, run.lookahead or 0)
-        ideal = ideal_milliseconds(schedules, run.micro_batches, run.forward_ms, run.backward_ms)
+        ideal = ideal_milliseconds(schedules, run.microbatches, run.forward_ms, run.backward_ms)
         print(f"ideal {name}, no messages, no jitter: {ideal:.1f} ms")
     print_comparison(run, measured)
     if run.svg:
@@ -82,5 +82,5 @@ def _draw(run: Schedule, measured: dict[str, list[list[RankRun]]]) -> None:
         start, end = ranks[0].clock.marks[run.warm_up - 1], ranks[0].clock.marks[run.warm_up - 1 + shown]
         panels.append(Panel(title, [rank.spans for rank in ranks], start))
         lengths.append(end - start)
-    title = f"Measured: {run.stages} stages, {run.micro_batches} micro-batches per mini-batch"
+    title = f"Measured: {run.stages} stages, {run.microbatches} microbatches per mini-batch"
     draw_panels(run.svg, title, panels, max(lengths), "ms", 1e3)

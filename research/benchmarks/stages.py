@@ -62,16 +62,16 @@ class _Hook(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def jitter_factor(sigma: float, seed: int, stage: int, micro_batch: int, kind: Kind) -> float:
+def jitter_factor(sigma: float, seed: int, stage: int, microbatch: int, kind: Kind) -> float:
     """Lognormal factor with median 1 of a forward or backward, the same for every system and in every process."""
     if sigma == 0:
         return 1.0
-    return random.Random(f"{seed}/{stage}/{micro_batch}/{kind.value}").lognormvariate(0.0, sigma)
+    return random.Random(f"{seed}/{stage}/{microbatch}/{kind.value}").lognormvariate(0.0, sigma)
 
 
 @dataclass(frozen=True)
 class Sleeps:
-    """How long a layer sleeps for each micro-batch.
+    """How long a layer sleeps for each microbatch.
 
     Attributes:
         forward_ms, backward_ms: in its forward and in its backward.
@@ -87,10 +87,10 @@ class Sleeps:
     jitter: float = 0.0
     seed: int = 0
 
-    def seconds(self, micro_batch: int) -> tuple[float, float, float]:
+    def seconds(self, microbatch: int) -> tuple[float, float, float]:
         """In the forward, for the gradient of the input, for that of the weight."""
         forward, backward = (
-            ms / 1e3 * jitter_factor(self.jitter, self.seed, self.stage, micro_batch, kind)
+            ms / 1e3 * jitter_factor(self.jitter, self.seed, self.stage, microbatch, kind)
             for ms, kind in ((self.forward_ms, Kind.FORWARD), (self.backward_ms, Kind.BACKWARD))
         )
         weight = backward * self.weight_share
@@ -101,7 +101,7 @@ class SleepingLayer(nn.Module):
     """Multiplies with a weight and sleeps: the machine's speed and number of cores hardly matter.
 
     Args:
-        sleeps: how long; every call of the forward is the next micro-batch.
+        sleeps: how long; every call of the forward is the next microbatch.
         width: size of the last dimension.
         meter: records the sleeps, as they were, not as they were asked for.
     """
@@ -121,9 +121,9 @@ class SleepingLayer(nn.Module):
         naps = self._nap(Kind.FORWARD, k, forward), self._nap(Kind.BACKWARD, k, for_input)
         return _Hook.apply(x * weight, None, *naps)  # type: ignore[no-any-return]
 
-    def _nap(self, kind: Kind, micro_batch: int, seconds: float) -> Callable[[], None]:
+    def _nap(self, kind: Kind, microbatch: int, seconds: float) -> Callable[[], None]:
         def sleep() -> None:
-            with self.meter.measure(self.sleeps.stage, kind, micro_batch):
+            with self.meter.measure(self.sleeps.stage, kind, microbatch):
                 time.sleep(seconds)
 
         return sleep if seconds else _nothing

@@ -70,7 +70,7 @@ class _Module(L.LightningModule):
         self.run, self.model = run, run.make_model(meter)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of a micro-batch, logged."""
+        """The loss of a microbatch, logged."""
         loss = self.run.loss(self.model(batch[0]), batch[1])
         self.log("train_loss", loss)
         return loss
@@ -97,10 +97,10 @@ def _run_trainer(run: Run, system: str) -> RankRun:
     """One of our strategies as users run it: an ordinary Trainer that loads, logs and clips."""
     meter, notes = Meter(), _Notes()
     if system == "sync":
-        strategy: Any = SyncPipelineStrategy(micro_batches=run.micro_batches, data_parallel_size=run.replicas)
+        strategy: Any = SyncPipelineStrategy(microbatches=run.microbatches, data_parallel_size=run.replicas)
     else:
         options = {"lookahead": run.lookahead, "data_parallel_size": run.replicas, **OURS[system]}
-        strategy = AsyncPipelineStrategy(micro_batches=run.micro_batches, **options)
+        strategy = AsyncPipelineStrategy(microbatches=run.microbatches, **options)
     with _recorders(run, system) as recorders, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
@@ -134,7 +134,7 @@ def _machine(run: Run) -> dict[str, Any]:
 def _run_fabric(run: Run, system: str) -> RankRun:
     """Our asynchronous strategy in a plain loop, as torch's schedules run."""
     meter, clock = Meter(), Clock()
-    strategy = FabricStrategy(micro_batches=run.micro_batches, lookahead=run.lookahead)
+    strategy = FabricStrategy(microbatches=run.microbatches, lookahead=run.lookahead)
     fabric = L.Fabric(**_machine(run), strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(run.make_model(meter))
@@ -156,7 +156,7 @@ def _run_floor(run: Run, system: str) -> RankRun:
     for inputs, targets in run.batches():
         optimizer.zero_grad()
         for x, y in zip(inputs.split(run.rows), targets.split(run.rows), strict=True):
-            (run.loss(layer(x.requires_grad_()), y) / run.micro_batches).backward()
+            (run.loss(layer(x.requires_grad_()), y) / run.microbatches).backward()
         optimizer.step()
         clock.mark()
     return RankRun(system, meter.stage, meter.spans, clock, None)
@@ -178,7 +178,7 @@ def _run_schedule(run: Run, system: str) -> RankRun:
     stages: Any = [
         _make_stage(run, chunk, index, count, pipelines[replica]) for chunk, index in zip(chunks, indices, strict=True)
     ]
-    schedule = SCHEDULES[system](stages[0] if len(stages) == 1 else stages, run.micro_batches, loss_fn=run.loss)
+    schedule = SCHEDULES[system](stages[0] if len(stages) == 1 else stages, run.microbatches, loss_fn=run.loss)
     optimizer = run.make_optimizer(chunks)
     is_last = count - 1 in indices
     for inputs, targets in run.batches(replica):

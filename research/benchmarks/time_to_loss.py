@@ -45,7 +45,7 @@ class TimeToLoss:
 
     config: str = str(ROOT / "recipes" / "quickstart.yaml")
     stages: int = 2
-    micro_batches: int = 4
+    microbatches: int = 4
     systems: tuple[str, ...] = ("async",)
     steps: int = 300
     validate_every: int = 25
@@ -113,7 +113,7 @@ def common_targets(curves: Sequence[Curve], count: int = 4) -> list[float]:
 
 def overrides(options: TimeToLoss, system: str, seed: int, folder: Path) -> dict[str, Any]:
     """What a training sets besides the recipe: the same for all systems but for the strategy."""
-    arguments: dict[str, Any] = {"micro_batches": options.micro_batches}
+    arguments: dict[str, Any] = {"microbatches": options.microbatches}
     if system == "async+2bw":
         arguments["staleness"] = "uniform"
     if system == "async+slack1":

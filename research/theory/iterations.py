@@ -105,9 +105,7 @@ def train(
 
 
 def _mixed_gradient(gradient: Rule, old: Array, new: Array, phi: Array | float) -> Array:
-    if isinstance(
-        phi, np.ndarray
-    ):  # each micro-batch mixes the versions of the stages: one affine gradient of the mean
+    if isinstance(phi, np.ndarray):  # each microbatch mixes the versions of the stages: one affine gradient of the mean
         return gradient(phi * old + (1 - phi) * new)
     return gradient(old) if phi == 1 else phi * gradient(old) + (1 - phi) * gradient(new)
 

@@ -58,7 +58,7 @@ class MatrixLeastSquares:
 
 @dataclass(frozen=True)
 class StagedQuadratic:
-    """Gradient H w of six weights on three stages; stage s runs the share phi_s of the micro-batches on older weights.
+    """Gradient H w of six weights on three stages; stage s runs the share phi_s of the microbatches on older weights.
 
     So the mean gradient is H (w_t - Phi (w_t - w_{t-1})): of a weight the age is that of the stage that holds it.
     """

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, fabric
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts
-from tests.trainer.runs import arrays
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays
 
 VOCABULARY, TIME, DIM, STAGES, STEPS = 13, 6, 8, 2, 5
-MICRO_BATCHES = {"micro_batches": 4}
+MICROBATCHES = {"microbatches": 4}
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ def fit(pipeline: bool, module: L.LightningModule | None = None) -> dict[str, An
     """Weights after a training by the Trainer; in a pipeline those of this stage."""
     L.seed_everything(1, verbose=False)
     module = module or LitGPT()
-    strategy = AsyncPipelineStrategy(**MICRO_BATCHES) if pipeline else emulated(DelayedGradientStrategy)
+    strategy = AsyncPipelineStrategy(**MICROBATCHES) if pipeline else emulated(DelayedGradientStrategy)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=STAGES if pipeline else 1, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -87,7 +87,7 @@ def fit(pipeline: bool, module: L.LightningModule | None = None) -> dict[str, An
 
 def loop(pipeline: bool, to_device: bool = False) -> dict[str, Any]:
     """The same in Fabric."""
-    strategy = fabric.AsyncPipelineStrategy(**MICRO_BATCHES) if pipeline else emulated(fabric.DelayedGradientStrategy)
+    strategy = fabric.AsyncPipelineStrategy(**MICROBATCHES) if pipeline else emulated(fabric.DelayedGradientStrategy)
     run = L.Fabric(strategy=strategy, accelerator="cpu", devices=STAGES if pipeline else 1)
     run.launch()
     run.seed_everything(1, verbose=False)
@@ -103,7 +103,7 @@ def loop(pipeline: bool, to_device: bool = False) -> dict[str, Any]:
 
 
 def emulated(strategy: Any) -> Any:
-    return strategy(stages=STAGES, **MICRO_BATCHES)
+    return strategy(stages=STAGES, **MICROBATCHES)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_asyncpp import apply_layers, check_model, pipelined
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.tree import tensors_of
-from tests.adapt.models import MODELS, SLOW, Trained, assert_trains, batches_for, example_of
+from tests.helpers.models import MODELS, SLOW, Trained, assert_trains, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = ("gpt2", "mixtral", "t5", "timm_vit")
@@ -27,7 +27,7 @@ def test_trains_as_a_single_process_does(name: str) -> None:
     module = Trained(pipelined(model, example_of(name)))
     assert list(model.state_dict()) == names
     for stages in (3, 1):
-        report = check_model(module, batches_for(name, model), stages=stages, micro_batches=4, updates=3)
+        report = check_model(module, batches_for(name, model), stages=stages, microbatches=4, updates=3)
         assert_trains(report, model.pipeline_layers.is_exact or stages == 1)
 
 

@@ -19,8 +19,8 @@ from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
 from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.tree import tensors_of
 from tests.adapt import nets
-from tests.adapt.models import Trained, assert_trains, of_transformers
 from tests.adapt.nets import DIM, EXACT, ROUNDED, SHAPE, Net
+from tests.helpers.models import Trained, assert_trains, of_transformers
 
 LONG = (2, 7, DIM)
 
@@ -72,7 +72,7 @@ def test_trains_as_a_single_process_does(kind: type[Net], dropout: float) -> Non
     assert model.pipeline_layers.is_exact == (kind in EXACT)
     batches = [{"x": torch.randn(SHAPE)} for _ in range(2)]
     for stages in (3, 1):
-        report = check_model(Trained(model), batches, stages=stages, micro_batches=4, updates=3)
+        report = check_model(Trained(model), batches, stages=stages, microbatches=4, updates=3)
         assert_trains(report, is_exact=kind in EXACT or stages == 1)
 
 

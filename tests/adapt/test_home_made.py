@@ -7,7 +7,7 @@ import torch
 
 from lightning_asyncpp import check_model
 from tests.adapt.home_made import HOME_MADE
-from tests.adapt.models import Trained, assert_trains
+from tests.helpers.models import Trained, assert_trains
 
 ROUNDED = ("translation", "denoiser")
 """A value is used on both stages."""

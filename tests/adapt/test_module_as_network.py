@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp import DelayedGradientStrategy, check_model, pipelined
 from lightning_asyncpp.core.cut.network import class_name, name_in_steps, network_in
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.adapt.models import assert_trains
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.reference import assert_equal_weights, joined_parts
-from tests.trainer.runs import arrays
+from tests.helpers.models import assert_trains
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import arrays
 
 DIM, CLASSES, STEPS = 6, 3, 6
-MICRO_BATCHES = {"micro_batches": 4}
+MICROBATCHES = {"microbatches": 4}
 
 
 class Classifier(L.LightningModule):
@@ -81,9 +81,9 @@ def fit(
     """Weights, of this stage in a pipeline, and the last validation loss."""
     L.seed_everything(1, verbose=False)
     module = kind()
-    strategy: Any = AsyncPipelineStrategy(**MICRO_BATCHES)
+    strategy: Any = AsyncPipelineStrategy(**MICROBATCHES)
     if not stages:
-        strategy = DelayedGradientStrategy(stages=2, **MICRO_BATCHES)
+        strategy = DelayedGradientStrategy(stages=2, **MICROBATCHES)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=stages or 1, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,

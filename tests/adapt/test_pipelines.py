@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_asyncpp import pipelined
 from lightning_asyncpp.reference import train_reference
-from tests.adapt.models import MODELS, batches_for
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Run, arrays, make_trainer
+from tests.helpers.models import MODELS, batches_for
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, arrays, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 4
@@ -51,7 +51,7 @@ class Adapted(L.LightningModule):
 def train(name: str, told: bool, strategy: str, folder: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     module = Adapted(name, told)
-    options = {"micro_batches": 4}
+    options = {"microbatches": 4}
     run = Run(lambda _: module, strategy=strategy, options=options, trainer={"max_epochs": 1, "val_check_interval": 2})
     trainer = make_trainer(run)
     trainer.fit(module)
@@ -66,7 +66,7 @@ def reference(name: str, delay: int) -> dict[str, Any]:
     optimizer = module.configure_optimizers()
     train_reference(
         module.model, lambda batch: module.training_step(batch, 0), [[batch] for batch in module.batches], optimizer,
-        micro_batches=4, delay=delay, seed=1, weight=lambda batch: float(len(next(iter(batch.values())))),
+        microbatches=4, delay=delay, seed=1, weight=lambda batch: float(len(next(iter(batch.values())))),
     )  # fmt: skip
     return arrays(dict(module.model.named_parameters()))
 

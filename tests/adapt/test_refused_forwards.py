@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp import ConfigurationError, check_model, pipelined
-from tests.adapt.models import Trained
 from tests.adapt.nets import DIM, SHAPE, Block, Net
+from tests.helpers.models import Trained
 
 
 class KeepingBlock(Block):
@@ -262,16 +262,16 @@ def test_the_check_finds_it(kind: type[Net]) -> None:
     torch.manual_seed(0)
     long = torch.randn(4, 7, DIM)
     model = pipelined(kind(), (torch.randn(SHAPE),))
-    report = check_model(Trained(model), [{"x": long}] * 2, stages=3, micro_batches=4)
+    report = check_model(Trained(model), [{"x": long}] * 2, stages=3, microbatches=4)
     right, found = report.differences[0].values
     assert abs(right - found) > 1e-3 * abs(right), str(report)
     if kind is not Borrowing:
         shown = pipelined(kind(), (long,))
-        assert check_model(Trained(shown), [{"x": long}] * 2, stages=1, micro_batches=4).bitwise
+        assert check_model(Trained(shown), [{"x": long}] * 2, stages=1, microbatches=4).bitwise
         assert not shown.pipeline_layers.is_exact
 
 
 def test_a_block_that_is_left_out_where_its_output_is_needed() -> None:
     model = pipelined(Late(), (torch.randn(SHAPE),))
     with pytest.raises(ConfigurationError, match=r"blocks\.1 was not called in this forward, .* call every block"):
-        check_model(Trained(model), [{"x": torch.randn(4, 7, DIM)}], stages=3, micro_batches=4)
+        check_model(Trained(model), [{"x": torch.randn(4, 7, DIM)}], stages=3, microbatches=4)

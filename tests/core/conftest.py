@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from tests.core.cases import Case
-from tests.core.pool import Prepare, WorkerPool
-from tests.core.runs import run_case
-from tests.workers import opened
+from tests.helpers.cases import Case
+from tests.helpers.engine import run_case
+from tests.helpers.engine_pool import Prepare, WorkerPool
+from tests.helpers.workers import opened
 
 
 class Pools:

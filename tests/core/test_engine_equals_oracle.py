@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
-from tests.core.cases import Case
-from tests.core.compare import (
+from tests.core.conftest import Pools
+from tests.helpers.cases import Case
+from tests.helpers.compare import (
     assert_same_losses,
     assert_same_norms,
     assert_same_statistics,
     assert_same_weights,
     weights_of,
 )
-from tests.core.conftest import Pools
-from tests.core.pairwise import covering, pairwise
-from tests.core.runs import run_oracle
+from tests.helpers.engine import run_oracle
+from tests.helpers.pairwise import covering, pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
@@ -28,7 +28,7 @@ STAGES = (1, 2, 3, 4)
 STAGES_SYNCHRONOUS = (1, 3)
 BATCH_SIZES = (
     (9, 9, 9, 9, 4),  # a partial last batch
-    (7, 1, 5, 7, 2),  # batches smaller than micro_batches
+    (7, 1, 5, 7, 2),  # batches smaller than microbatches
     (6, 6, 6, 0, 6),  # a batch without samples
     (5,),  # a run that ends before the first update is due
 )
@@ -61,47 +61,47 @@ def check(pools: Pools, num_stages: int, case: Case) -> None:
     assert_same_statistics(results)
 
 
-def make_case(micro_batches: int, lookahead: int | None, options: dict[str, Any], delay: int = 1) -> Case:
+def make_case(microbatches: int, lookahead: int | None, options: dict[str, Any], delay: int = 1) -> Case:
     if options["nan_at"] is not None and options["nan_at"] >= len(options["batch_sizes"]):
         options = options | {"nan_at": None}
-    return Case(micro_batches, lookahead, delay, **options)
+    return Case(microbatches, lookahead, delay, **options)
 
 
 def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
     p = num_stages
     factors = {
-        "micro_batches": sorted({p, p + 1, 2 * p, 2 * p + 1, 4 * p}),
+        "microbatches": sorted({p, p + 1, 2 * p, 2 * p + 1, 4 * p}),
         "lookahead": sorted({0, 1, p - 1, p, 2 * p - 1, 3 * p}),
         **OPTIONS,
     }
     cases = []
     for row in pairwise(factors, seed=num_stages):
-        micro_batches, lookahead = row.pop("micro_batches"), row.pop("lookahead")
-        most = largest_lookahead(num_stages, micro_batches, 1)
-        cases.append((num_stages, make_case(micro_batches, min(lookahead, most), row)))
+        microbatches, lookahead = row.pop("microbatches"), row.pop("lookahead")
+        most = largest_lookahead(num_stages, microbatches, 1)
+        cases.append((num_stages, make_case(microbatches, min(lookahead, most), row)))
     return cases
 
 
 def synchronous(num_stages: int) -> list[tuple[int, Case]]:
-    micro_batches = sorted({1, max(num_stages - 1, 1), 2 * num_stages + 1})
-    factors = {"micro_batches": micro_batches, "lookahead": (None, 1), **OPTIONS, "batch_sizes": BATCH_SIZES[:2]}
+    microbatches = sorted({1, max(num_stages - 1, 1), 2 * num_stages + 1})
+    factors = {"microbatches": microbatches, "lookahead": (None, 1), **OPTIONS, "batch_sizes": BATCH_SIZES[:2]}
     rows = pairwise(factors, seed=num_stages)
-    return [(num_stages, make_case(row.pop("micro_batches"), row.pop("lookahead"), row, delay=0)) for row in rows]
+    return [(num_stages, make_case(row.pop("microbatches"), row.pop("lookahead"), row, delay=0)) for row in rows]
 
 
 def grid(num_stages: int) -> list[tuple[int, Case]]:
-    """Every micro-batch count with every lookahead, and every three options."""
+    """Every microbatch count with every lookahead, and every three options."""
     cases = []
-    for micro_batches in range(num_stages, 2 * num_stages + 2):
-        for lookahead in range(largest_lookahead(num_stages, micro_batches, 1) + 1):
-            rows = pairwise(OPTIONS, seed=100 * micro_batches + lookahead)
-            cases += [(num_stages, make_case(micro_batches, lookahead, row)) for row in rows]
+    for microbatches in range(num_stages, 2 * num_stages + 2):
+        for lookahead in range(largest_lookahead(num_stages, microbatches, 1) + 1):
+            rows = pairwise(OPTIONS, seed=100 * microbatches + lookahead)
+            cases += [(num_stages, make_case(microbatches, lookahead, row)) for row in rows]
     return cases
 
 
 def parametrized(cases: list[tuple[int, Case]], marks: Sequence[Any] = ()) -> Any:
     rows = [
-        pytest.param(num_stages, case, marks=mark, id=f"P{num_stages}-m{case.micro_batches}-c{case.lookahead}-{i}")
+        pytest.param(num_stages, case, marks=mark, id=f"P{num_stages}-m{case.microbatches}-c{case.lookahead}-{i}")
         for i, ((num_stages, case), mark) in enumerate(itertools.zip_longest(cases, marks, fillvalue=()))
     ]
     return pytest.mark.parametrize(("num_stages", "case"), rows)
@@ -119,7 +119,7 @@ def few_of(cases: list[tuple[int, Case]], of: Sequence[str] = (), among: Sequenc
 
     ``of``: the pairs that count have one of these options; other tests have the rest. ``among``: and both are of these.
     """
-    beyond = [case.micro_batches - num_stages for num_stages, case in cases]
+    beyond = [case.microbatches - num_stages for num_stages, case in cases]
     names = among or (*OPTIONS, "lookahead", "staleness", "slack", "drains")
     rows = [
         {name: getattr(case, name) for name in names} | {"num_stages": num_stages, "beyond": more}
@@ -152,7 +152,7 @@ def test_the_cut_is_the_one_that_was_asked_for(pools: Pools, cut: str, counts: l
     assert max(layers) < counts[0] <= min(int(name.partition(".")[0]) for name in last["weights"])
 
 
-def with_held_micro_batches(num_stages: int) -> list[tuple[int, Case]]:
+def with_held_microbatches(num_stages: int) -> list[tuple[int, Case]]:
     """Every slack about its limits, and drains at any moment."""
     rules: list[tuple[Staleness, Slack]] = [("least", slack) for slack in (0, 1, 2, num_stages - 1, num_stages)]
     rules += [("least", "exact"), ("least", 2 * num_stages + 2)]
@@ -167,14 +167,14 @@ def with_held_micro_batches(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-@few_of(over((2, 3), with_held_micro_batches), of=["staleness", "slack", "accumulate", "tied"], among=ABOUT_UPDATES)
-def test_held_micro_batches(pools: Pools, num_stages: int, case: Case) -> None:
+@few_of(over((2, 3), with_held_microbatches), of=["staleness", "slack", "accumulate", "tied"], among=ABOUT_UPDATES)
+def test_held_microbatches(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 
 @pytest.mark.slow
-@parametrized(with_held_micro_batches(4))
-def test_held_micro_batches_of_four(pools: Pools, num_stages: int, case: Case) -> None:
+@parametrized(with_held_microbatches(4))
+def test_held_microbatches_of_four(pools: Pools, num_stages: int, case: Case) -> None:
     check(pools, num_stages, case)
 
 

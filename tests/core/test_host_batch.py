@@ -66,9 +66,9 @@ def test_weights_and_marks_are_read_from_the_host() -> None:
     batch, on_host = torch.arange(8.0), torch.arange(8.0)
     read: list[Tensor] = []
 
-    def weigh(micro_batch: Tensor) -> float:
-        read.append(micro_batch)
-        return float(micro_batch.sum())
+    def weigh(microbatch: Tensor) -> float:
+        read.append(microbatch)
+        return float(microbatch.sum())
 
     slots = cut_batch(batch, 3, split_batch, weigh, on_host)
     assert [slot.weight for slot in slots] == [3.0, 12.0, 13.0]

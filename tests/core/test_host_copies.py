@@ -9,7 +9,7 @@ import torch
 
 from lightning_asyncpp.core.host_copies import HostCopy, pieces_on_host
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from tests.core.failures.failing_cases import run_ranks
+from tests.helpers.failing import run_ranks
 
 
 def test_pieces_hold_all_elements_in_order() -> None:

@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from tests.core.cases import Case
-from tests.core.compare import (
-    assert_same_losses,
-    assert_same_norms,
-    assert_same_statistics,
-    assert_same_weights,
-)
-from tests.core.random_cases import draw
-from tests.core.runs import Training, run_local, run_oracle
 from tests.core.test_engine_equals_oracle import (
     STAGES,
     asynchronous,
     over,
     parametrized,
     synchronous,
-    with_held_micro_batches,
+    with_held_microbatches,
 )
+from tests.helpers.cases import Case
+from tests.helpers.compare import (
+    assert_same_losses,
+    assert_same_norms,
+    assert_same_statistics,
+    assert_same_weights,
+)
+from tests.helpers.engine import Training, run_local, run_oracle
+from tests.helpers.random_cases import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
@@ -47,7 +47,7 @@ def test_no_delay(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
 
-@parametrized(over((2, 3, 4), with_held_micro_batches))
+@parametrized(over((2, 3, 4), with_held_microbatches))
 def test_least_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 

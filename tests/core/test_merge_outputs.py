@@ -1,4 +1,4 @@
-"""Joining what a step returned for the micro-batches: like the result for the whole batch."""
+"""Joining what a step returned for the microbatches: like the result for the whole batch."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_anything_else_comes_as_the_list_of_results(results: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros], ids=["tensors", "arrays"])
-def test_padding_to_the_longest_of_each_micro_batch(make: Any) -> None:
+def test_padding_to_the_longest_of_each_microbatch(make: Any) -> None:
     """They do not fit together: the caller gets them as they are."""
     results = [{"logits": make((2, 5)), "loss": 1.0}, {"logits": make((1, 7)), "loss": 5.0}]
     check(results, {"logits": [make((2, 5)), make((1, 7))], "loss": 2.0})
 
 
-def test_averages_are_detached_and_exact_for_one_micro_batch() -> None:
+def test_averages_are_detached_and_exact_for_one_microbatch() -> None:
     loss = torch.tensor(0.1, requires_grad=True)
     assert merge_outputs([loss], [7.0]).requires_grad is False
     assert merge_outputs([loss], [8.0]).item() == loss.item()
@@ -149,7 +149,7 @@ def test_mappings_are_merged_key_by_key() -> None:
     check(results, {"y": rows(1, 2, 3), "name": ["a", "b", "c"], "n": None})
 
 
-def test_keys_that_not_every_micro_batch_has() -> None:
+def test_keys_that_not_every_microbatch_has() -> None:
     """Averaged with the weights of those that have them; in the order in which they come up."""
     results = [{"a": 1.0}, {"b": rows(1), "a": 5.0}, {"c": "s", "b": rows(2)}]
     merged = merge_outputs(results, [3.0, 1.0, 4.0])

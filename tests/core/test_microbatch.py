@@ -270,11 +270,11 @@ def test_slots_that_a_user_cuts_have_marks_of_their_own() -> None:
 
 
 def test_as_many_slots_as_were_asked_for() -> None:
-    with pytest.raises(ConfigurationError, match=r"split_batch\(batch, 3\) returned 2 micro-batches"):
+    with pytest.raises(ConfigurationError, match=r"split_batch\(batch, 3\) returned 2 microbatches"):
         cut_batch(torch.zeros(4), 3, lambda batch, parts: list(batch.tensor_split(2)))
 
 
-def test_a_batch_is_looked_at_as_closely_as_its_micro_batches() -> None:
+def test_a_batch_is_looked_at_as_closely_as_its_microbatches() -> None:
     """Of a large tensor 1024 elements are hashed for each of them."""
     x = torch.zeros(8 * 1024)
     other = x.clone()

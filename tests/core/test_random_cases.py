@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lightning_asyncpp.core.cut.units import pipeline_units
-from tests.core.compare import assert_same_norms, assert_same_statistics, weights_of
 from tests.core.conftest import Pools
-from tests.core.random_cases import draw, is_exact
-from tests.core.runs import run_oracle
+from tests.helpers.compare import assert_same_norms, assert_same_statistics, weights_of
+from tests.helpers.engine import run_oracle
+from tests.helpers.random_cases import draw, is_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 DEFAULT = range(8)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from tests.core.failures.failing_cases import Run
+from tests.helpers.failing import Run
 
 
 def run_of_one_stage() -> Run:
@@ -23,9 +23,9 @@ def test_a_batch_leaves_the_generator_alone(kind: str) -> None:
     batch = run.case.batch(0, 0)
     drawn: list[Tensor] = []
 
-    def step(micro_batch: Any, weight: float) -> Tensor:
+    def step(microbatch: Any, weight: float) -> Tensor:
         drawn.append(torch.rand(1))
-        return run.step(micro_batch, weight)
+        return run.step(microbatch, weight)
 
     before = torch.get_rng_state()
     if kind == "training":
@@ -34,13 +34,13 @@ def test_a_batch_leaves_the_generator_alone(kind: str) -> None:
         with torch.no_grad():
             run.engine.evaluate(batch, step)
     assert torch.equal(torch.get_rng_state(), before)
-    assert len({float(number) for number in drawn}) == run.micro_batches, "each micro-batch draws its own"
+    assert len({float(number) for number in drawn}) == run.microbatches, "each microbatch draws its own"
 
 
 def test_a_batch_that_fails_leaves_the_generator_alone() -> None:
     run = run_of_one_stage()
 
-    def failing(micro_batch: Any, weight: float) -> Tensor:
+    def failing(microbatch: Any, weight: float) -> Tensor:
         torch.rand(1)
         raise ValueError("the user's own mistake")
 
@@ -57,14 +57,14 @@ def test_what_a_step_draws_after_the_model_does_not_depend_on_the_model() -> Non
         run = run_of_one_stage()
         _draw_more(run.model, more)
 
-        def step(micro_batch: Any, weight: float, run: Run = run) -> Tensor:
-            loss = run.step(micro_batch, weight)
+        def step(microbatch: Any, weight: float, run: Run = run) -> Tensor:
+            loss = run.step(microbatch, weight)
             drawn.append(torch.rand(3))
             return loss
 
         run.engine.run(run.case.batch(0, 0), step)
     half = len(drawn) // 2
-    assert half == run.micro_batches
+    assert half == run.microbatches
     assert all(torch.equal(a, b) for a, b in zip(drawn[:half], drawn[half:], strict=True))
 
 
@@ -83,7 +83,7 @@ def test_what_a_backward_draws_does_not_depend_on_drains(drained: bool) -> None:
         if drained:
             run.drain()
     expected = []
-    for k in range(2 * run.micro_batches):
+    for k in range(2 * run.microbatches):
         seed_generators(0, torch.device("cpu"), "backward", 0, 0, k)
         expected.append(float(torch.rand(1)))
     assert drawn == expected

@@ -1,4 +1,4 @@
-"""Two replicas of two stages against the oracle, which sees their micro-batches one after the other."""
+"""Two replicas of two stages against the oracle, which sees their microbatches one after the other."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.cases import Case, frozen_in_front, make_model
-from tests.core.compare import assert_same_norms, weights_of
 from tests.core.conftest import Pools
-from tests.core.runs import run_oracle
+from tests.helpers.cases import Case, frozen_in_front, make_model
+from tests.helpers.compare import assert_same_norms, weights_of
+from tests.helpers.engine import run_oracle
 
-# The oracle adds all micro-batches in one order; replicas add their own and then each other's. The sums differ in the
+# The oracle adds all microbatches in one order; replicas add their own and then each other's. The sums differ in the
 # last bits, about 1e-7 relative, and adamw divides by the gradient's own size, so that an element whose terms nearly
 # cancel moves by up to lr * 1e-7 * (size of the terms / size of the sum) more or less per step. Weights are of order 1.
 TOLERANCE = 2e-6

@@ -11,7 +11,7 @@ from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
-    ({"micro_batches": 0}, 2, "micro_batches=0 must be at least 1"),
+    ({"microbatches": 0}, 2, "microbatches=0 must be at least 1"),
     ({"lookahead": -1}, 2, "lookahead=-1 must be 0 or more"),
     ({"data_parallel_size": 0}, 2, "data_parallel_size=0 must be at least 1"),
     ({"nonfinite_gradients": "ignore"}, 2, "nonfinite_gradients='ignore' must be 'stop' or 'skip'"),
@@ -22,28 +22,28 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         " change one of them",
     ),
     (
-        {"micro_batches": 3},
+        {"microbatches": 3},
         4,
-        "micro_batches=3 is smaller than the number of stages (4): without a flush every stage needs work;"
-        " use micro_batches >= 4, or strategy 'sync_pipeline'",
+        "microbatches=3 is smaller than the number of stages (4): without a flush every stage needs work;"
+        " use microbatches >= 4, or strategy 'sync_pipeline'",
     ),
     (
-        {"micro_batches": 4, "lookahead": 2},
+        {"microbatches": 4, "lookahead": 2},
         4,
-        "lookahead=2 does not fit 4 micro-batches over 4 stages and 1 replica(s): the largest is 1;"
-        " lower it, or use micro_batches >= 5",
+        "lookahead=2 does not fit 4 microbatches over 4 stages and 1 replica(s): the largest is 1;"
+        " lower it, or use microbatches >= 5",
     ),
     (
-        {"micro_batches": 16, "lookahead": 14},
+        {"microbatches": 16, "lookahead": 14},
         4,
-        "lookahead=14 does not fit 16 micro-batches over 4 stages and 1 replica(s): the largest is 13;"
-        " lower it, or use micro_batches >= 17",
+        "lookahead=14 does not fit 16 microbatches over 4 stages and 1 replica(s): the largest is 13;"
+        " lower it, or use microbatches >= 17",
     ),
     (
-        {"micro_batches": 4, "lookahead": 1, "data_parallel_size": 2},
+        {"microbatches": 4, "lookahead": 1, "data_parallel_size": 2},
         8,
-        "lookahead=1 does not fit 4 micro-batches over 4 stages and 2 replica(s): the largest is 0;"
-        " lower it, or use micro_batches >= 5",
+        "lookahead=1 does not fit 4 microbatches over 4 stages and 2 replica(s): the largest is 0;"
+        " lower it, or use microbatches >= 5",
     ),
     (
         {"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"},
@@ -62,22 +62,22 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         (
             {"staleness": "least", "slack": slack},
             2,
-            f"slack={slack!r} must be a number of micro-batches, 0 or more, or 'exact'",
+            f"slack={slack!r} must be a number of microbatches, 0 or more, or 'exact'",
         )
         for slack in (-1, 1.5, True, "most")
     ),
     ({"slack": "exact"}, 2, "slack='exact' has a meaning only with staleness='least': set that, or leave it out"),
     (
-        {"micro_batches": "4", "data_parallel_size": None, "lookahead": True},
+        {"microbatches": "4", "data_parallel_size": None, "lookahead": True},
         2,
-        "3 problems:\n  1. micro_batches='4' must be a whole number\n  2. lookahead=True must be a whole number\n  3."
+        "3 problems:\n  1. microbatches='4' must be a whole number\n  2. lookahead=True must be a whole number\n  3."
         " data_parallel_size=None must be a whole number",
     ),
     (
-        {"micro_batches": -1, "lookahead": -2, "data_parallel_size": 3, "nonfinite_gradients": ""},
+        {"microbatches": -1, "lookahead": -2, "data_parallel_size": 3, "nonfinite_gradients": ""},
         4,
         "4 problems:\n"
-        "  1. micro_batches=-1 must be at least 1\n"
+        "  1. microbatches=-1 must be at least 1\n"
         "  2. lookahead=-2 must be 0 or more\n"
         "  3. nonfinite_gradients='' must be 'stop' or 'skip'\n"
         "  4. devices=4 is not divisible by data_parallel_size=3: every replica needs the same number of stages;"
@@ -103,11 +103,11 @@ def test_refused_settings_that_no_strategy_sets(arguments: dict[str, Any]) -> No
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None:
     world_size = num_stages * num_replicas
-    for micro_batches in range(num_stages, 2 * num_stages + 2):
+    for microbatches in range(num_stages, 2 * num_stages + 2):
         for lookahead in range(3 * num_stages + 1):
-            settings = PipelineSettings(micro_batches, lookahead, num_replicas)
+            settings = PipelineSettings(microbatches, lookahead, num_replicas)
             resolved, problems = settings.resolve(world_size)
-            fits = lookahead <= largest_lookahead(num_stages, micro_batches, num_replicas)
+            fits = lookahead <= largest_lookahead(num_stages, microbatches, num_replicas)
             assert (resolved is not None) == fits == (not problems)
             if not fits:
                 mended = int(problems[0].rpartition(">= ")[2])
@@ -116,30 +116,30 @@ def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "world_size", "micro_batches", "lookahead"),
+    ("arguments", "world_size", "microbatches", "lookahead"),
     [
         ({}, 1, 1, 0),
         ({}, 4, 8, 1),
-        ({"micro_batches": 4, "data_parallel_size": 2}, 8, 4, 0),  # one is left for the reduction to hide in
-        ({"data_parallel_size": 2, "micro_batches": 5}, 8, 5, 1),
+        ({"microbatches": 4, "data_parallel_size": 2}, 8, 4, 0),  # one is left for the reduction to hide in
+        ({"data_parallel_size": 2, "microbatches": 5}, 8, 5, 1),
         ({"delay": 0}, 4, 8, 0),
-        ({"delay": 0, "micro_batches": 1}, 4, 1, 0),
-        ({"micro_batches": 8, "lookahead": 3}, 4, 8, 3),
-        ({"micro_batches": 8, "lookahead": 0}, 4, 8, 0),
-        ({"micro_batches": 8, "staleness": "least"}, 4, 8, 0),  # more would cost freshness
-        ({"micro_batches": 8, "staleness": "least", "lookahead": 1}, 4, 8, 1),
+        ({"delay": 0, "microbatches": 1}, 4, 1, 0),
+        ({"microbatches": 8, "lookahead": 3}, 4, 8, 3),
+        ({"microbatches": 8, "lookahead": 0}, 4, 8, 0),
+        ({"microbatches": 8, "staleness": "least"}, 4, 8, 0),  # more would cost freshness
+        ({"microbatches": 8, "staleness": "least", "lookahead": 1}, 4, 8, 1),
     ],
 )
-def test_defaults(arguments: dict[str, Any], world_size: int, micro_batches: int, lookahead: int) -> None:
+def test_defaults(arguments: dict[str, Any], world_size: int, microbatches: int, lookahead: int) -> None:
     resolved = PipelineSettings(**arguments).resolved(world_size)
-    assert (resolved.micro_batches, resolved.lookahead) == (micro_batches, lookahead)
+    assert (resolved.microbatches, resolved.lookahead) == (microbatches, lookahead)
     assert resolved.num_stages * resolved.data_parallel_size == world_size
     if resolved.delay:
-        assert depth(0, resolved.num_stages, lookahead) <= micro_batches
+        assert depth(0, resolved.num_stages, lookahead) <= microbatches
 
 
 def test_a_synchronous_twin_differs_in_the_delay_alone() -> None:
-    settings = PipelineSettings(micro_batches=6, lookahead=1, nonfinite_gradients="skip")
+    settings = PipelineSettings(microbatches=6, lookahead=1, nonfinite_gradients="skip")
     twin = settings.with_delay(0)
     assert twin.delay == 0
     assert twin.with_delay(1) == settings
@@ -181,7 +181,7 @@ def test_stages_that_step_ahead_of_the_others_begin_with_a_mini_batch_without_de
     ids=str,
 )
 def test_the_log_says_how_old_gradients_are(arguments: dict[str, Any], text: str) -> None:
-    assert PipelineSettings(micro_batches=8, **arguments).resolved(3).describe() == text
+    assert PipelineSettings(microbatches=8, **arguments).resolved(3).describe() == text
 
 
 @pytest.mark.parametrize("slack", [0, 2, "exact"])

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, StalenessRule
 from lightning_asyncpp.core.simulation import DeadlockError, simulate
-from tests.tools.steady import steady_utilisation
+from tests.helpers.steady import steady_utilisation
 
 
 def schedules(stages: int, lookahead: int, delay: int) -> list[Schedule]:
@@ -15,31 +15,31 @@ def schedules(stages: int, lookahead: int, delay: int) -> list[Schedule]:
 
 
 def test_a_flush_costs_the_known_bubble() -> None:
-    lanes = simulate(schedules(4, 0, 0), mini_batches=3, micro_batches=4)
+    lanes = simulate(schedules(4, 0, 0), mini_batches=3, microbatches=4)
     assert max(span.end for lane in lanes for span in lane) == 3 * (4 + 4 - 1) * 3
 
 
 def test_without_a_flush_the_steady_state_has_no_idle_time() -> None:
-    lanes = simulate(schedules(4, 0, 1), mini_batches=6, micro_batches=4)
+    lanes = simulate(schedules(4, 0, 1), mini_batches=6, microbatches=4)
     last_stage = [span for span in lanes[3] if span.kind is not Kind.UPDATE]
     assert last_stage[-1].end - last_stage[0].start == 6 * 4 * 3
 
 
-def test_a_micro_batch_visits_the_stages_in_order() -> None:
-    lanes = simulate(schedules(3, 1, 1), mini_batches=2, micro_batches=4)
+def test_a_microbatch_visits_the_stages_in_order() -> None:
+    lanes = simulate(schedules(3, 1, 1), mini_batches=2, microbatches=4)
     for kind, order in ((Kind.FORWARD, lanes), (Kind.BACKWARD, lanes[::-1])):
         for k in range(8):
             spans = [next(s for s in lane if s.kind is kind and s.index == k) for lane in order]
             assert all(a.end <= b.start for a, b in pairwise(spans))
 
 
-def test_too_few_micro_batches_deadlock_instead_of_looping_for_ever() -> None:
+def test_too_few_microbatches_deadlock_instead_of_looping_for_ever() -> None:
     with pytest.raises(DeadlockError, match="wait for each other"):
-        simulate(schedules(4, 0, 1), mini_batches=3, micro_batches=1)
+        simulate(schedules(4, 0, 1), mini_batches=3, microbatches=1)
 
 
 def test_a_message_takes_its_time_between_stages_and_for_the_update() -> None:
-    lanes = simulate(schedules(2, 0, 0), mini_batches=1, micro_batches=1, hop=0.5)
+    lanes = simulate(schedules(2, 0, 0), mini_batches=1, microbatches=1, hop=0.5)
     spans = [[(str(span.kind.value), span.start) for span in lane] for lane in lanes]
     # F on stage 0 until 1, half a unit on the way, F and B on stage 1 until 4.5, half a unit, B on stage 0 until 7;
     # stage 1 hears of the complete gradient half a unit later.
@@ -55,7 +55,7 @@ def test_a_stage_that_steps_ahead_waits_for_its_own_gradient_alone(slack: Slack,
     assert lengths == [pytest.approx(6 * 3.0), pytest.approx(6 * 3.0 + waits)]
 
 
-def test_times_may_depend_on_stage_and_micro_batch() -> None:
+def test_times_may_depend_on_stage_and_microbatch() -> None:
     lanes = simulate(schedules(2, 0, 1), 3, 2, forward=lambda stage, k: 1.0 + stage, backward=lambda stage, k: k + 1.0)
     for stage, lane in enumerate(lanes):
         for span in lane:

@@ -16,7 +16,7 @@ from lightning_asyncpp.core.stage_optimizer import StageOptimizer
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optim import ErrorFeedback
 from lightning_asyncpp.storage import merged
-from tests.core.cases import CountingSGD
+from tests.helpers.cases import CountingSGD
 
 MAKE: dict[str, Callable[..., Optimizer]] = {
     "adamw": functools.partial(AdamW, lr=0.1),

@@ -25,7 +25,7 @@ from lightning_asyncpp.core.trace import (
     utilisation,
 )
 from lightning_asyncpp.strategy_parts.recording import follow
-from tests.core.fake_device import FakeDevice
+from tests.helpers.fake_device import FakeDevice
 
 
 @pytest.fixture

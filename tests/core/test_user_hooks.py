@@ -1,4 +1,4 @@
-"""Where the user's functions for micro-batches come from."""
+"""Where the user's functions for microbatches come from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Summing:
 
     loss_reduction = "sum"
 
-    def micro_batch_weight(self, micro_batch: Any) -> float:
+    def microbatch_weight(self, microbatch: Any) -> float:
         return 7.0
 
 
@@ -22,5 +22,5 @@ def test_a_module_without_any_gets_the_defaults() -> None:
 
 def test_the_modules_own_come_before_the_defaults() -> None:
     hooks = UserHooks.of(Summing(), model_name="model")
-    assert (hooks.micro_batch_weight(None), hooks.loss_reduction) == (7.0, "sum")
+    assert (hooks.microbatch_weight(None), hooks.loss_reduction) == (7.0, "sum")
     assert (hooks.split_batch, hooks.model_name) == (split_batch, "model")

@@ -11,7 +11,7 @@ import torch
 
 from lightning_asyncpp.data import ChatDataModule, DataError
 from lightning_asyncpp.data.chat_examples import read_rows
-from tests.trainer.hf.folders import make_tokenizer
+from tests.helpers.hf_folders import make_tokenizer
 
 TURNS = [
     {"role": "system", "content": "Be brief."},

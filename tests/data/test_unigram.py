@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.data.unigram import unigram_loss
+from tests.helpers.unigram import unigram_loss
 
 
 def test_known_distribution() -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.core.cases import Case, make_model
+from tests.helpers.cases import Case, make_model
 
 CASE = Case(3, batch_sizes=(6,) * 30)
 
 
 def main(stage: int, where: str) -> None:
-    strategy = AsyncPipelineStrategy(micro_batches=3)
+    strategy = AsyncPipelineStrategy(microbatches=3)
     fabric = L.Fabric(strategy=strategy, devices=3, accelerator="cpu")
     fabric.launch()
     model = fabric.setup_module(make_model())
@@ -24,10 +24,10 @@ def main(stage: int, where: str) -> None:
     assert mesh is not None
     failing = mesh.stage == stage
 
-    def step_fn(micro_batch: dict[str, Tensor]) -> Tensor:
+    def step_fn(microbatch: dict[str, Tensor]) -> Tensor:
         if failing and where in ("step", "evaluation") and armed:
             raise ValueError("the user's own mistake")
-        return CASE.step(model)(micro_batch)
+        return CASE.step(model)(microbatch)
 
     armed = False
     for index in range(30):

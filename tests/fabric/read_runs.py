@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.core.cases import make_model
-from tests.trainer.checkpoint.resumable import training_loader
-from tests.trainer.logging.evaluations import may_have_children
-from tests.trainer.runs import Net, Run
+from tests.helpers.cases import make_model
+from tests.helpers.evaluations import may_have_children
+from tests.helpers.resumable import training_loader
+from tests.helpers.trainer import Net, Run
 
 EPOCHS = 3
 RUN = Run(Net, samples=21)
@@ -30,7 +30,7 @@ def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "") ->
         resumed_from: name of the checkpoint.
     """
     L.seed_everything(5, verbose=False)
-    strategy = AsyncPipelineStrategy(micro_batches=3)
+    strategy = AsyncPipelineStrategy(microbatches=3)
     fabric = L.Fabric(strategy=strategy, devices=dist.get_world_size(), accelerator="cpu")
     fabric.launch()
     model = fabric.setup_module(make_model())

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from lightning_asyncpp.errors import NonFiniteGradientError
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
-from tests.core.cases import DIM, Case, make_model
-from tests.fabric.runs import Run, make_fabric
+from tests.helpers.cases import DIM, Case, make_model
+from tests.helpers.fabric import Run, make_fabric
 
 CASE = Case(4)
 
@@ -66,8 +66,8 @@ def no_initialiser_on_the_last_stage() -> None:
     fabric.setup_module(model)
 
 
-def too_few_micro_batches() -> None:
-    make_fabric(AsyncPipelineStrategy(micro_batches=1))
+def too_few_microbatches() -> None:
+    make_fabric(AsyncPipelineStrategy(microbatches=1))
 
 
 def partition_of_another_model() -> None:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
 from lightning_asyncpp.fabric.strategy import PipelineStrategy
 from lightning_asyncpp.models import GPT, GPTConfig
-from tests.core.cases import Case, make_model
 from tests.core.cut.test_partition_choice import Sleeping
-from tests.fabric.runs import Run, make_fabric
+from tests.helpers.cases import Case, make_model
+from tests.helpers.fabric import Run, make_fabric
 
 CONFIG = GPTConfig(vocab_size=11, context_length=4, num_layers=2, dim=8, num_heads=2)
 
@@ -73,7 +73,7 @@ def original_module_in_the_step(wrapped: bool) -> dict[str, Any]:
 def compiled_as_a_whole(compiled: bool) -> dict[str, Any]:
     """Train what was given to ``torch.compile`` before Fabric got it, or the same as it is."""
     case = Case(3)
-    strategy = AsyncPipelineStrategy(micro_batches=case.micro_batches)
+    strategy = AsyncPipelineStrategy(microbatches=case.microbatches)
     fabric = make_fabric(strategy)
     model = case.make_model()
     wrapped = fabric.setup_module(torch.compile(model, backend="eager") if compiled else model)
@@ -129,10 +129,10 @@ def hooks_of_the_model() -> float | None:
         def split_batch(self, batch: dict[str, Tensor], parts: int) -> list[Any]:
             return [{"x": x, "table": batch["table"]} for x in batch["x"].tensor_split(parts)]
 
-        def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
-            return 2.0 * len(micro_batch["x"])
+        def microbatch_weight(self, microbatch: dict[str, Tensor]) -> float:
+            return 2.0 * len(microbatch["x"])
 
-    strategy = AsyncPipelineStrategy(micro_batches=2)
+    strategy = AsyncPipelineStrategy(microbatches=2)
     fabric = make_fabric(strategy)
     layers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)]
     for layer in layers:
@@ -216,7 +216,7 @@ def local_state() -> dict[str, Any]:
 
 def load_weights_alone(path: str) -> dict[str, Any]:
     """Load the weights of a checkpoint into a run with any number of stages, strictly."""
-    strategy = AsyncPipelineStrategy(micro_batches=3)
+    strategy = AsyncPipelineStrategy(microbatches=3)
     fabric = make_fabric(strategy)
     model = fabric.setup_module(make_model())
     fabric.load(path, {"model": model})

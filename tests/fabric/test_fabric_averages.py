@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from torch.optim.swa_utils import AveragedModel
 
-from tests.core.cases import Case
-from tests.fabric.runs import Run
-from tests.trainer.pool import Pools
+from tests.helpers.cases import Case
+from tests.helpers.fabric import Run
+from tests.helpers.pool import Pools
 
 
 def averaged(loads: str | None, saves: str, start: int, stop: int) -> dict[str, Any]:
     """Train with an average, from a checkpoint or not, and save; what this rank has of them."""
-    run = Run(Case(micro_batches=3))
+    run = Run(Case(microbatches=3))
     average = AveragedModel(run.model.module).requires_grad_(False)
     state = {**run.state, "average": average}
     if loads:

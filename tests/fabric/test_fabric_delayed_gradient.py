@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.fabric import DelayedGradientStrategy
-from tests.core.cases import Case
-from tests.core.compare import assert_same_losses, assert_same_weights
-from tests.core.runs import run_oracle
-from tests.fabric.runs import Run
+from tests.helpers.cases import Case
+from tests.helpers.compare import assert_same_losses, assert_same_weights
+from tests.helpers.engine import run_oracle
+from tests.helpers.fabric import Run
 
 CASES = {
     "least": (3, Case(6, 0, staleness="least", max_norm=0.3, dropout=0.3, scheduler=True)),

@@ -12,11 +12,11 @@ import torch
 
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.storage import merged
-from tests.core.cases import Case
-from tests.core.compare import assert_same_norms, assert_same_weights, weights_of
-from tests.core.runs import run_oracle
-from tests.fabric import runs
-from tests.trainer.pool import Pools
+from tests.helpers import fabric as runs
+from tests.helpers.cases import Case
+from tests.helpers.compare import assert_same_norms, assert_same_weights, weights_of
+from tests.helpers.engine import run_oracle
+from tests.helpers.pool import Pools
 
 STAGES = (1, 2, 3)
 BATCHES = (8, 8, 8, 8, 5)

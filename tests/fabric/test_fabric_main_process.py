@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.core.cases import DIM, make_model
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.trainer import arrays
 from tests.trainer.launching.main_process import outcome_of, run
-from tests.trainer.runs import arrays
 
 
 def train(fabric: L.Fabric, model: nn.Module, path: Path, fails: bool) -> tuple[int, dict[str, np.ndarray]]:
@@ -23,7 +23,7 @@ def train(fabric: L.Fabric, model: nn.Module, path: Path, fails: bool) -> tuple[
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(wrapped.parameters(), lr=0.02))
     for number in range(4):
         x = torch.full((8, DIM), 0.1 * number)
-        strategy.training_step(lambda micro_batch: wrapped(micro_batch).square().mean(), x)
+        strategy.training_step(lambda microbatch: wrapped(microbatch).square().mean(), x)
         optimizer.step()
     fabric.save(path, {"model": wrapped})
     if fails and fabric.global_rank == 1:

@@ -10,15 +10,15 @@ import torch
 from torch.nn import functional as F
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.core.cases import DIM, make_model
-from tests.fabric.runs import make_fabric
-from tests.trainer.pool import Pools
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.fabric import make_fabric
+from tests.helpers.pool import Pools
 
 
 def train(emulated: int) -> dict[str, np.ndarray]:
     """With so many stages emulated; 0: in a pipeline."""
-    local: dict[str, Any] = {"stages": emulated, "micro_batches": 3}
-    strategy: Any = DelayedGradientStrategy(**local) if emulated else AsyncPipelineStrategy(micro_batches=3)
+    local: dict[str, Any] = {"stages": emulated, "microbatches": 3}
+    strategy: Any = DelayedGradientStrategy(**local) if emulated else AsyncPipelineStrategy(microbatches=3)
     fabric = make_fabric(strategy)
     model = make_model()
     model[:-1].requires_grad_(False)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.core.compare import assert_same_norms, weights_of
-from tests.core.runs import run_oracle
-from tests.fabric.random_resumes import Leg, chains, expected_case
-from tests.fabric.runs import go_through
-from tests.trainer.pool import Pools
+from tests.helpers.compare import assert_same_norms, weights_of
+from tests.helpers.engine import run_oracle
+from tests.helpers.fabric import go_through
+from tests.helpers.pool import Pools
+from tests.helpers.random_resumes import Leg, chains, expected_case
 
 
 def drawn(examples: int) -> settings:

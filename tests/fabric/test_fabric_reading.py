@@ -16,8 +16,8 @@ import torch
 from lightning_asyncpp.fabric.checkpoint import FabricLoader
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
 from tests.fabric.read_runs import EPOCHS, RUN, read_and_train
-from tests.trainer.checkpoint.resumable import training_loader, write_litdata
-from tests.trainer.pool import Pools
+from tests.helpers.pool import Pools
+from tests.helpers.resumable import training_loader, write_litdata
 
 
 def fabric_loader(kind: str, folder: str = "", **changed: Any) -> FabricLoader:

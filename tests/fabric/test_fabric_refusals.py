@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.core.schedule import Staleness
-from tests.core.cases import Case
 from tests.fabric import refused
-from tests.fabric.runs import train
-from tests.trainer.pool import Outcome, Pools
-from tests.trainer.reference import assert_equal_weights
+from tests.helpers.cases import Case
+from tests.helpers.fabric import train
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Outcome, Pools
 
 CONFIGURATION = [
     (refused.optimizer_before_module, "one model, which is set up first, and one optimizer"),
@@ -24,7 +24,7 @@ CONFIGURATION = [
     (refused.wrong_reduction, "loss_reduction='max' must be"),
     (refused.uncuttable_model, r"Bilinear, which the pipeline cannot cut.*pipeline_layers\(\)"),
     (refused.no_initialiser_on_the_last_stage, r"2\.weight.*reset_parameters"),
-    (refused.too_few_micro_batches, "micro_batches=1 is smaller than the number of stages.*micro_batches >= 2"),
+    (refused.too_few_microbatches, "microbatches=1 is smaller than the number of stages.*microbatches >= 2"),
     (refused.partition_of_another_model, r"partition=\[4, 4\] places 8 layers, but the model has 9"),
     (refused.partition_for_more_stages, r"partition=\[3, 3, 3\] is for 3 stages, but there are 2"),
     (refused.train_without_optimizer, r"strategy.training_step needs .*setup_optimizers\(make_optimizer"),

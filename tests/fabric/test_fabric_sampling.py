@@ -11,16 +11,16 @@ from torch import Tensor
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
-from tests.fabric.runs import make_fabric
-from tests.models.hf_cases import exported
-from tests.trainer.pool import Pools
+from tests.helpers.fabric import make_fabric
+from tests.helpers.hf_cases import exported
+from tests.helpers.pool import Pools
 
 CONFIG = GPTConfig(vocab_size=64, context_length=10, num_layers=3, dim=16, num_heads=2, mlp_dim=32, init_std=0.3)
 PROMPT = [5, 6, 7]
 
 
 def tokens_of_stages(folder: str, sampling: Sampling) -> list[int]:
-    strategy = AsyncPipelineStrategy(micro_batches=3)
+    strategy = AsyncPipelineStrategy(microbatches=3)
     fabric = make_fabric(strategy)
     with fabric.init_module(empty_init=True):
         model = GPT(CONFIG)

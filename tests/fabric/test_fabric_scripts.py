@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fabric import failing_script
-from tests.trainer.pool import Pools, impatient
+from tests.helpers.pool import Pools, impatient
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "fabric_gpt.py")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.core.cases import Case
-from tests.core.runs import run_oracle
-from tests.fabric.runs import Run
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import arrays
+from tests.helpers.cases import Case
+from tests.helpers.engine import run_oracle
+from tests.helpers.fabric import Run
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays
 from tests.trainer.test_second_names import Second
 
 

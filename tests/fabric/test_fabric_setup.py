@@ -13,9 +13,9 @@ import lightning_asyncpp  # noqa: F401  (registers the names)
 from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.models import GPT
-from tests.core.compare import assert_same_weights, weights_of
 from tests.fabric import refused, setups
-from tests.trainer.pool import Pools
+from tests.helpers.compare import assert_same_weights, weights_of
+from tests.helpers.pool import Pools
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

@@ -45,7 +45,7 @@ class Run:
     """Two stages, whose first and last layer share a weight."""
 
     def __init__(self, optimizer: Any = None, precision: Any = "32-true", **settings: Any) -> None:
-        self.strategy = DelayedGradientStrategy(stages=2, micro_batches=4, **settings)
+        self.strategy = DelayedGradientStrategy(stages=2, microbatches=4, **settings)
         self.fabric = L.Fabric(strategy=self.strategy, devices=1, accelerator="cpu", precision=precision)
         self.fabric.launch()
         torch.manual_seed(1)

@@ -12,12 +12,12 @@ from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.tools.recorded_run import read_run
 from lightning_asyncpp.tools.trace_summary import summarise
-from tests.core.cases import Case
-from tests.fabric.runs import Run, make_fabric, train
-from tests.trainer.pool import Pools
-from tests.trainer.recorded import off_schedule
+from tests.helpers.cases import Case
+from tests.helpers.fabric import Run, make_fabric, train
+from tests.helpers.pool import Pools
+from tests.helpers.recorded import off_schedule
 
-CASE = Case(micro_batches=4, batch_sizes=(8,) * 6)
+CASE = Case(microbatches=4, batch_sizes=(8,) * 6)
 
 
 def recorded(case: Case, folder: str, window: dict[str, Any], evaluate_after: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def recorded(case: Case, folder: str, window: dict[str, Any], evaluate_after: tu
 
 def record_too_early(folder: str) -> None:
     """Ask for a recording before there is anything to record."""
-    strategy = AsyncPipelineStrategy(micro_batches=2)
+    strategy = AsyncPipelineStrategy(microbatches=2)
     make_fabric(strategy)
     strategy.record_trace(folder)
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from lightning_asyncpp.fabric import SyncPipelineStrategy
-from tests.core.cases import Case, make_model
-from tests.fabric.runs import make_fabric
-from tests.trainer.pool import Pools
+from tests.helpers.cases import Case, make_model
+from tests.helpers.fabric import make_fabric
+from tests.helpers.pool import Pools
 
 
 def train(when: str) -> dict[str, np.ndarray]:
     """With a rate by the number of parameters of the whole model."""
-    strategy = SyncPipelineStrategy(micro_batches=2)
+    strategy = SyncPipelineStrategy(microbatches=2)
     fabric = make_fabric(strategy, seed=3)
     made: Any = make_model()
 
@@ -52,7 +52,7 @@ def test_trains_as_one_stage(pools: Pools, when: str) -> None:
 
 def go_on(stages: bool, source: Path | None = None, target: Path | None = None) -> dict[str, np.ndarray]:
     """Train by batches 0 to 2, and save; or load, and train by 3 to 5; over stages, or in plain Fabric."""
-    case, strategy = Case(2, batch_sizes=(8,) * 6), SyncPipelineStrategy(micro_batches=2)
+    case, strategy = Case(2, batch_sizes=(8,) * 6), SyncPipelineStrategy(microbatches=2)
     fabric = make_fabric(strategy, seed=3) if stages else L.Fabric(accelerator="cpu", devices=1)
     made = make_model()
     model, optimizer = fabric.setup(made, torch.optim.AdamW(made.parameters(), lr=0.02))

@@ -10,18 +10,18 @@ import torch
 from torch.nn import functional as F
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
-from tests.core.cases import DIM, make_model
-from tests.fabric.runs import make_fabric
-from tests.trainer.pool import Pools
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.fabric import make_fabric
+from tests.helpers.pool import Pools
 
 DROPPED = 3
 
 
 def strategy_of(name: str) -> Any:
     if name.isdigit():
-        return DelayedGradientStrategy(int(name), micro_batches=3, partition="uniform")
+        return DelayedGradientStrategy(int(name), microbatches=3, partition="uniform")
     kind = SyncPipelineStrategy if name == "sync" else AsyncPipelineStrategy
-    return kind(micro_batches=3, partition="uniform")
+    return kind(microbatches=3, partition="uniform")
 
 
 def train(name: str, accumulate: int, skip: bool) -> dict[str, np.ndarray]:

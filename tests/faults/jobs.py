@@ -12,11 +12,11 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
-from tests.core.cases import Case
-from tests.fabric.runs import Run as FabricRun
 from tests.faults.places import Places, watch_layers
-from tests.trainer.checkpoint.resumable import NumberedSamples, Showing, fit_showing
-from tests.trainer.runs import ListLogger, Run
+from tests.helpers.cases import Case
+from tests.helpers.fabric import Run as FabricRun
+from tests.helpers.resumable import NumberedSamples, Showing, fit_showing
+from tests.helpers.trainer import ListLogger, Run
 
 TIMEOUT_SECONDS = 25.0
 SAVING = {"save_last": True, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2}
@@ -264,7 +264,7 @@ JOBS = {
         _trainer("sync", 3, "stateful noisy", replace(_RUN, strategy="sync", options={"lookahead": 1})),
         _trainer("replicas", 4, "litdata", replace(_RUN, options={"data_parallel_size": 2} | _SHARDED)),
         _trainer("workers", 2, "stateful workers", replace(_RUN, options={"staleness": "least"}), every=3),
-        _trainer("emulated", 1, "stateful noisy", replace(_RUN, strategy="delayed", options={"micro_batches": 2})),
+        _trainer("emulated", 1, "stateful noisy", replace(_RUN, strategy="delayed", options={"microbatches": 2})),
         Job("fabric", 2, ByFabric(_CASE)),
         Job("fabric-sharded", 3, ByFabric(replace(_CASE, tied=True, routed=True), _SHARDED | _BEHIND)),
     )

@@ -21,7 +21,7 @@ from tests.faults.jobs import JOBS, TIMEOUT_SECONDS, Job
 from tests.faults.launch import Ended, Hosts, launch
 from tests.faults.places import Fault
 from tests.faults.scenario import ERRORS, GONE, KINDS, TOLD, Scenario, draw, mistake_of
-from tests.trainer.checkpoint.resumable import write_litdata
+from tests.helpers.resumable import write_litdata
 
 LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in after it was told
 START_SECONDS = 90.0

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.core.cases import Case
-from tests.core.compare import assert_same_norms, weights_of
 from tests.core.conftest import Pools
-from tests.core.runs import run_oracle
+from tests.helpers.cases import Case
+from tests.helpers.compare import assert_same_norms, weights_of
+from tests.helpers.engine import run_oracle
 
 CASES = {
     "plain": Case(4),

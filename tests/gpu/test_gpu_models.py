@@ -35,10 +35,10 @@ generator = torch.Generator().manual_seed(0)
 start = torch.randint(256, (25, 16, 1), generator=generator)
 data = list((start + 7 * torch.arange(65)) % 256)  # (16, 65) each: the next token is to be learned
 if given["alone"]:
-    strategy = DelayedGradientStrategy("least", stages=2, micro_batches=4)
+    strategy = DelayedGradientStrategy("least", stages=2, microbatches=4)
 else:
     strategy = AsyncPipelineStrategy(
-        micro_batches=4, parallel_devices=[torch.device("cuda:0")] * 2, weight_dtype=given.get("weight_dtype"),
+        microbatches=4, parallel_devices=[torch.device("cuda:0")] * 2, weight_dtype=given.get("weight_dtype"),
     )
 losses = []
 class Watch(L.Callback):

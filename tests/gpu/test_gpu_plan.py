@@ -16,9 +16,9 @@ from tests.gpu.scripts import run
 from tests.tools.plan.cases import ADAMW, MUON, Case, feedback
 
 GPT: dict[str, Any] = {"vocab_size": 8000, "context_length": 512, "num_layers": 6, "dim": 512, "num_heads": 8}
-DELAYED: dict[str, Any] = {"micro_batches": 4, "staleness": "uniform"}
+DELAYED: dict[str, Any] = {"microbatches": 4, "staleness": "uniform"}
 CASES = {
-    "synchronous": Case(1, GPT, ADAMW, 16, {"micro_batches": 4}),
+    "synchronous": Case(1, GPT, ADAMW, 16, {"microbatches": 4}),
     "adamw": Case(1, GPT, ADAMW, 16, DELAYED),
     "mixed": Case(1, GPT, feedback(MUON), 16, DELAYED, precision="bf16-mixed"),
     "bf16-versions": Case(1, GPT, feedback(ADAMW), 16, {**DELAYED, "weight_dtype": "bf16"}, precision="bf16-mixed"),

@@ -34,9 +34,9 @@ class Module(L.LightningModule):
 device = torch.device("cuda:0")
 how, folder = sys.argv[1:]
 if how != "alone":
-    strategy = AsyncPipelineStrategy(micro_batches=4, parallel_devices=[device, device])
+    strategy = AsyncPipelineStrategy(microbatches=4, parallel_devices=[device, device])
 else:
-    strategy = DelayedGradientStrategy("least", stages=2, micro_batches=4)
+    strategy = DelayedGradientStrategy("least", stages=2, microbatches=4)
 generator = torch.Generator().manual_seed(0)
 data = [torch.randn(16, 8, generator=generator) for _ in range(12)]
 trainer = L.Trainer(

@@ -43,8 +43,8 @@ def test_weight_and_loss_leave_padding_out() -> None:
     padded = tokens.clone()
     padded[2, 9:] = -100
     padded[3, 1:] = -100
-    assert module.micro_batch_weight(tokens) == 64
-    assert module.micro_batch_weight(padded) == 16 + 16 + 8 + 0
+    assert module.microbatch_weight(tokens) == 64
+    assert module.microbatch_weight(padded) == 16 + 16 + 8 + 0
     per_sequence = module.predict_step(padded, 0)
     torch.testing.assert_close(per_sequence[:2], module.predict_step(tokens, 0)[:2])
     assert per_sequence[3] == 0
@@ -120,7 +120,7 @@ def test_tokens_per_second_averages_the_window(monkeypatch: pytest.MonkeyPatch) 
     logged: dict[str, list[float]] = {"tokens_per_second": [], "tokens_seen": []}
 
     class Module:
-        def micro_batch_weight(self, batch: Any) -> float:
+        def microbatch_weight(self, batch: Any) -> float:
             return 30.0
 
         def log(self, name: str, value: float, **how: Any) -> None:

@@ -18,7 +18,7 @@ from lightning_asyncpp.models import GPTConfig, MoEConfig, WeightsError, open_sa
 from lightning_asyncpp.models.architectures import ARCHITECTURES
 from lightning_asyncpp.models.hf import architecture_of, config_from_json, read_hf, write_hf
 from lightning_asyncpp.models.saved import TRAINING_ONLY, values_of
-from tests.models.hf_cases import CASES, GLM, SHAPE, SOFTMAX, exported, make_model, saved, tokens_of
+from tests.helpers.hf_cases import CASES, GLM, SHAPE, SOFTMAX, exported, make_model, saved, tokens_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.sampling import Sampling, draw, generate_tokens, logits_of
-from tests.models.hf_cases import CASES, exported
+from tests.helpers.hf_cases import CASES, exported
 
 PROMPT = [3, 14, 15, 92, 65, 35]
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.0, 2.5, float("-inf")])

@@ -23,7 +23,7 @@ from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, open_saved, start_from
 from lightning_asyncpp.tools.checkpoint import main
 from lightning_asyncpp.trainer.gpt_module import GPTModule
-from tests.models.hf_cases import CASES, exported, make_model, tokens_of
+from tests.helpers.hf_cases import CASES, exported, make_model, tokens_of
 
 CONFIG = CASES["llama"][1]
 

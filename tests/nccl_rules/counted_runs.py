@@ -19,11 +19,11 @@ from lightning_asyncpp import AsyncPipelineStrategy, GPTModule, PipelineMonitor,
 from lightning_asyncpp.core.wire import transport
 from lightning_asyncpp.core.wire.transport import Arrival, Transport
 from lightning_asyncpp.models import GPTConfig, MoEConfig
+from tests.helpers.trainer import ListLogger, Net, Run, loader
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, put_on_device
-from tests.trainer.runs import ListLogger, Net, Run, loader
 
 FIRST, LAST = 5, 6  # of the mini-batches that are counted; the first few are looked at more closely
-MICRO_BATCHES = 4
+MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Counted:
         logs: with a logger and the progress bar.
         clip: the gradient's largest norm.
         synchronous: without a delay.
-        optimizer: a name in :mod:`tests.trainer.runs`.
+        optimizer: a name in :mod:`tests.helpers.trainer`.
         correction: another.
         trainer: further arguments of the Trainer.
         saves: instead of the mini-batches, checkpoints after them are watched: whole ones of a run that goes on.
@@ -124,7 +124,7 @@ def count(counted: Counted) -> Found:
     ]
     with waits.watching(), _received_on_device(), tempfile.TemporaryDirectory() as folder:
         L.seed_everything(5, verbose=False)
-        strategy = kind(**{"micro_batches": MICRO_BATCHES, **counted.options})
+        strategy = kind(**{"microbatches": MICROBATCHES, **counted.options})
         trainer = L.Trainer(
             accelerator="cpu", devices=world, strategy=strategy, callbacks=callbacks, max_epochs=1, **quiet,
             logger=ListLogger() if counted.logs else False, enable_progress_bar=counted.logs, log_every_n_steps=1000,
@@ -189,10 +189,10 @@ class Waits(Net):
 
 
 class Weighted(Net):
-    """Weighs a micro-batch by what it holds."""
+    """Weighs a microbatch by what it holds."""
 
-    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> Tensor:
-        return (micro_batch["y"] > -9).sum()
+    def microbatch_weight(self, microbatch: dict[str, Tensor]) -> Tensor:
+        return (microbatch["y"] > -9).sum()
 
 
 class Prepares(Weighted):

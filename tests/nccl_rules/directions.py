@@ -17,7 +17,7 @@ FRAME_TIME = 0.02  # of a message from host to host
 HOST_TIMES = (0.001, 0.02, 0.5)  # between two things that a host does: far ahead of its device, or behind it
 
 Waits: TypeAlias = Callable[[Random, int], bool]
-"""Whether a host waits for its whole device, at a moment of micro-batch k."""
+"""Whether a host waits for its whole device, at a moment of microbatch k."""
 
 
 class Process:
@@ -87,7 +87,7 @@ class Direction:
         self.sender, self.receiver, self.leaves_on, self.arrives_on = sender, receiver, leaves_on, arrives_on
         clock = self.clock = sender.clock
         self.frames, self.asked, self.answered = Link(clock), Link(clock), Link(clock)
-        self._outbox: dict[int, Operation] = {}  # micro-batch -> what makes its tensor
+        self._outbox: dict[int, Operation] = {}  # microbatch -> what makes its tensor
         self._taken = Signal(clock)
         self._sends: list[Operation] = []
         self._meetings = defaultdict[int, Meeting](lambda: Meeting(clock, 2))

@@ -53,7 +53,7 @@ class Wait(NamedTuple):
     """A place where the host waits.
 
     Attributes:
-        per: what it is part of: ``"micro-batch"`` (its forward or its backward on a stage), ``"update"`` (its step, or
+        per: what it is part of: ``"microbatch"`` (its forward or its backward on a stage), ``"update"`` (its step, or
             what is done for it before all stages have agreed) or ``"mini-batch"``.
         what: the operation.
         place: the innermost function in this package or in Lightning, but for those that only help others to read.
@@ -319,6 +319,6 @@ def _where(what: str) -> Wait:
                 place = f"{inside}:{frame.f_code.co_name}"
             is_run = inside.startswith("core/runner.py") and frame.f_code.co_name in ("forward", "backward")
             is_step = inside == _UPDATES and frame.f_code.co_name in ("_step_ahead", "_step")
-            per = "micro-batch" if is_run else "update" if is_step else per
+            per = "microbatch" if is_run else "update" if is_step else per
         frame = frame.f_back
     return Wait(per, what, place)

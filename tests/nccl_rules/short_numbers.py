@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
 
 Pair = tuple[Tensor, Tensor]
 

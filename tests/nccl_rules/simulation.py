@@ -9,7 +9,7 @@ it has computed leaves) a host may wait for its whole device: no wait for a devi
 Each simulation draws anew how long everything takes, how fast each host is, and whether its waits keep other threads of
 its process from launching, as a lock of the driver would. Between any two things that a thread does, others may go on.
 
-Not modelled: the very first micro-batch, after which all hosts meet; evaluation, which has forwards alone; tied weights
+Not modelled: the very first microbatch, after which all hosts meet; evaluation, which has forwards alone; tied weights
 and loaded batches, which travel between hosts; several buckets per all-reduce; waits that keep the interpreter, so that
 no other thread of the process runs. The stream of a way and that of its communicator are one.
 """
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     """What is run: ``runs`` counts mini-batches, and a drain ends each run; ``slowdown`` is that of ``Device``."""
 
     stages: int
-    micro_batches: int
+    microbatches: int
     lookahead: int
     runs: tuple[int, ...] = (2, 1)
     replicas: int = 1
@@ -70,14 +70,14 @@ class Host(Process):
     def run(self) -> Thread:
         """All runs of the case, as ``Engine`` runs them."""
         for end in itertools.accumulate(self.case.runs):
-            while self._forwards < end * self.case.micro_batches:
-                yield from self._mini_batch(self._forwards // self.case.micro_batches)
+            while self._forwards < end * self.case.microbatches:
+                yield from self._mini_batch(self._forwards // self.case.microbatches)
             yield from self._drain()
         yield from self.device.wait()
         self.is_done = True
 
     def _mini_batch(self, t: int) -> Thread:
-        first, count = self._forwards, self.case.micro_batches
+        first, count = self._forwards, self.case.microbatches
         do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.UPDATE: self._apply_held}
         for action in self.schedule.batch(first, count, self._backwards, t, first):
             yield from do[action.kind](action.index)
@@ -125,7 +125,7 @@ class Host(Process):
             yield from self._frame(self.from_next, GRADIENT, k)
             yield from self.from_next.take(k)
         self.device.launch("compute", duration=BACKWARD_TIME)
-        t, rest = divmod(k + 1, self.case.micro_batches)
+        t, rest = divmod(k + 1, self.case.microbatches)
         if rest == 0 and t - 1 in self._closed:
             yield from self._reduce(t - 1)  # its buckets leave during the last backward
         yield from self.moment(k)
@@ -152,7 +152,7 @@ class Host(Process):
     def _launch_complete(self) -> Thread:
         """``UpdateQueue.launch_complete``."""
         for t in self._closed:
-            if self._backwards >= (t + 1) * self.case.micro_batches and t not in self._launched:
+            if self._backwards >= (t + 1) * self.case.microbatches and t not in self._launched:
                 if self.case.replicas == 1:
                     self._norms.setdefault(t, self.device.newest["compute"])
                 else:

@@ -139,10 +139,10 @@ def test_a_stage_is_materialised_on_its_device(index: int) -> None:
 def test_a_forward_and_where_its_backward_begins(index: int, bf16: bool) -> None:
     stage = stage_of(index)
     mesh = Mesh(STAGES, 1, STAGES - 1 - index)
-    hooks = UserHooks(micro_batch_weight=lambda batch: 2.0)
+    hooks = UserHooks(microbatch_weight=lambda batch: 2.0)
     if bf16:
         hooks = UserHooks(
-            micro_batch_weight=lambda batch: 2.0, forward_context=lambda: torch.autocast("cuda", torch.bfloat16)
+            microbatch_weight=lambda batch: 2.0, forward_context=lambda: torch.autocast("cuda", torch.bfloat16)
         )
     runner = stage_runner(stage, mesh, Neighbours(), hooks, 0, CUDA)  # type: ignore[arg-type]
     weights = WeightVersions(stage.parameters, 2, stage.uses, stage.buffers, torch.bfloat16 if bf16 else None)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.core.cases import Case
-from tests.core.compare import assert_same_norms, assert_same_weights
 from tests.core.conftest import Pools
-from tests.core.pool import Prepare
-from tests.core.runs import run_oracle
 from tests.core.test_random_cases import check
+from tests.helpers.cases import Case
+from tests.helpers.compare import assert_same_norms, assert_same_weights
+from tests.helpers.engine import run_oracle
+from tests.helpers.engine_pool import Prepare
+from tests.helpers.workers import opened
 from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once
 from tests.nccl_rules.emulated import emulate
 from tests.nccl_rules.short_numbers import with_short_numbers
-from tests.workers import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 

@@ -102,7 +102,7 @@ def test_nothing_is_launched_before_it_is_taken(ends: Ends) -> None:
 
 
 def test_what_comes_of_an_evaluation_and_is_still_to_be_taken_is_not_replaced_by_the_training(ends: Ends) -> None:
-    """Both count micro-batches for themselves."""
+    """Both count microbatches for themselves."""
     evaluated, trained = torch.zeros(2), torch.ones(2)
     for tensor in (evaluated, trained):
         ends.outbox.put([tensor])

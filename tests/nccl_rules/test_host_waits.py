@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_asyncpp.core.host_copies import Reading
-from tests.nccl_rules.counted_runs import MICRO_BATCHES, Counted, Found, count
+from tests.helpers.pool import Pools
+from tests.helpers.workers import opened
+from tests.nccl_rules.counted_runs import MICROBATCHES, Counted, Found, count
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
-from tests.trainer.pool import Pools
-from tests.workers import opened
 
 # Waits per mini-batch and stage. Both come when all must have agreed on an update, for a gradient whose last backward
 # was launched long before: normally the device has got there, and nobody waits. An update itself waits for nothing.
@@ -115,8 +115,8 @@ def test_what_a_user_adds_is_found(pools: Pools) -> None:
     last, first = pools.run(2, count, Counted("waits"), timeout=120)
     assert added(last) == {
         Wait("mini-batch", "tensor(..., device=)", "lightning/pytorch/trainer/call.py:_call_lightning_module_hook"): 1,
-        Wait("micro-batch", "item", "trainer/step_log.py:run"): 2 * MICRO_BATCHES,
-        Wait("micro-batch", "mask as index", "trainer/step_log.py:run"): MICRO_BATCHES,
+        Wait("microbatch", "item", "trainer/step_log.py:run"): 2 * MICROBATCHES,
+        Wait("microbatch", "mask as index", "trainer/step_log.py:run"): MICROBATCHES,
     }
     assert list(added(first).values()) == [1]  # its step ends where the model is called
 

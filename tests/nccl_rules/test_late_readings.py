@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.core.compare import assert_same_norms, assert_same_weights
 from tests.core.conftest import Pools
-from tests.core.runs import run_oracle
 from tests.core.test_random_cases import check
+from tests.helpers.compare import assert_same_norms, assert_same_weights
+from tests.helpers.engine import run_oracle
+from tests.helpers.workers import opened
 from tests.nccl_rules.late import read_late
 from tests.nccl_rules.test_engine_by_the_rules import CASES
-from tests.workers import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 

@@ -14,7 +14,7 @@ from tests.nccl_rules.devices import Clock, Device, Meeting, Operation, Queues, 
 from tests.nccl_rules.directions import Direction, Process, Waits
 from tests.nccl_rules.simulation import REPLICAS, STREAMS, Case, Host, Simulation
 
-MOST_STAGES, MOST_MICRO_BATCHES = 8, 16
+MOST_STAGES, MOST_MICROBATCHES = 8, 16
 PAIRS = list(itertools.combinations(STREAMS, 2))
 
 FEW = [
@@ -36,11 +36,11 @@ def sharing(pair: tuple[str, ...]) -> Queues:
 
 
 def cases(stages: int, replicas: int = 1) -> Iterator[Case]:
-    """All numbers of micro-batches, with no lookahead, P - 1 and the largest."""
-    for micro_batches in range(stages, MOST_MICRO_BATCHES + 1):
-        most = largest_lookahead(stages, micro_batches, replicas)
+    """All numbers of microbatches, with no lookahead, P - 1 and the largest."""
+    for microbatches in range(stages, MOST_MICROBATCHES + 1):
+        most = largest_lookahead(stages, microbatches, replicas)
         for lookahead in sorted({0, min(stages - 1, most), most}):
-            yield Case(stages, micro_batches, lookahead, replicas=replicas)
+            yield Case(stages, microbatches, lookahead, replicas=replicas)
 
 
 def assert_none_hangs(some: Iterable[Case], queues: Queues, waits: Waits, seed: int = 0) -> None:
@@ -139,10 +139,10 @@ def check_at_random(seed: int) -> None:
     """Any drains and staleness, up to three replicas, and any streams that share queues."""
     random = Random(seed)
     stages, replicas = random.randint(2, MOST_STAGES), random.choice((1, 1, 2, 3))
-    micro_batches = random.randint(stages, MOST_MICRO_BATCHES)
-    lookahead = random.randint(0, largest_lookahead(stages, micro_batches, replicas))
+    microbatches = random.randint(stages, MOST_MICROBATCHES)
+    lookahead = random.randint(0, largest_lookahead(stages, microbatches, replicas))
     runs = tuple(random.randint(1, 3) for _ in range(random.randint(1, 3)))
-    case = Case(stages, micro_batches, lookahead, runs, replicas)
+    case = Case(stages, microbatches, lookahead, runs, replicas)
     case = with_staleness(case, *random.choice([("uniform", 0), *RULES]))._replace(runs=runs)
     number = random.randint(1, len(STREAMS))
     queue_of = {stream: str(random.randrange(number)) for stream in (*STREAMS, REPLICAS)}

@@ -27,7 +27,7 @@ from lightning_asyncpp.storage import (
     write_part,
 )
 from lightning_asyncpp.strategy_parts.mixin import DurableCheckpointIO
-from tests.storage.same import assert_same
+from tests.helpers.same import assert_same
 from tests.storage.saves import SAVES, save_full, save_sharded, version_of
 
 BASE = torch.arange(12.0)

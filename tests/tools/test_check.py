@@ -188,7 +188,7 @@ RIGHT: dict[str, tuple[Callable[[], Net], list[Any], dict[str, Any]]] = {
     "dropout, clipped": (Net, batches(), {"gradient_clip_val": 0.1}),
     "three stages, uniform": (Net, batches(), {"stages": 3, "staleness": "uniform", "gradient_clip_val": 0.1}),
     "three stages, exact": (Net, batches(7), {"stages": 3, "slack": "exact", "gradient_clip_val": 0.1, **TWICE}),
-    "lookahead, slack": (Net, batches(), {"slack": 1, "lookahead": 1, "micro_batches": 6, **TWICE}),
+    "lookahead, slack": (Net, batches(), {"slack": 1, "lookahead": 1, "microbatches": 6, **TWICE}),
     "synchronous": (Net, batches(), {"delay": 0}),
     "one stage": (Net, batches(), {"stages": 1}),
     "clipped by value": (Net, batches(), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
@@ -196,7 +196,7 @@ RIGHT: dict[str, tuple[Callable[[], Net], list[Any], dict[str, Any]]] = {
     "groups and a schedule": (Scheduled, batches(), TWICE),
     "rate by number of parameters": (RateByNumberOfParameters, batches(), {}),
     "hooks after an update": (Averaged, batches(), {"partition": [3, 4]}),
-    "a sum": (Sums, batches(7), {"micro_batches": 3, "delay": 0}),
+    "a sum": (Sums, batches(7), {"microbatches": 3, "delay": 0}),
     "tied": (Language, tokens(), {"gradient_clip_val": 0.1, **TWICE}),
     "a result dropped": (Drops, batches(), {"partition": [2, 1], "gradient_clip_val": 0.1}),
     "GPT": (gpt, tokens(), {"gradient_clip_val": 1.0, **TWICE}),
@@ -328,8 +328,8 @@ class Mixes(Net):
 
 
 class Weighs(Net):
-    def micro_batch_weight(self, micro_batch: dict[str, Tensor]) -> float:
-        return float((micro_batch["y"] != -100).sum())
+    def microbatch_weight(self, microbatch: dict[str, Tensor]) -> float:
+        return float((microbatch["y"] != -100).sum())
 
 
 def test_a_batch_in_which_nothing_counts_is_left_out() -> None:
@@ -343,7 +343,7 @@ class ForgetsThatItIsASum(Sums):
 
 @pytest.mark.parametrize(
     ("make", "hint"),
-    [(Net, "return float((micro_batch['y'] != -100).sum())"), (ForgetsThatItIsASum, "with `loss_reduction = 'sum'`")],
+    [(Net, "return float((microbatch['y'] != -100).sum())"), (ForgetsThatItIsASum, "with `loss_reduction = 'sum'`")],
 )
 def test_what_makes_it_right_is_printed(make: Callable[[], Net], hint: str) -> None:
     report = check_model(make(), batches(8, ignored=3))

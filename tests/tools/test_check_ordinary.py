@@ -172,8 +172,8 @@ class Hooked(Net):
 class Masked(Net):
     """Has padding, which does not count."""
 
-    def micro_batch_weight(self, micro_batch: Any) -> float:
-        return float((micro_batch[1] != 0).sum())
+    def microbatch_weight(self, microbatch: Any) -> float:
+        return float((microbatch[1] != 0).sum())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.model(batch[0]), batch[1], ignore_index=0)
@@ -248,7 +248,7 @@ FAST: dict[str, Case] = {
     "steps counted in a group": (lambda: Net(optimizer=optimizer_of_library("Lion")), batches(), {}),
     "U-Net": (lambda: Net(UNet), batches(), {"stages": 3}),
     "padding": (Masked, batches(), {}),
-    "unequal pieces": (Net, batches(7), {"micro_batches": 3}),
+    "unequal pieces": (Net, batches(7), {"microbatches": 3}),
     "Llama": (lambda: Net(LLAMA), texts(), {"gradient_clip_val": 1.0}),
 }  # fmt: skip
 SLOW: dict[str, Case] = {

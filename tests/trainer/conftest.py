@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.trainer.pool import Pools
-from tests.workers import opened
+from tests.helpers.pool import Pools
+from tests.helpers.workers import opened
 
 
 @pytest.fixture(scope="module")

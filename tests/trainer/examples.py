@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.trainer.runs import arrays, own_state, plain_metrics
+from tests.helpers.trainer import arrays, own_state, plain_metrics
 
 FOLDER = Path(__file__).parents[2] / "examples"
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp.core.tree import map_tensors
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, Samples, make_trainer
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, make_trainer
 
-# Batches of 8 and 5 samples; micro-batches of 3, 3, 2 and of 2, 2, 1.
+# Batches of 8 and 5 samples; microbatches of 3, 3, 2 and of 2, 2, 1.
 SAMPLES = 13
-RUN_OPTIONS = {"micro_batches": 3}
+RUN_OPTIONS = {"microbatches": 3}
 
 
 class NamedSamples(Dataset):
@@ -96,7 +96,7 @@ def predictions(pools: Pools, module: type[NamedNet]) -> tuple[list[Any], list[A
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 @pytest.mark.parametrize("what", ["fit", "predict"])
 def test_every_sample_keeps_its_strings(pools: Pools, strategy: str, what: str) -> None:
-    """On the first stage and on the last, in every micro-batch, those of the odd last batch included."""
+    """On the first stage and on the last, in every microbatch, those of the odd last batch included."""
     run = Run(NamedNet, strategy, RUN_OPTIONS, {"use_distributed_sampler": False}, samples=SAMPLES)
     for result in pools.run(2, work, run, what):
         assert [len(step) for step in result["seen"]] == [3, 3, 2, 2, 2, 1]

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy
-from tests.core.cases import DIM
-from tests.trainer.modules import SummingNet, WeighingNet, small_gpt
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of
-from tests.trainer.runs import Net, Run, delayed, fit, make_scheduler, train
+from tests.helpers.cases import DIM
+from tests.helpers.modules import SummingNet, WeighingNet, small_gpt
+from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, delayed, fit, make_scheduler, train
 
 STAGES = 3
 
@@ -57,19 +57,19 @@ class AsItIs(Net):
 
 
 RUNS = {
-    "least": Run(Net, "default", {"micro_batches": 6}, dropout=0.3, scheduler="decay-step"),
-    "slack": Run(Net, "default", {"micro_batches": 6, "slack": "exact"}, trainer={"gradient_clip_val": 0.3}),
-    "uniform": Run(Net, "async", {"micro_batches": 4, "lookahead": 1}, optimizer="muon", error_feedback=True),
-    "sync": Run(Net, "sync", {"micro_batches": 4}, dropout=0.3, trainer={"accumulate_grad_batches": 2}),
-    "feedback": Run(Net, "default", {"micro_batches": 6}, optimizer="muon", error_feedback=True, val_samples=(16,)),
-    "prediction": Run(Net, "default", {"micro_batches": 6}, correction="prediction", trainer={"max_epochs": 2}),
+    "least": Run(Net, "default", {"microbatches": 6}, dropout=0.3, scheduler="decay-step"),
+    "slack": Run(Net, "default", {"microbatches": 6, "slack": "exact"}, trainer={"gradient_clip_val": 0.3}),
+    "uniform": Run(Net, "async", {"microbatches": 4, "lookahead": 1}, optimizer="muon", error_feedback=True),
+    "sync": Run(Net, "sync", {"microbatches": 4}, dropout=0.3, trainer={"accumulate_grad_batches": 2}),
+    "feedback": Run(Net, "default", {"microbatches": 6}, optimizer="muon", error_feedback=True, val_samples=(16,)),
+    "prediction": Run(Net, "default", {"microbatches": 6}, correction="prediction", trainer={"max_epochs": 2}),
     "masters": Run(
-        Net, "default", {"micro_batches": 6, "weight_dtype": "bf16"}, trainer={"precision": "bf16-mixed"}
+        Net, "default", {"microbatches": 6, "weight_dtype": "bf16"}, trainer={"precision": "bf16-mixed"}
     ),
-    "as it is": Run(AsItIs, "default", {"micro_batches": 6}, val_samples=(16,), trainer={"val_check_interval": 2}),
-    "tied": Run(small_gpt, "default", {"micro_batches": 6}, dataset="tokens", optimizer="muon"),
-    "weights": Run(WeighingNet, "default", {"micro_batches": 6}),
-    "sums": Run(SummingNet, "default", {"micro_batches": 6}),
+    "as it is": Run(AsItIs, "default", {"microbatches": 6}, val_samples=(16,), trainer={"val_check_interval": 2}),
+    "tied": Run(small_gpt, "default", {"microbatches": 6}, dataset="tokens", optimizer="muon"),
+    "weights": Run(WeighingNet, "default", {"microbatches": 6}),
+    "sums": Run(SummingNet, "default", {"microbatches": 6}),
 }  # fmt: skip
 
 
@@ -90,12 +90,12 @@ def test_it_equals_the_pipeline(pools: Pools, name: str) -> None:
 @pytest.mark.parametrize("there", ["process", "processes"])
 def test_each_goes_on_from_the_others_checkpoint(pools: Pools, tmp_path: Path, there: str) -> None:
     """Saved in the middle of an epoch by the one, resumed by the other, as if nothing had happened."""
-    run = Run(Net, "default", {"micro_batches": 6}, error_feedback=True, trainer={"max_steps": 6, "max_epochs": 3})
+    run = Run(Net, "default", {"microbatches": 6}, error_feedback=True, trainer={"max_steps": 6, "max_epochs": 3})
     whole, _ = in_processes(pools, run)
     saves = ((ModelCheckpoint, {"dirpath": str(tmp_path), "filename": "at", "every_n_train_steps": 5}),)
     first = replace(run, callbacks=saves, trainer={"max_steps": 5, "enable_checkpointing": True})
     going_on = replace(run, ckpt_path=str(tmp_path / "at.ckpt"))
-    options = {"micro_batches": 6, "stages": STAGES}
+    options = {"microbatches": 6, "stages": STAGES}
     if there == "process":
         train(delayed(first, **options))
         actual, _ = in_processes(pools, going_on)
@@ -157,14 +157,14 @@ def by_the_rule(run: Run) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_module_that_nothing_can_cut_is_one_stage(optimizer: str) -> None:
     run = Run(Branches, optimizer=optimizer, scheduler="decay-step", val_samples=(8,))
-    for name, weights in train(delayed(run, micro_batches=1))["weights"].items():
+    for name, weights in train(delayed(run, microbatches=1))["weights"].items():
         np.testing.assert_allclose(weights, by_the_rule(run)[name], rtol=2e-6, atol=2e-7, err_msg=name)
 
 
 def test_without_a_delay_a_module_trains_as_with_a_plain_trainer() -> None:
     run = Run(Branches, val_samples=(8,))
     plain = train(replace(run, strategy="plain"))
-    actual = train(delayed(run, micro_batches=1, delay=0))
+    actual = train(delayed(run, microbatches=1, delay=0))
     for name, weights in plain["weights"].items():
         np.testing.assert_allclose(actual["weights"][name], weights, rtol=2e-6, atol=2e-7, err_msg=name)
     assert actual["callback_metrics"].keys() == plain["callback_metrics"].keys()
@@ -172,7 +172,7 @@ def test_without_a_delay_a_module_trains_as_with_a_plain_trainer() -> None:
 
 def test_the_module_is_whole_afterwards() -> None:
     L.seed_everything(5, verbose=False)
-    run = delayed(RUNS["as it is"], stages=STAGES, micro_batches=6)
+    run = delayed(RUNS["as it is"], stages=STAGES, microbatches=6)
     module = AsItIs(run)
     train(replace(run, module=lambda _: module))
     assert module.model(torch.zeros(2, DIM)).shape == (2, 1)
@@ -184,7 +184,7 @@ def test_the_module_is_whole_afterwards() -> None:
     [
         ({"stages": 0}, 1, r"stages=0 must be a whole number of at least 1"),
         ({"stages": 2, "delay": 2}, 1, r"delay=2 must be 0 or 1"),
-        ({"stages": 3, "micro_batches": 2}, 1, r"micro_batches=2 is smaller"),
+        ({"stages": 3, "microbatches": 2}, 1, r"microbatches=2 is smaller"),
         ({"stages": 2}, 2, r"devices=2: delayed_gradient runs all stages of a pipeline in one process"),
     ],
 )

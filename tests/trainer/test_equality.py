@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
-from tests.trainer.modules import (
+from tests.helpers.modules import (
     CarryingNet,
     FrozenStatisticsNet,
     InPlaceNet,
@@ -24,8 +24,7 @@ from tests.trainer.modules import (
     WeighingNet,
     small_gpt,
 )
-from tests.trainer.pool import Pools
-from tests.trainer.reference import (
+from tests.helpers.oracle import (
     assert_equal_weights,
     batches_of,
     joined_parts,
@@ -33,7 +32,8 @@ from tests.trainer.reference import (
     mini_batches_of,
     oracle,
 )
-from tests.trainer.runs import Net, Run, fit, initial_weights, make_scheduler
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit, initial_weights, make_scheduler
 
 TWO, FOUR = (pytest.param(stages, marks=pytest.mark.slow) for stages in (2, 4))
 
@@ -45,9 +45,9 @@ def check(
 
     Of accumulated batches Lightning logs the last one's.
     """
-    micro_batches = run.options.get("micro_batches", stages)
+    microbatches = run.options.get("microbatches", stages)
     results = pools.run(stages, fit, replace(run, trainer=run.trainer | {"logger": "list"}))
-    weights, losses = oracle(run, micro_batches, mini_batches, **how)
+    weights, losses = oracle(run, microbatches, mini_batches, **how)
     assert_equal_weights(joined_weights(results, stages), weights)
     logged = [(step, metrics[name]) for step, metrics in results[0]["records"] if name in metrics]
     assert [step for step, _ in logged] == list(range(len(losses)))
@@ -61,14 +61,14 @@ def check(
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_adamw(pools: Pools, stages: int, strategy: str) -> None:
     """With the layers spread as unevenly as can be."""
-    options = {"micro_batches": 4, "partition": {1: [9], 2: [1, 8], 3: [6, 2, 1], 4: [1, 2, 1, 5]}[stages]}
+    options = {"microbatches": 4, "partition": {1: [9], 2: [1, 8], 3: [6, 2, 1], 4: [1, 2, 1, 5]}[stages]}
     run = Run(Net, strategy, options, scheduler="decay-step", trainer={"max_epochs": 2})
     check(pools, run, stages, list(mini_batches_of(run, 2)))
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_layers_that_change_their_input_in_place(pools: Pools, stages: int) -> None:
-    run = Run(InPlaceNet, options={"micro_batches": 3})
+    run = Run(InPlaceNet, options={"microbatches": 3})
     check(pools, run, stages, list(mini_batches_of(run)))
 
 
@@ -143,7 +143,7 @@ def test_keyword_arguments_into_the_first_layer(pools: Pools) -> None:
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_dictionary_over_the_cuts(pools: Pools, stages: int) -> None:
     """Of a mask, positions, None and a number; with batches of 8 and 5 samples."""
-    run = Run(CarryingNet, options={"micro_batches": 3}, samples=29, optimizer="muon", error_feedback=True)
+    run = Run(CarryingNet, options={"microbatches": 3}, samples=29, optimizer="muon", error_feedback=True)
     check(pools, run, stages, list(mini_batches_of(run)))
 
 
@@ -152,8 +152,8 @@ def test_step_that_draws_random_numbers_around_the_model(pools: Pools) -> None:
     check(pools, run, 3, list(mini_batches_of(run, 2)))
 
 
-def test_weights_of_micro_batches(pools: Pools) -> None:
-    """A module may weigh its micro-batches, and return sums instead of means."""
+def test_weights_of_microbatches(pools: Pools) -> None:
+    """A module may weigh its microbatches, and return sums instead of means."""
     for module in (WeighingNet, SummingNet):
         run = Run(module, samples=39)
         check(pools, run, 3, list(mini_batches_of(run)))
@@ -178,8 +178,8 @@ def test_synchronous_pipeline_is_a_plain_run(pools: Pools, accumulate: int) -> N
 
 
 def test_two_replicas_of_two_stages(pools: Pools) -> None:
-    """The replicas' batches are more micro-batches of the same mini-batch; equal to rounding."""
-    run = Run(Net, options={"data_parallel_size": 2, "micro_batches": 3}, shuffle=True, scheduler="decay-step")
+    """The replicas' batches are more microbatches of the same mini-batch; equal to rounding."""
+    run = Run(Net, options={"data_parallel_size": 2, "microbatches": 3}, shuffle=True, scheduler="decay-step")
     run = replace(run, trainer={"max_epochs": 2, "gradient_clip_val": 0.5, "logger": "list"}, samples=44, batch_size=4)
     results = pools.run(4, fit, run)
     batches = [
@@ -200,7 +200,7 @@ def test_two_replicas_of_two_stages(pools: Pools) -> None:
 
 @pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_gpt_from_the_meta_device_is_the_same_for_every_number_of_stages(pools: Pools, strategy: str) -> None:
-    run = Run(small_gpt, strategy, {"micro_batches": 3}, dataset="tokens", samples=36, trainer={"max_epochs": 2})
+    run = Run(small_gpt, strategy, {"microbatches": 3}, dataset="tokens", samples=36, trainer={"max_epochs": 2})
     (initial,) = pools.run(1, initial_weights, replace(run, strategy="plain"))
 
     def schedule(optimizer: Any) -> Callable[[], None]:

@@ -16,10 +16,10 @@ from torch import nn
 from lightning_asyncpp import check_model
 from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.reference import train_reference
+from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays
 from tests.trainer.examples import FOLDER, example, run_main
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights
-from tests.trainer.runs import arrays
 
 
 def reference(
@@ -27,11 +27,11 @@ def reference(
 ) -> None:
     """Train the module of an example in this process, whole, by its own forward; ``results`` say what a stage held."""
     named = dict(module.named_parameters())
-    # Rank r is stage P - 1 - r, which runs the first r micro-batches on the older weights.
+    # Rank r is stage P - 1 - r, which runs the first r microbatches on the older weights.
     held = [([named[name] for name in result["weights"]], rank) for rank, result in enumerate(results)]
     how |= {"held": held, "synchronous_start": 1}
     module.log = lambda *args, **kwargs: None
-    weight = {"weight": module.micro_batch_weight} if hasattr(module, "micro_batch_weight") else {}
+    weight = {"weight": module.microbatch_weight} if hasattr(module, "microbatch_weight") else {}
     batches = [[batch] for batch in loader]
     train_reference(module.model, lambda mb: module.training_step(mb, 0), batches, optimizer, seed=1, **weight, **how)
 
@@ -42,7 +42,7 @@ def llama_reference(results: list[dict[str, Any]], steps: int, pretrained: str |
     module = script.build(pretrained)
     optimizer = MuonAdamW(list(module.named_parameters()), lr=module.lr)
     loader = script.loader(64, 16 * steps)
-    reference(module, loader, optimizer, results, micro_batches=4, max_norm=1.0, error_feedback=1.0)
+    reference(module, loader, optimizer, results, microbatches=4, max_norm=1.0, error_feedback=1.0)
     return module
 
 
@@ -109,11 +109,11 @@ def test_a_resnet_of_torchvision(pools: Pools, stages: int) -> None:
     script = example("torchvision_resnet")
     L.seed_everything(1, verbose=False)
     module = script.Classifier()
-    reference(module, script.loader(64, 0), module.configure_optimizers(), results, micro_batches=stages)
+    reference(module, script.loader(64, 0), module.configure_optimizers(), results, microbatches=stages)
     assert_equal_weights(joined_weights(results, stages), arrays(dict(module.named_parameters())))
     buffers = joined_parts([result["buffers"] for result in results])
     assert_equal_weights(buffers, arrays(module.model.state_dict()))
-    assert int(buffers["bn1.num_batches_tracked"]) == 4 * stages, "every micro-batch counts"
+    assert int(buffers["bn1.num_batches_tracked"]) == 4 * stages, "every microbatch counts"
     images, classes = script.striped_images(64, 1).tensors
     with torch.no_grad():
         right = (module.eval().model(images).argmax(dim=1) == classes).float().mean()

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPTConfig, MoEConfig
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run, Tokens, fit, make_trainer, report
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, Tokens, fit, make_trainer, report
 
 MOE = {
     "num_experts": 4, "top_k": 2, "expert_dim": 8, "router": "sigmoid", "num_shared_experts": 1, "num_dense_layers": 1,
@@ -34,7 +34,7 @@ def gpt(run: Run, dropout: float = 0.1, **options: Any) -> GPTModule:
 
 
 RUN = Run(
-    gpt, "async", {"micro_batches": 3}, dataset="tokens", samples=36, batch_size=6, optimizer="adamw",
+    gpt, "async", {"microbatches": 3}, dataset="tokens", samples=36, batch_size=6, optimizer="adamw",
     trainer={"gradient_clip_val": 0.5, "logger": "list"},
 )  # fmt: skip
 BIASES = [f"model.blocks.{layer}.mlp.router.balance_bias" for layer in (1, 2)]
@@ -50,7 +50,7 @@ def equal(ranks: list[Any], expected: dict[str, Any], how: Any) -> None:
 
 
 def one_process(**options: Any) -> dict[str, Any]:
-    plain = replace(RUN, strategy="delayed", options={"delay": 1, "micro_batches": 3})
+    plain = replace(RUN, strategy="delayed", options={"delay": 1, "microbatches": 3})
     return fit(replace(plain, module=functools.partial(gpt, **options)))
 
 

@@ -12,10 +12,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import nn
 
-from tests.core.cases import DIM
-from tests.trainer.modules import BatchNormNet, LogsAtTheEnd, NormFirstNet, StopsOnOneRank
-from tests.trainer.pool import Pools
-from tests.trainer.reference import (
+from tests.helpers.cases import DIM
+from tests.helpers.modules import BatchNormNet, LogsAtTheEnd, NormFirstNet, StopsOnOneRank
+from tests.helpers.oracle import (
     assert_equal_weights,
     batches_of,
     joined_parts,
@@ -24,7 +23,8 @@ from tests.trainer.reference import (
     oracle,
     plain_module,
 )
-from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, arrays, evaluate, fit
 
 # -- precision ----------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ from tests.trainer.runs import Net, Run, Samples, arrays, evaluate, fit
 )
 def test_precision(pools: Pools, precision: str, dtype: str) -> None:
     """Trains in the dtype that was asked for, and bitwise alike for every number of stages."""
-    run = Run(Net, options={"micro_batches": 3}, optimizer="adamw", dropout=0.1)
+    run = Run(Net, options={"microbatches": 3}, optimizer="adamw", dropout=0.1)
     run = replace(run, trainer={"precision": precision, "max_epochs": 8, "gradient_clip_val": 1.0})
     (one,) = pools.run(1, fit, run)
     two = pools.run(2, fit, run)
@@ -208,9 +208,9 @@ def test_a_rate_follows_what_a_callback_logged_in_the_same_batch(pools: Pools) -
 # -- BatchNorm ----------------------------------------------------------------------------------------------------
 
 
-def test_batch_norm_counts_micro_batches(pools: Pools) -> None:
-    """Statistics are those of micro-batches, and of every forward; buffers have one version only."""
-    run = Run(BatchNormNet, options={"micro_batches": 2}, trainer={"max_epochs": 2}, val_samples=(8,))
+def test_batch_norm_counts_microbatches(pools: Pools) -> None:
+    """Statistics are those of microbatches, and of every forward; buffers have one version only."""
+    run = Run(BatchNormNet, options={"microbatches": 2}, trainer={"max_epochs": 2}, val_samples=(8,))
     results = pools.run(2, fit, run)
     (one,) = pools.run(1, fit, run)
     assert_equal_weights(joined_weights(results, 2), oracle(run, 2, list(mini_batches_of(run, 2)))[0])
@@ -221,8 +221,8 @@ def test_batch_norm_counts_micro_batches(pools: Pools) -> None:
 
 
 def test_every_replica_has_running_statistics_of_its_own(pools: Pools) -> None:
-    """Those of its own micro-batches, in their order; the whole model gets those of the first replica."""
-    options = {"data_parallel_size": 2, "micro_batches": 3}
+    """Those of its own microbatches, in their order; the whole model gets those of the first replica."""
+    options = {"data_parallel_size": 2, "microbatches": 3}
     run = Run(NormFirstNet, options=options, shuffle=True, samples=36, batch_size=6)
     results = pools.run(4, fit, run)
     for replica, rank in enumerate((1, 3)):  # the first stages

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from lightning_asyncpp.errors import NonFiniteGradientError
 from lightning_asyncpp.reference import train_reference
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, Samples, arrays, fit, make_trainer
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, arrays, fit, make_trainer
 
 
 class PoisonedNet(Net):
@@ -56,7 +56,7 @@ def test_a_batch_whose_gradient_is_not_finite_is_skipped(pools: Pools, strategy:
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     train_reference(
         module.model, lambda batch: module.training_step(batch, 0), [[batch] for batch in module.train_dataloader()],
-        run.make_base(list(module.named_parameters())), micro_batches=2, delay=0 if strategy == "sync" else 1,
+        run.make_base(list(module.named_parameters())), microbatches=2, delay=0 if strategy == "sync" else 1,
         max_norm=0.5, weight=lambda batch: float(len(batch["x"])), skip_nonfinite=True, seed=run.seed,
     )  # fmt: skip
     weights = arrays(dict(module.named_parameters()))
@@ -130,6 +130,6 @@ class IdleNet(Net):
 @pytest.mark.parametrize("algorithm", ["norm", pytest.param("value", marks=pytest.mark.slow)])
 def test_clipping_where_a_stage_has_no_gradient(pools: Pools, algorithm: str) -> None:
     trainer = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
-    run = Run(IdleNet, options={"micro_batches": 3}, optimizer="sgd", trainer=trainer)
+    run = Run(IdleNet, options={"microbatches": 3}, optimizer="sgd", trainer=trainer)
     three, one = (joined_weights(pools.run(stages, fit, run), stages) for stages in (3, 1))
     assert_equal_weights(three, one)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import delayed, fit
 from tests.trainer.idioms.entry import NO, REFUSED, Idiom
 from tests.trainer.idioms.page import PAGE, TABLE, page
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.runs import delayed, fit
 
 STAGES = [3, pytest.param(2, marks=pytest.mark.slow)]
 # What another row, or another test, has the same paths through the pipeline for.
@@ -33,7 +33,7 @@ REFUSED_ONES = [idiom for idiom in TABLE if idiom.verdict == REFUSED]
 )
 def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
     """Weights equal to the last bit those of one process, and so does what is logged."""
-    options = {"micro_batches": 3, "partition": "uniform", **idiom.options}
+    options = {"microbatches": 3, "partition": "uniform", **idiom.options}
     run = replace(idiom.run(), strategy="default", options=options)
     results = pools.run(stages, fit, run)
     (expected,) = pools.run(1, fit, delayed(run, stages=stages, **options))
@@ -50,7 +50,7 @@ def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
 @pytest.mark.parametrize("idiom", REFUSED_ONES, ids=lambda idiom: idiom.name)
 def test_refused(pools: Pools, idiom: Idiom, stages: int) -> None:
     """Every rank says why."""
-    outcomes = pools.outcomes(stages, impatient, fit, replace(idiom.run(), options={"micro_batches": 3}))
+    outcomes = pools.outcomes(stages, impatient, fit, replace(idiom.run(), options={"microbatches": 3}))
     assert all(outcome.error for outcome in outcomes)
     assert any(idiom.says in outcome.message for outcome in outcomes), outcomes[0].message
 

@@ -17,10 +17,10 @@ from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.models.hf import HFTensors
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
-from tests.models.hf_cases import exported
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Run, arrays, fit, initial_weights
+from tests.helpers.hf_cases import exported
+from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, arrays, fit, initial_weights
 
 SHAPE = {"vocab_size": 32, "context_length": 8, "num_layers": 3, "dim": 16, "num_heads": 2, "mlp_dim": 32}
 
@@ -34,7 +34,7 @@ def started(run: Run, folder: Path, **options: Any) -> GPTModule:
 
 
 def described(folder: Path, **options: Any) -> Run:
-    return Run(partial(started, folder=folder, **options), dataset="tokens", options={"micro_batches": 4})
+    return Run(partial(started, folder=folder, **options), dataset="tokens", options={"microbatches": 4})
 
 
 def weights_read(run: Run) -> tuple[dict[str, np.ndarray], list[str]]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.trainer.modules import WeighingNet
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, Samples, fit
+from tests.helpers.modules import WeighingNet
+from tests.helpers.oracle import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, fit
 
 
 class Stream(IterableDataset):
@@ -62,7 +62,7 @@ class PairNet(Net):
     def train_dataloader(self) -> Any:
         return {name: DataLoader(Samples(n, i), self.sizes[i]) for i, (name, n) in enumerate((("a", 40), ("b", 24)))}
 
-    def micro_batch_weight(self, batch: dict[str, dict[str, Tensor]]) -> float:
+    def microbatch_weight(self, batch: dict[str, dict[str, Tensor]]) -> float:
         return float(len(batch["a"]["x"]))
 
     def training_step(self, batch: dict[str, dict[str, Tensor]], batch_idx: int) -> Any:

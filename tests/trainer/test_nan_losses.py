@@ -1,4 +1,4 @@
-"""A micro-batch without a target has a loss of NaN and a finite gradient: it is left out of the batch's mean."""
+"""A microbatch without a target has a loss of NaN and a finite gradient: it is left out of the batch's mean."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.core.cases import DIM, make_model
-from tests.trainer.pool import Pools
-from tests.trainer.runs import ListLogger
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import ListLogger
 
 BATCH, BATCHES = 12, 3
 
@@ -72,8 +72,8 @@ def test_it_is_left_out(pools: Pools, stages: int) -> None:
     masked = [*range(BATCH, BATCH + BATCH // stages), *range(3 * BATCH - BATCH // stages, 3 * BATCH)]
     count = BATCH * BATCHES
     (plain,) = pools.run(1, fit, "plain", {}, 1, masked, count)
-    (delayed,) = pools.run(1, fit, "delayed", {"micro_batches": stages}, 1, masked, count)
-    ranks = pools.run(stages, fit, "async", {"micro_batches": stages}, stages, masked, count)
+    (delayed,) = pools.run(1, fit, "delayed", {"microbatches": stages}, 1, masked, count)
+    ranks = pools.run(stages, fit, "async", {"microbatches": stages}, stages, masked, count)
     for result in (delayed, ranks[0]):
         assert result["steps"] == pytest.approx(plain["steps"], rel=1e-6)
     for result in (delayed, *ranks):
@@ -81,6 +81,6 @@ def test_it_is_left_out(pools: Pools, stages: int) -> None:
 
 
 def test_a_batch_without_any_stays_nan(pools: Pools) -> None:
-    ranks = pools.run(2, fit, "async", {"micro_batches": 2}, 2, list(range(BATCH, 2 * BATCH)), BATCH * BATCHES)
+    ranks = pools.run(2, fit, "async", {"microbatches": 2}, 2, list(range(BATCH, 2 * BATCH)), BATCH * BATCHES)
     assert [math.isnan(loss) for loss in ranks[0]["steps"]] == [False, True, False]
     assert all(math.isnan(result["epoch"]) for result in ranks)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_asyncpp import ConfigurationError, check_model
-from tests.trainer.checkpoint.resumable import fit_showing
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.resumable import fit_showing
+from tests.helpers.trainer import Net, Run, loader
 from tests.trainer.checkpoint.test_exact_resume import EPOCHS, check, run_of
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, loader
 
 
 class Backbone(Net):
@@ -42,7 +42,7 @@ class Backbone(Net):
 
 @pytest.mark.parametrize("strategy", ["default", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_trains_and_resumes(pools: Pools, strategy: str, tmp_path: Path) -> None:
-    options = {"micro_batches": 2} if strategy == "delayed" else {}
+    options = {"microbatches": 2} if strategy == "delayed" else {}
     of_usual = run_of(tmp_path / "usual", "litdata", EPOCHS, strategy=strategy, options=options)
     run = replace(run_of(tmp_path, "litdata", EPOCHS, strategy=strategy, options=options), module=Backbone)
     stages = 2 if strategy == "default" else 1

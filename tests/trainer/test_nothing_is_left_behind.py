@@ -15,9 +15,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp import AsyncPipelineStrategy, PipelineMonitor
-from tests.trainer.modules import MetricNet
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run, Samples
+from tests.helpers.modules import MetricNet
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, Samples
 
 STEPS, EVERY, BATCH = 160, 10, 8
 
@@ -46,7 +46,7 @@ def count(_: None) -> list[tuple[int, ...]]:
         dist.broadcast_object_list(folders)
         saving = ModelCheckpoint(folders[0], monitor="val_loss", save_top_k=2, every_n_train_steps=40, save_last=True)
         trainer = L.Trainer(
-            accelerator="cpu", devices=dist.get_world_size(), strategy=AsyncPipelineStrategy(micro_batches=2),
+            accelerator="cpu", devices=dist.get_world_size(), strategy=AsyncPipelineStrategy(microbatches=2),
             max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, val_check_interval=40, check_val_every_n_epoch=None,
             logger=CSVLogger(folders[0]), log_every_n_steps=10, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[counts, LearningRateMonitor(), PipelineMonitor(), saving],

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import pytorch_optimizer
 
-from tests.trainer.pool import Pools
-from tests.trainer.reference import joined_weights
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.oracle import joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit
 
 # They want more than plain parameters, a learning rate and one gradient: the model, the loss, second derivatives.
 OTHERWISE = {
@@ -36,7 +36,7 @@ class Supported(Net):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_on_two_stages(pools: Pools, name: str) -> None:
-    run = Run(Supported, "sync", {"micro_batches": 2}, optimizer=name)
+    run = Run(Supported, "sync", {"microbatches": 2}, optimizer=name)
     weights = joined_weights(pools.run(2, fit, run), 2)
     if name in TO_NO_BITS:
         assert all(np.isfinite(value).all() for value in weights.values())

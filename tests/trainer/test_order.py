@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy
-from tests.core.cases import DIM, make_model
-from tests.trainer.pool import Pools
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.pool import Pools
 
 COUNT = 12
 IN_ORDER = list(range(COUNT))
@@ -63,7 +63,7 @@ def loader(kind: str) -> DataLoader:
 
 
 def seen(strategy: str, devices: int, kind: str, **options: Any) -> list[int]:
-    made: Any = (AsyncPipelineStrategy if strategy == "async" else DelayedGradientStrategy)(micro_batches=2, **options)
+    made: Any = (AsyncPipelineStrategy if strategy == "async" else DelayedGradientStrategy)(microbatches=2, **options)
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=made, max_epochs=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False,

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, delayed, fit, train
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, delayed, fit, train
 
 
 class Looks(nn.Embedding):
@@ -71,10 +71,10 @@ def test_stages_that_train_nothing(pools: Pools, module: Any, optimizer: str, st
     """They go on from a checkpoint, too, cut in another way."""
     saves = (ModelCheckpoint, {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}"})
     trainer = {"max_epochs": 2, "gradient_clip_val": 0.3}
-    run = Run(module, options={"micro_batches": 3}, optimizer=optimizer, trainer=trainer)
+    run = Run(module, options={"microbatches": 3}, optimizer=optimizer, trainer=trainer)
     saved = replace(run, callbacks=(saves,), trainer={**trainer, "enable_checkpointing": True})
     whole = joined_weights(pools.run(stages, fit, saved), stages)
-    assert_equal_weights(train(delayed(run, delay=1, micro_batches=3))["weights"], whole)
+    assert_equal_weights(train(delayed(run, delay=1, microbatches=3))["weights"], whole)
     resumed = replace(run, ckpt_path=str(tmp_path / "step=5.ckpt"))
     again = 5 - stages
     assert_equal_weights(joined_weights(pools.run(again, fit, resumed), again), whole)
@@ -107,11 +107,11 @@ def test_schedule_free(pools: Pools, stages: int, feedback: bool, tmp_path: Path
         {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": True},
     )
     trainer = {"max_epochs": 3, "logger": "list"}
-    run = Run(ScheduleFree, options={"micro_batches": 3}, val_samples=(9,), error_feedback=feedback, trainer=trainer)
+    run = Run(ScheduleFree, options={"microbatches": 3}, val_samples=(9,), error_feedback=feedback, trainer=trainer)
     saved = replace(run, callbacks=(saves,), trainer={**trainer, "enable_checkpointing": True})
     results = pools.run(stages, fit, saved)
     whole = joined_weights(results, stages)
-    emulated = train(delayed(run, delay=1, micro_batches=3))
+    emulated = train(delayed(run, delay=1, microbatches=3))
     assert_equal_weights(emulated["weights"], whole)
     assert emulated["callback_metrics"]["val_loss"] == pytest.approx(
         results[0]["callback_metrics"]["val_loss"], rel=1e-5

@@ -52,7 +52,7 @@ def trained(folder: Path, optimizer: str, strategy: list[str], devices: int) -> 
     ],
 )
 def test_optimizers_of_the_command_line(tmp_path: Path, optimizer: str, stages: int) -> None:
-    sync = ["strategy=lightning_asyncpp.SyncPipelineStrategy", "strategy.micro_batches=2"]
+    sync = ["strategy=lightning_asyncpp.SyncPipelineStrategy", "strategy.microbatches=2"]
     found = trained(tmp_path / "stages", optimizer, sync, stages)
     if optimizer == "MuonAdamW":  # a plain Trainer gives it no names
         expected = trained(tmp_path / "one", optimizer, sync, 1)

@@ -20,10 +20,10 @@ from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.tools.recorded_run import read_run
 from lightning_asyncpp.tools.trace_summary import summarise, table
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer
 
 
 def fit_and_describe(run: Run) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_a_head_over_many_words_stands_alone_or_nearly(pools: Pools, stages: int
 
 def test_a_checkpoint_knows_its_partition(pools: Pools, tmp_path: Path) -> None:
     saving = ((ModelCheckpoint, {"dirpath": tmp_path, "filename": "run"}),)
-    run = Run(Net, options={"micro_batches": 3}, trainer={"enable_checkpointing": True}, callbacks=saving)
+    run = Run(Net, options={"microbatches": 3}, trainer={"enable_checkpointing": True}, callbacks=saving)
     whole = pools.run(2, fit, replace(run, trainer=run.trainer | {"max_epochs": 2}, callbacks=()))
     pools.run(2, fit, run)
     path = tmp_path / "run.ckpt"
@@ -184,7 +184,7 @@ def test_a_checkpoint_knows_its_partition(pools: Pools, tmp_path: Path) -> None:
     assert content["pipeline"]["partition"] == [4, 5]
 
     def resume(partition: Any, path: Path = path) -> Run:
-        options = {"micro_batches": 3, "partition": partition}
+        options = {"microbatches": 3, "partition": partition}
         return replace(run, options=options, callbacks=(), ckpt_path=str(path), trainer={"max_epochs": 2})
 
     for partition in ("uniform", [4, 5]):
@@ -227,12 +227,12 @@ MISTAKES: list[tuple[Any, dict[str, Any], list[str]]] = [
     (Net, {"partition": [4.0, 5]}, ["partition=[4.0, 5] must be 'auto'"]),
     (Net, {"partition": 2}, ["partition=2 must be 'auto'"]),
     (Net, {"partition": [9, 0]}, ["partition=[9, 0] gives stage 1 no layer"]),
-    (Net, {"partition": [3, 3, 3], "micro_batches": 3}, ["partition=[3, 3, 3] is for 3 stages, but there are 2"]),
+    (Net, {"partition": [3, 3, 3], "microbatches": 3}, ["partition=[3, 3, 3] is for 3 stages, but there are 2"]),
     (Net, {"partition": [4, 4]}, ["partition=[4, 4] places 8 layers, but the model has 9"]),
-    (Net, {"partition": [9, 1], "micro_batches": 2}, ["partition=[9, 1] places 10 layers, but the model has 9"]),
+    (Net, {"partition": [9, 1], "microbatches": 2}, ["partition=[9, 1] places 10 layers, but the model has 9"]),
     (CNN, {"partition": [1, 8]}, ["leaves stage 0 (layers 0 to 0) without parameters", "do are 1, 2, 4, 6, 8"]),
     (WrongCosts, {}, ["DisagreeingModel.pipeline_costs() must return one cost for each of the 2 layers"]),
-    (Net, {"partition": "x", "micro_batches": 0}, ["2 problems"]),
+    (Net, {"partition": "x", "microbatches": 0}, ["2 problems"]),
 ]
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import apply_layers, check_model
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, delayed, fit, train
 from tests.trainer.checkpoint.test_checkpoints import ResumableNet, saving
 from tests.trainer.failures.test_mistakes import assert_refused, refusals
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, arrays, delayed, fit, train
 
 
 class Begin(nn.Module):
@@ -97,7 +97,7 @@ class KeepsState(Callback):
 
 
 RUN = Run(
-    SecondNet, "async", {"micro_batches": 4}, optimizer="muon", error_feedback=True,
+    SecondNet, "async", {"microbatches": 4}, optimizer="muon", error_feedback=True,
     trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "enable_checkpointing": True},
 )  # fmt: skip
 
@@ -106,7 +106,7 @@ RUN = Run(
 def expected() -> dict[str, np.ndarray]:
     """What one process has in its ``state_dict`` after the same training."""
     state: dict[str, np.ndarray] = {}
-    run = replace(delayed(RUN, micro_batches=4), callbacks=((KeepsState, {"into": state}),))
+    run = replace(delayed(RUN, microbatches=4), callbacks=((KeepsState, {"into": state}),))
     train(replace(run, trainer=RUN.trainer | {"enable_checkpointing": False}))
     return state
 
@@ -134,10 +134,10 @@ def test_all_names_hold_the_trained_values(
 
 def test_one_process_knows_stages_by_the_names_in_layers(pools: Pools) -> None:
     """The first name of the scale, the model's own, is of no layer; as on the last stage it would not be old at all."""
-    options = {"micro_batches": 4, "staleness": "least", "partition": [2, 3]}
+    options = {"microbatches": 4, "staleness": "least", "partition": [2, 3]}
     results = pools.run(2, fit, replace(RUN, options=options))
     state: dict[str, np.ndarray] = {}
-    run = delayed(RUN, staleness="least", stages=2, micro_batches=4, partition=[2, 3])
+    run = delayed(RUN, staleness="least", stages=2, microbatches=4, partition=[2, 3])
     train(replace(run, callbacks=((KeepsState, {"into": state}),)))
     assert_equal_weights(results[0]["full_afterwards"], state)
 
@@ -173,7 +173,7 @@ def test_versions_in_bf16_beside_masters(pools: Pools, stages: int) -> None:
 
 def test_check_model_says_the_same() -> None:
     batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
-    assert check_model(SecondNet(RUN), batches, stages=3, micro_batches=4).bitwise
+    assert check_model(SecondNet(RUN), batches, stages=3, microbatches=4).bitwise
 
 
 class UsedBetween(Second):
@@ -195,6 +195,6 @@ class UsedBetweenNet(SecondNet):
 def test_a_name_means_the_last_layer_before_that_holds_it(pools: Pools, partition: list[int]) -> None:
     run = replace(RUN, module=UsedBetweenNet, options=RUN.options | {"partition": partition}, trainer={})
     state: dict[str, np.ndarray] = {}
-    train(replace(delayed(run, micro_batches=4), callbacks=((KeepsState, {"into": state}),)))
+    train(replace(delayed(run, microbatches=4), callbacks=((KeepsState, {"into": state}),)))
     results = pools.run(len(partition), fit, run)
     assert_equal_weights(results[0]["full_afterwards"], state)

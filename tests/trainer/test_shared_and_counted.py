@@ -13,13 +13,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
-from tests.core.cases import make_model
-from tests.core.random_layers import make
+from tests.helpers.cases import make_model
+from tests.helpers.modules import small_gpt
+from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.random_layers import make
+from tests.helpers.trainer import Net, Run, delayed, fit, train
 from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
-from tests.trainer.modules import small_gpt
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, delayed, fit, train
 
 FIRST = "model.0.weight"
 
@@ -37,7 +37,7 @@ class ResumableSharingNet(SharingNet):
 
 
 RUN = Run(
-    SharingNet, "async", {"micro_batches": 4}, optimizer="muon", error_feedback=True, dropout=0.2, samples=37,
+    SharingNet, "async", {"microbatches": 4}, optimizer="muon", error_feedback=True, dropout=0.2, samples=37,
     trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "logger": "list"},
 )  # fmt: skip
 
@@ -68,7 +68,7 @@ def test_the_pipeline_the_oracle_and_one_process_agree(pools: Pools, stages: int
     weights, losses = oracle(run, 4, list(mini_batches_of(run, 2)), max_norm=0.4)
     assert_equal_weights(without_copies(joined_weights(results, stages), weights), weights)
     assert list(logged(results[0]["records"], "train_loss_step").values()) == pytest.approx(losses, rel=1e-6)
-    emulated = train(delayed(run, delay=0 if strategy == "sync" else 1, micro_batches=4))
+    emulated = train(delayed(run, delay=0 if strategy == "sync" else 1, microbatches=4))
     assert_equal_weights(emulated["weights"], weights)
     for name in ("samples", "busiest"):
         values = logged(results[0]["records"], name)
@@ -100,7 +100,7 @@ def tied_gpt(run: Run) -> Any:
 
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_gpt_with_tied_embeddings(pools: Pools, stages: int) -> None:
-    run = Run(tied_gpt, "async", {"micro_batches": 3}, optimizer="muon", error_feedback=True, dataset="tokens")
+    run = Run(tied_gpt, "async", {"microbatches": 3}, optimizer="muon", error_feedback=True, dataset="tokens")
     run = replace(run, trainer={"gradient_clip_val": 0.4})
     results = pools.run(stages, fit, run)
 
@@ -125,4 +125,4 @@ class RepeatingNet(Net):
 def test_one_process_sums_shared_gradients_over_all_batches_of_an_update() -> None:
     run = replace(RUN, module=RepeatingNet, trainer={"max_epochs": 1, "accumulate_grad_batches": 2})
     weights, _ = oracle(run, 4, list(mini_batches_of(run, accumulate=2)))
-    assert_equal_weights(train(delayed(run, micro_batches=4))["weights"], weights)
+    assert_equal_weights(train(delayed(run, microbatches=4))["weights"], weights)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_asyncpp
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run, make_trainer
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, make_trainer
 
 MOST_FILES, MOST_CALLS = 19, 460
 BATCHES, WARMUP = 16, 6
@@ -83,9 +83,9 @@ def check(cost: Counter[tuple[str, str]]) -> None:
 
 
 def test_a_step_of_a_stage(pools: Pools) -> None:
-    for cost in pools.run(2, cost_of_a_step, Run(Plain, "default", {"micro_batches": 4})):
+    for cost in pools.run(2, cost_of_a_step, Run(Plain, "default", {"microbatches": 4})):
         check(cost)
 
 
 def test_a_step_of_one_process() -> None:
-    check(cost_of_a_step(Run(Plain, "delayed", {"micro_batches": 4})))
+    check(cost_of_a_step(Run(Plain, "delayed", {"microbatches": 4})))

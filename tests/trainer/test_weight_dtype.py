@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, fit
 from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, Samples, fit
 
 RUN = Run(
-    ResumableNet, "async", {"micro_batches": 4, "weight_dtype": "bf16"}, optimizer="muon", error_feedback=True,
+    ResumableNet, "async", {"microbatches": 4, "weight_dtype": "bf16"}, optimizer="muon", error_feedback=True,
     samples=37, val_samples=(9,), trainer={**TRAINER, "precision": "bf16-mixed"},
 )  # fmt: skip
 
@@ -89,6 +89,6 @@ def test_it_needs_mixed_precision(pools: Pools) -> None:
 def test_a_checkpoint_of_another_weight_dtype_is_refused(pools: Pools, tmp_path: Path) -> None:
     run = replace(RUN, callbacks=(saving(tmp_path, every_n_train_steps=3),), trainer={**RUN.trainer, "max_epochs": 1})
     pools.run(2, fit, run)
-    other = replace(run, options={"micro_batches": 4}, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    other = replace(run, options={"microbatches": 4}, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
     for outcome in pools.outcomes(2, fit, other):
         assert "written with weight_dtype='bf16', this run has None" in outcome.message

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Subset
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, Samples, arrays, fit, loader, make_trainer
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, arrays, fit, loader, make_trainer
 
 ATOL = 1e-6
 
@@ -132,7 +132,7 @@ def tiny_gpt(run: Run) -> L.LightningModule:
 
 def run_of(optimizer: str, module: Any = Made, **more: Any) -> Run:
     trainer = {"max_epochs": 2, **more.pop("trainer", {})}
-    return Run(module, "sync", {"micro_batches": 2}, optimizer=optimizer, trainer=trainer, **more)
+    return Run(module, "sync", {"microbatches": 2}, optimizer=optimizer, trainer=trainer, **more)
 
 
 def saving(run: Run, folder: Path) -> Run:
@@ -204,8 +204,8 @@ def test_models_train_as_on_one_stage(pools: Pools, module: Any) -> None:
 
 def test_replicas_train_as_one_process(pools: Pools) -> None:
     run = run_of("two groups", DealtOut)
-    [expected] = pools.run(1, fit, replace(run, options={"micro_batches": 4}))
-    for result in pools.run(4, fit, replace(run, options={"micro_batches": 2, "data_parallel_size": 2})):
+    [expected] = pools.run(1, fit, replace(run, options={"microbatches": 4}))
+    for result in pools.run(4, fit, replace(run, options={"microbatches": 2, "data_parallel_size": 2})):
         assert_close(result["weights"], {name: expected["weights"][name] for name in result["weights"]})
 
 
@@ -221,7 +221,7 @@ def test_replicas_train_as_one_process(pools: Pools) -> None:
 def test_async_goes_on_with_other_stages(pools: Pools, name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Bitwise: no state depends on the cut."""
     precision = {"precision": "bf16-mixed"} if options else {}
-    options = {"micro_batches": 3, "staleness": "uniform", **options}
+    options = {"microbatches": 3, "staleness": "uniform", **options}
     run = replace(run_of(name, trainer=precision), strategy="async", options=options)
     whole = joined_weights(pools.run(2, fit, saving(run, tmp_path)), 2)
     resumed = pools.run(3, fit, replace(run, ckpt_path=str(tmp_path / "step=5.ckpt")))

@@ -1,6 +1,6 @@
 """Which cut a run gets, and what it goes by: what the user gave, what the model knows, what was measured, or sizes.
 
-Where nothing better is known, the forward and the backward of each unit are timed on a micro-batch, one unit after the
+Where nothing better is known, the forward and the backward of each unit are timed on a microbatch, one unit after the
 other and on a copy that is dropped again: a model on the meta device needs the memory of one unit, and a real one keeps
 its weights, its buffers and its generators as they are.
 """
@@ -39,7 +39,7 @@ Asked = Literal["auto", "uniform"] | Sequence[int]
 
 @dataclass(frozen=True)
 class Example:
-    """A call of the model with one micro-batch, and how its units are run.
+    """A call of the model with one microbatch, and how its units are run.
 
     Attributes:
         call: returns the positional and the keyword arguments of the model.
@@ -104,7 +104,7 @@ def choose_partition(
 
 def example_of(
     given: Any,
-    micro_batches: int,
+    microbatches: int,
     precision: Any,
     device: torch.device,
     through: Callable[..., tuple[tuple, dict[str, Any]]] | None = None,
@@ -113,7 +113,7 @@ def example_of(
 
     Args:
         given: the example: a tensor, a tuple of positional or a dict of keyword arguments, or None.
-        micro_batches: it counts as a batch, of which one micro-batch is taken.
+        microbatches: it counts as a batch, of which one microbatch is taken.
         precision: Lightning's plugin for that of the run.
         device: where the layers run.
         through: from the arguments in the example to those of the model; None: they are the model's.
@@ -122,24 +122,24 @@ def example_of(
         return None
 
     def call() -> tuple[tuple, dict[str, Any]]:
-        args, kwargs = arguments_in(precision.convert_input(given), micro_batches)
+        args, kwargs = arguments_in(precision.convert_input(given), microbatches)
         return (args, kwargs) if through is None else through(*args, **kwargs)
 
     return Example(call, device, precision.forward_context, precision.convert_module)
 
 
-def arguments_in(example: Any, micro_batches: int) -> tuple[tuple, dict[str, Any]]:
+def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]]:
     """Read an example input as Lightning does: a tuple or list of positional arguments, a dict of keyword arguments.
 
     Args:
         example: these, or a single argument.
-        micro_batches: of a batch of this size; what has one entry per sample is cut to the first of them.
+        microbatches: of a batch of this size; what has one entry per sample is cut to the first of them.
 
     Raises:
         ConfigurationError: it holds no tensor with a batch dimension.
     """
     samples = number_of_samples(example)
-    size = -(-samples // micro_batches)
+    size = -(-samples // microbatches)
     piece = map_tensors(lambda t: t[:size] if t.ndim and len(t) == samples else t, example)
     if isinstance(piece, dict):
         return (), piece

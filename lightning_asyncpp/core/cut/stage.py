@@ -91,7 +91,7 @@ class Stage:
             kwargs: keyword arguments of the model.
             seed: the run's seed.
             replica: index of the data-parallel replica.
-            k: the micro-batch, counted over the whole run.
+            k: the microbatch, counted over the whole run.
         """
 
         def entered(number: int) -> None:

@@ -258,5 +258,5 @@ def collective_problems(units: Sequence[Unit]) -> list[str]:
         return []
     return [
         f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, most of which hold other layers:"
-        " use BatchNorm, whose statistics are then those of each micro-batch, or GroupNorm"
+        " use BatchNorm, whose statistics are then those of each microbatch, or GroupNorm"
     ]

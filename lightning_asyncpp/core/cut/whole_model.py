@@ -83,7 +83,7 @@ class StatisticsLayout:
         """Numbers for the logger, over all layers.
 
         Args:
-            totals: (length,) fp64, summed over micro-batches, stages and replicas.
+            totals: (length,) fp64, summed over microbatches, stages and replicas.
         """
         values: dict[str, list[float]] = {}
         reductions: dict[str, str] = {}

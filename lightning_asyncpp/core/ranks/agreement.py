@@ -166,9 +166,9 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
     raise raised_alike(ConfigurationError.from_problems(problems, _REMEDY), mesh.rank)
 
 
-def batches_behind(num_stages: int, micro_batches: int) -> int:
+def batches_behind(num_stages: int, microbatches: int) -> int:
     """How many batches later a sum is read: so late that no stage waits for those behind it, which lag by nature."""
-    return 2 + (num_stages - 1) // micro_batches
+    return 2 + (num_stages - 1) // microbatches
 
 
 class StopRounds:

@@ -37,7 +37,7 @@ class ControlMessage:
     """What all ranks agree on about a mini-batch, from one asynchronous exchange.
 
     Attributes:
-        weight: sum of the micro-batches' weights over the mini-batch and the replicas.
+        weight: sum of the microbatches' weights over the mini-batch and the replicas.
         norm: 2-norm of the whole gradient over all stages, after division by ``weight``; fp64 sums, rounded to fp32.
             Gradients are clipped by it. Where this stage steps ahead, it is that of the mini-batch before.
         finite: whether every element of the gradient is.
@@ -69,7 +69,7 @@ class StopFlags:
 
 @dataclass(eq=False)
 class MiniBatch:
-    """Micro-batches that share one update.
+    """Microbatches that share one update.
 
     Batches are added to it until :meth:`close`. When its last backward is done, :meth:`launch` sends its gradient on
     the way to the optimizer. From there on until :meth:`finish` nothing blocks, except that with one replica on CPUs
@@ -81,11 +81,11 @@ class MiniBatch:
     Attributes:
         mesh: this rank's place.
         index: t.
-        first: its first micro-batch.
+        first: its first microbatch.
         transport: messages with the neighbours; None in a single stage.
-        end: one past its last micro-batch; None while more may come (gradient accumulation).
-        weight: sum of the micro-batches' weights so far.
-        counted: what this stage's layers counted in its micro-batches.
+        end: one past its last microbatch; None while more may come (gradient accumulation).
+        weight: sum of the microbatches' weights so far.
+        counted: what this stage's layers counted in its microbatches.
         hyper_parameters: of every group of the optimizer, for its update, once it is closed.
         note: what the strategy wants to know at its update.
         length: of the control message, once it is closed.
@@ -132,7 +132,7 @@ class MiniBatch:
         """No further batch shares the update.
 
         Args:
-            end: one past the last micro-batch.
+            end: one past the last microbatch.
             num_statistics: how many numbers the counts of all layers are.
         """
         self.end, self.length = end, _FIXED + num_statistics

@@ -114,14 +114,14 @@ class UpdateQueue:
         self._starts.append((index, first))
 
     def begin_at(self, index: int, first: int) -> None:
-        """Go on with mini-batch ``index`` and micro-batch ``first`` of another run."""
+        """Go on with mini-batch ``index`` and microbatch ``first`` of another run."""
         self._starts.clear()
         self.begin(index, first)
 
     def begun(self, end: int) -> list[tuple[int, int]]:
-        """The newest few mini-batches of this run that began before micro-batch ``end``: index, first micro-batch.
+        """The newest few mini-batches of this run that began before microbatch ``end``: index, first microbatch.
 
-        One whose gradient was dropped is there once more, with the micro-batch that it began anew with.
+        One whose gradient was dropped is there once more, with the microbatch that it began anew with.
         """
         return [start for start in self._starts if start[1] < end]
 
@@ -134,7 +134,7 @@ class UpdateQueue:
         """Declare the open mini-batch whole.
 
         Args:
-            end: one past its last micro-batch.
+            end: one past its last microbatch.
             hyper_parameters: of every group of the optimizer, for its update.
             note: what the strategy wants to know at its update.
         """
@@ -155,8 +155,8 @@ class UpdateQueue:
         """Let the gradient of the batches since the last :meth:`close` belong to no update.
 
         Args:
-            end: one past their last micro-batch.
-            next_backward: the next micro-batch that runs backward; their gradient is taken away after their last one.
+            end: one past their last microbatch.
+            next_backward: the next microbatch that runs backward; their gradient is taken away after their last one.
         """
         dropped = self.open
         dropped.end = end
@@ -165,10 +165,10 @@ class UpdateQueue:
         self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Around the backward of micro-batch ``k``: if it is the last of a whole mini-batch, start to reduce.
+        """Around the backward of microbatch ``k``: if it is the last of a whole mini-batch, start to reduce.
 
         Args:
-            k: the micro-batch.
+            k: the microbatch.
             weights: name -> the tensor that the backward adds the gradient to.
         """
         complete = next((m for m in self.closed if m.end == k + 1), None)

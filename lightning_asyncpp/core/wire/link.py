@@ -38,7 +38,7 @@ HEADER_BYTES = _NUMBERS.size
 
 
 class Frame(NamedTuple):
-    """What stands before a message: what it is, which micro-batch or mini-batch it is of, and its size in bytes."""
+    """What stands before a message: what it is, which microbatch or mini-batch it is of, and its size in bytes."""
 
     kind: int
     number: int
@@ -288,13 +288,13 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True)
 class Header:
-    """What is announced before the tensors of micro-batch ``k``.
+    """What is announced before the tensors of microbatch ``k``.
 
     Attributes:
-        k: the micro-batch, counted over the run (training) or over the evaluation.
+        k: the microbatch, counted over the run (training) or over the evaluation.
         kind: a tensor, several tensors, an empty slot, or the news that the stage before failed.
-        weight: the micro-batch's weight w_k.
-        fingerprint: of the first stage's micro-batch; 0 where it was not taken.
+        weight: the microbatch's weight w_k.
+        fingerprint: of the first stage's microbatch; 0 where it was not taken.
         tensors: what follows.
         structure: what was around several tensors, as :func:`lightning_asyncpp.core.tree.flatten`
             wrote it; or why the stage before failed.

@@ -120,7 +120,7 @@ class Transport:
         self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
         self._closed = False
         self._drops: deque[int] = deque(maxlen=_MOST_DROPS)
-        self._sent = self._received = 0  # one past the micro-batch of the newest activation
+        self._sent = self._received = 0  # one past the microbatch of the newest activation
 
     @property
     def route(self) -> str:
@@ -147,7 +147,7 @@ class Transport:
         self._sent = header.k + 1
 
     def receive_activation(self, k: int) -> Arrival:
-        """Return the activation of micro-batch ``k``, the next to come, waiting for it; not on the first stage.
+        """Return the activation of microbatch ``k``, the next to come, waiting for it; not on the first stage.
 
         Raises:
             PeerLostError: the stage before is gone.
@@ -157,7 +157,7 @@ class Transport:
         assert link is not None, "nothing comes before the first stage"
         frame = self._next(link, _ACTIVATION)
         if frame.number != k:
-            raise different_calls(f"expected micro-batch {k} from the stage before, got {frame.number}")
+            raise different_calls(f"expected microbatch {k} from the stage before, got {frame.number}")
         link.read_into(self._header)
         header = Header.read(self._header, k, self._layout_received)
         self._received = k + 1
@@ -172,10 +172,10 @@ class Transport:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def receive_gradients(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of micro-batch ``k``, waiting until the stage after has sent them.
+        """Return the gradients of microbatch ``k``, waiting until the stage after has sent them.
 
         Args:
-            k: the micro-batch.
+            k: the microbatch.
             outputs: what was sent there and needs a gradient, in this order.
 
         Raises:
@@ -190,7 +190,7 @@ class Transport:
         frame = self._next(link, _GRADIENT)
         if frame.number != k or frame.num_bytes != size:
             raise ProtocolError(
-                f"expected the gradient of micro-batch {k} with {size} bytes, got that of {frame.number} with"
+                f"expected the gradient of microbatch {k} with {size} bytes, got that of {frame.number} with"
                 f" {frame.num_bytes}"
             )
         if self._direct is not None:
@@ -200,7 +200,7 @@ class Transport:
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
-        """Send the gradients of micro-batch ``k``, each as its activation lies in memory, to the stage before."""
+        """Send the gradients of microbatch ``k``, each as its activation lies in memory, to the stage before."""
         assert self._before is not None, "nothing comes before the first stage"
         parts: list[Bytes] = []
         if self._direct is None:
@@ -234,7 +234,7 @@ class Transport:
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
     def announce_drop(self, k: int) -> None:
-        """Tell the neighbours that the gradient of batches before micro-batch ``k`` is thrown away; never waits.
+        """Tell the neighbours that the gradient of batches before microbatch ``k`` is thrown away; never waits.
 
         They do the same. Where ranks decide otherwise, each would wait for what the other does not send.
         """
@@ -286,7 +286,7 @@ class Transport:
         frame = self._next(self._before, _END)
         if frame.number != self._received:
             raise ProtocolError(
-                f"{self._before.peer} says that it ended before micro-batch {frame.number}, and {self._received} is the"
+                f"{self._before.peer} says that it ended before microbatch {frame.number}, and {self._received} is the"
                 f" next: {frame}"
             )
 

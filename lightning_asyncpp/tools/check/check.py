@@ -37,8 +37,8 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
     partition = getattr(settings, "partition", "auto")
     if not isinstance(partition, str) and len(partition) != stages:
         partition = "auto"  # the recipe's is for another number of stages
-    micro_batches = own.micro_batches or getattr(settings, "micro_batches", None)
-    given = {"stages": stages, "micro_batches": micro_batches, "partition": partition, "seed": own.seed}
+    microbatches = own.microbatches or getattr(settings, "microbatches", None)
+    given = {"stages": stages, "microbatches": microbatches, "partition": partition, "seed": own.seed}
     of_pipeline = ("delay", "staleness", "slack", "lookahead") if settings is not None else ()
     of_trainer = ("gradient_clip_val", "gradient_clip_algorithm", "precision", "accumulate_grad_batches")
     given |= {name: getattr(settings, name) for name in of_pipeline}

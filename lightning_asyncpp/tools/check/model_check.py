@@ -55,7 +55,7 @@ def check_model(
     module: LightningModule,
     data: Iterable[Any],
     stages: int = 2,
-    micro_batches: int | None = None,
+    microbatches: int | None = None,
     staleness: Staleness | None = None,
     slack: Slack = 0,
     lookahead: int | None = None,
@@ -76,7 +76,7 @@ def check_model(
         module: a LightningModule; it is not changed.
         data: a loader, or a list of batches, which are repeated where there are too few.
         stages: number of stages.
-        micro_batches, staleness, slack, lookahead, partition: as for the strategy; nothing is measured, numbers of
+        microbatches, staleness, slack, lookahead, partition: as for the strategy; nothing is measured, numbers of
             parameters count instead.
         delay: 0 for ``sync_pipeline``.
         updates: number of updates.
@@ -91,7 +91,7 @@ def check_model(
     if not batches:
         raise ConfigurationError("check_model got no batch: give it a loader or a list with one or more")
     batches = list(itertools.islice(itertools.cycle(batches), updates * accumulated))
-    asked = {"stages": stages, "micro_batches": micro_batches, "partition": partition}
+    asked = {"stages": stages, "microbatches": microbatches, "partition": partition}
     delayed = {**asked, "staleness": staleness, "slack": slack, "lookahead": lookahead}
     device = torch.device("cuda", 0) if trainer.get("accelerator") in ("gpu", "cuda") else torch.device("cpu")
     check = _Check(module, batches, updates, seed, trainer, device)
@@ -100,7 +100,7 @@ def check_model(
         if delay and not isinstance(comparisons["pieces"], Difference):
             comparisons["delayed"] = check.compare_stages("delayed", delay=1, **delayed)
         comparisons["whole"] = check.compare_whole()
-    return CheckReport(check.layers, check.settings.micro_batches, check.losses, comparisons, accumulated)
+    return CheckReport(check.layers, check.settings.microbatches, check.losses, comparisons, accumulated)
 
 
 @dataclass
@@ -151,11 +151,11 @@ class _Check:
 
     def _apart_from_whole(self, **hooks: Any) -> Difference | None:
         whole, _ = self._plain(1, **hooks)
-        return first_difference(whole, *self._plain(self.settings.micro_batches, **hooks))
+        return first_difference(whole, *self._plain(self.settings.microbatches, **hooks))
 
     def _plain(self, parts: int, seed: int = 0, **hooks: Any) -> tuple[Record, Rounding]:
         """What batches give at the first weights, in so many pieces, and what rounding may change of it."""
-        settings = replace(self.settings, micro_batches=parts, delay=0, staleness="uniform", slack=0)
+        settings = replace(self.settings, microbatches=parts, delay=0, staleness="uniform", slack=0)
         strategy = ReferenceStrategy(settings, {}, self.seed + seed, self.device, at_first=True, **hooks)
         found, eps = self._run(strategy), strategy.draws.eps
         return found, {LOSS: eps**0.75, GRADIENT: eps**0.5}  # where terms cancel fewer digits are left
@@ -193,9 +193,9 @@ def _possible_hooks(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     keys = [k for k, v in entries.items() if isinstance(v, Tensor)] if isinstance(entries, Mapping) else []
     for ignored, key, shift in itertools.product((-100, 0), keys, (0, 1)):  # language models shift labels
         at = (..., slice(shift, None))
-        text = f"float((micro_batch[{key!r}]{'[..., 1:]' if shift else ''} != {ignored}).sum())"
+        text = f"float((microbatch[{key!r}]{'[..., 1:]' if shift else ''} != {ignored}).sum())"
         weight = partial(lambda m, k, i, at: float((m[k][at] != i).sum()), k=key, i=ignored, at=at)
-        yield f"`def micro_batch_weight(self, micro_batch): return {text}`", {"micro_batch_weight": weight}
+        yield f"`def microbatch_weight(self, microbatch): return {text}`", {"microbatch_weight": weight}
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class CheckReport:
     """Whether a pipeline trains a module as one process does; layers on each stage, losses of the first updates."""
 
     stages: Sequence[Sequence[str]]
-    micro_batches: int
+    microbatches: int
     losses: Sequence[float]
     comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole": what differs, or how equal they are
     accumulated: int = 1  # batches per update
@@ -95,7 +95,7 @@ class CheckReport:
     def __str__(self) -> str:
         lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
         of = f" ({self.accumulated} per update)" if self.accumulated != 1 else ""
-        cut = f"{len(self.losses)} batches{of} in {self.micro_batches} microbatches each"
+        cut = f"{len(self.losses)} batches{of} in {self.microbatches} microbatches each"
         lines.append(f"{cut}, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}")
         for name, found in self.comparisons.items():
             lines.append(f"{name} ({_MEANINGS[name]}):\n    {'DIFFERS in ' * isinstance(found, Difference)}{found}")

@@ -92,10 +92,10 @@ class ReferenceStrategy(SingleDeviceStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         results, weights = [], []
 
-        def step(micro_batch: Any) -> Tensor:
-            result = super(ReferenceStrategy, self).training_step(micro_batch, *args, **kwargs)
+        def step(microbatch: Any) -> Tensor:
+            result = super(ReferenceStrategy, self).training_step(microbatch, *args, **kwargs)
             results.append(result)
-            weights.append(float(self.hooks.micro_batch_weight(micro_batch)))
+            weights.append(float(self.hooks.microbatch_weight(microbatch)))
             loss = loss_of(result)
             loss = loss / weights[-1] if self.hooks.loss_reduction == "sum" else loss
             return loss + self._added.total_loss() if not self.at_first else loss
@@ -107,7 +107,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     def _add_gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> None:
         """Add the gradient of a batch, of which every microbatch runs on the weights that the rule gives it."""
-        module, parts = cast(L.LightningModule, self.lightning_module), self.settings.micro_batches
+        module, parts = cast(L.LightningModule, self.lightning_module), self.settings.microbatches
         if begins_accumulation(module.trainer):
             self._gradient, self.place = MeanGradient(), 0
         if not self.at_first:
@@ -118,7 +118,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         with self.draws if self.at_first else nullcontext():
             gradient_of(
                 self.network, {p: p for p in self.run.parameters}, step, slots,
-                partial(self.run.go_to, range(self.place, self.place + parts)), self.hooks.micro_batch_weight,
+                partial(self.run.go_to, range(self.place, self.place + parts)), self.hooks.microbatch_weight,
                 self.seed, self.done, self._gradient,
             )  # fmt: skip
         load(self.run.newest)

@@ -64,9 +64,9 @@ class Estimate:
         self.partition = choose_partition(recipe.model, 0, self.settings.num_stages, self.settings.partition)
         self._whole = WholeModel.of(self._units, self.partition.counts)
         hooks = UserHooks.of(recipe.module, forward_context=recipe.trainer.precision_plugin.forward_context)
-        self._hooks = replace(hooks, micro_batch_weight=lambda _: 1.0)
-        self._micro_batch = hooks.split_batch(recipe.batch, self.settings.micro_batches)[0]  # the largest
-        self.per_update = self.settings.micro_batches * recipe.trainer.accumulate_grad_batches
+        self._hooks = replace(hooks, microbatch_weight=lambda _: 1.0)
+        self._microbatch = hooks.split_batch(recipe.batch, self.settings.microbatches)[0]  # the largest
+        self.per_update = self.settings.microbatches * recipe.trainer.accumulate_grad_batches
         with recipe.trainer.precision_plugin.forward_context():
             for module in recipe.model.modules():
                 if isinstance(module, Experts):  # they try a kernel first, and look at what it computes
@@ -117,7 +117,7 @@ class Estimate:
     def flops_per_sample(self) -> float:
         """Of a forward and its backward, recomputation included."""
         flops = sum(profile.forward.flops + profile.backward.flops for profile in self.profiles)
-        return flops * self.settings.micro_batches / self.recipe.batch_size
+        return flops * self.settings.microbatches / self.recipe.batch_size
 
     def _profiles(self) -> list[Profile]:
         """Run each stage once, of those that are alike the first."""
@@ -139,7 +139,7 @@ class Estimate:
         first = sum(self.partition.counts[:index])
         model, num_stages = self.recipe.model, self.settings.num_stages
         stage = Stage(model, index, num_stages, own, first, self._whole, module)
-        batch = map_tensors(empty_like, self._micro_batch) if stage.is_first or stage.is_last else None
+        batch = map_tensors(empty_like, self._microbatch) if stage.is_first or stage.is_last else None
         rule, optimizer = self.schedules[self.own][index].stage_rule, self.recipe.optimizer_of(stage)
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
             set_delay(rule.staleness(self.per_update))

@@ -75,7 +75,7 @@ def _headline(plan: Mapping[str, Any]) -> list[str]:
         f" {plan['device']['name']}: {settings['num_stages']} stages x {settings['data_parallel_size']} replicas,"
         f" partition {partition['counts']} {partition['chosen']}. {plan['schedule']}, lookahead"
         f" {settings['lookahead']}; gradients {ages} updates old. {plan['samples_per_update']} samples{tokens} per"
-        f" update, {settings['micro_batches']} micro-batches per batch; {_count(plan['flops_per_sample'])}FLOP per"
+        f" update, {settings['microbatches']} microbatches per batch; {_count(plan['flops_per_sample'])}FLOP per"
         " sample, forward and backward",
         _WIDTH,
     )
@@ -114,7 +114,7 @@ def _speed(plan: Mapping[str, Any]) -> list[str]:
 def _advice(plan: Mapping[str, Any]) -> list[str]:
     text = (
         "It does not fit. In the order of what they cost: activation_checkpointing of the model (selective, then"
-        " block), more micro_batches and lookahead 0 of the strategy, more --devices."
+        " block), more microbatches and lookahead 0 of the strategy, more --devices."
     )
     return [] if plan["fits"] else textwrap.wrap(text, _WIDTH)
 

@@ -52,7 +52,7 @@ class Recipe:
         """Return the user's training step, called as Lightning calls it: with a microbatch, and its weight, unused."""
         step = self.module.training_step
         index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
-        return lambda micro_batch, weight: step(micro_batch, *index)
+        return lambda microbatch, weight: step(microbatch, *index)
 
     def optimizer_of(self, stage: Stage) -> Optimizer:
         """Make the optimizer of the whole module, and leave it the parameters of a stage."""

@@ -36,7 +36,7 @@ class PipelineMonitor(L.Callback):
     Under any strategy:
 
     - ``tokens_per_second``: of all replicas, which are taken to be as fast as the first; time spent in validation does
-      not count. Tokens are what the module's ``micro_batch_weight`` counts in a batch.
+      not count. Tokens are what the module's ``microbatch_weight`` counts in a batch.
     - ``tokens_seen``: since the training began; a checkpoint has it, and a run goes on counting from there.
     - ``mfu``: share of the devices' peak that the model's own operations use (0 to 1). It needs the module's
       ``flops_per_batch`` (floating-point operations of a forward and its backward of the whole model, for the batch of
@@ -48,7 +48,7 @@ class PipelineMonitor(L.Callback):
     - ``gradient_norm``: 2-norm over all stages, before clipping, of the newest update: that of the batch before.
     - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1): that of a
       flush, but also updates, the loader and the trainer's own work.
-    - ``gradient_staleness``: updates by which the newest gradient is too old, the mean over the micro-batches of a
+    - ``gradient_staleness``: updates by which the newest gradient is too old, the mean over the microbatches of a
       mini-batch and over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the
       delay has begun.
 
@@ -208,7 +208,7 @@ def _replicas(trainer: L.Trainer) -> int:
 
 def _tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
     """Tokens of a batch, over all replicas; 0 where nobody counts them."""
-    weigh = getattr(pl_module, "micro_batch_weight", None)
+    weigh = getattr(pl_module, "microbatch_weight", None)
     if not callable(weigh):
         return 0.0
     weighed = getattr(trainer.strategy, "batch_weight", None)
@@ -219,10 +219,10 @@ def _tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> flo
 def _staleness(trainer: L.Trainer) -> float | None:
     """Updates by which the newest gradient is too old: the mean over all parameters that are trained."""
     session = trainer.strategy.session  # type: ignore[attr-defined]
-    engine, micro_batches = session.running(), session.resolved.micro_batches * trainer.accumulate_grad_batches
+    engine, microbatches = session.running(), session.resolved.microbatches * trainer.accumulate_grad_batches
     newest, trained = max(0, engine.mini_batch - 1), engine.stage.whole.num_trained
     rules = [schedule.stage_rule for schedule in engine.schedules()]
-    ages = (0.0 if rule.version(newest) == newest else rule.staleness(micro_batches) for rule in rules)
+    ages = (0.0 if rule.version(newest) == newest else rule.staleness(microbatches) for rule in rules)
     return sum(age * count for age, count in zip(ages, trained)) / sum(trained) if any(trained) else None
 
 

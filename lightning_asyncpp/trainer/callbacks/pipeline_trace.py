@@ -25,7 +25,7 @@ class PipelineTrace(L.Callback):
     Args:
         dirpath: folder of the files; default: ``trace`` in the logger's folder, else in ``default_root_dir``.
         first_mini_batch: the first mini-batch to record, counted over the run from 0.
-        mini_batches: how many to record; default: all that follow. A file grows by about 200 bytes per micro-batch.
+        mini_batches: how many to record; default: all that follow. A file grows by about 200 bytes per microbatch.
 
     Attributes:
         folder: where the newest recording is; ``None`` before the first.

@@ -12,7 +12,7 @@ from lightning_asyncpp.core import checkpoint as gathering
 from lightning_asyncpp.core.checkpoint import gather
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from tests.core.failures.failing_cases import run_ranks
+from tests.helpers.failing import run_ranks
 
 
 def part_of(stage: int) -> dict[str, Any]:

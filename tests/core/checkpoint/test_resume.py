@@ -11,11 +11,11 @@ from torch import nn
 from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import ConfigurationError
-from tests.core.cases import DIM, Case
-from tests.core.compare import assert_same_weights
 from tests.core.conftest import Pools
-from tests.core.random_layers import make
-from tests.core.runs import Training, run_oracle
+from tests.helpers.cases import DIM, Case
+from tests.helpers.compare import assert_same_weights
+from tests.helpers.engine import Training, run_oracle
+from tests.helpers.random_layers import make
 
 SHARING_INSIDE = partial(make, (("linear", "tensor"), ("inside", "tensor")))
 ALONE = Mesh(1, 1, 0)

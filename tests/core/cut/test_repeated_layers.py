@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.core.cases import DIM, Case, Routed
-from tests.core.compare import assert_same_norms, assert_same_weights, weights_of
 from tests.core.conftest import Pools
-from tests.core.random_layers import make
-from tests.core.runs import run_oracle
+from tests.helpers.cases import DIM, Case, Routed
+from tests.helpers.compare import assert_same_norms, assert_same_weights, weights_of
+from tests.helpers.engine import run_oracle
+from tests.helpers.random_layers import make
 
 
 def layers(*kinds: str) -> partial[nn.Sequential]:

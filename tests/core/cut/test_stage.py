@@ -14,8 +14,8 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import apply_layers, model_problems
 from lightning_asyncpp.dependencies import PrivateNameError
 from lightning_asyncpp.errors import ConfigurationError
-from tests.core.cases import DIM, make_model
 from tests.core.cut.test_units import Layered
+from tests.helpers.cases import DIM, make_model
 
 CPU = torch.device("cpu")
 
@@ -152,7 +152,7 @@ def test_a_layer_used_twice_within_a_stage_keeps_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_dropout_depends_on_unit_replica_and_micro_batch_alone(num_stages: int) -> None:
+def test_dropout_depends_on_unit_replica_and_microbatch_alone(num_stages: int) -> None:
     def run(seed: int, replica: int, k: int) -> Tensor:
         x = torch.ones(4, DIM)
         for stage in cut_all(lambda: make_model(0.5), num_stages):

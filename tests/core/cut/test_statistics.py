@@ -8,7 +8,7 @@ from torch import nn
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import StatisticsLayout, counting_layers
-from tests.core.cases import DIM, Routed
+from tests.helpers.cases import DIM, Routed
 
 
 def model() -> nn.Sequential:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.core.failures import failing_cases
-from tests.core.failures.failing_cases import Outcome, run_ranks
+from tests.helpers import failing as failing_cases
+from tests.helpers.failing import Outcome, run_ranks
 
 STAGES = 3  # rank 2 is the first stage, rank 0 the last
 SOON = 20.0
@@ -19,7 +19,7 @@ def errors(outcomes: list[Outcome]) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", range(STAGES))
-def test_an_error_at_the_first_micro_batch_is_quoted_on_every_rank(stage: int) -> None:
+def test_an_error_at_the_first_microbatch_is_quoted_on_every_rank(stage: int) -> None:
     outcomes = run_ranks(failing_cases.error_of_user, STAGES, stage, 0)
     rank = STAGES - 1 - stage
     assert errors(outcomes) == ["ValueError" if r == rank else "OtherStageFailedError" for r in range(STAGES)]
@@ -50,10 +50,10 @@ def test_a_wrong_configuration_reads_the_same_on_every_rank(scenario: object, te
     assert outcomes[0].text.startswith(text)
 
 
-def test_different_batches_are_told_apart_at_the_first_micro_batch() -> None:
+def test_different_batches_are_told_apart_at_the_first_microbatch() -> None:
     outcomes = run_ranks(failing_cases.other_batch, STAGES, 0)
     assert errors(outcomes) == ["BatchMismatchError", "OtherStageFailedError", "OtherStageFailedError"]
-    assert "the first and the last stage were given different batches (micro-batch 0: " in outcomes[0].text
+    assert "the first and the last stage were given different batches (microbatch 0: " in outcomes[0].text
     assert "look at the data loader's shuffling, its seed and its sampler" in outcomes[0].text
     assert all("rank 0 (stage 2): BatchMismatchError: the first and" in outcome.text for outcome in outcomes[1:])
 
@@ -61,7 +61,7 @@ def test_different_batches_are_told_apart_at_the_first_micro_batch() -> None:
 def test_different_batches_are_told_apart_later() -> None:
     outcomes = run_ranks(failing_cases.other_batch, STAGES, 2)
     assert errors(outcomes) == ["BatchMismatchError", "PeerLostError", "PeerLostError"]
-    assert "(micro-batch 6: their shapes or contents differ)" in outcomes[0].text
+    assert "(microbatch 6: their shapes or contents differ)" in outcomes[0].text
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_different_batches_are_told_apart_later() -> None:
 def test_a_batch_that_is_shorter_on_one_stage(stage: int, how: str) -> None:
     outcomes = run_ranks(failing_cases.shorter_batch, STAGES, stage, True)
     assert errors(outcomes)[0] == "BatchMismatchError"
-    assert f"(micro-batch 2: {how})" in outcomes[0].text
+    assert f"(microbatch 2: {how})" in outcomes[0].text
     outcomes = run_ranks(failing_cases.shorter_batch, STAGES, stage, False)
     assert errors(outcomes)[0] == "BatchMismatchError"
-    assert "(micro-batch 0: their shapes or contents differ)" in outcomes[0].text
+    assert "(microbatch 0: their shapes or contents differ)" in outcomes[0].text
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
@@ -89,11 +89,11 @@ def test_a_stage_with_a_batch_less_keeps_no_other_waiting(stage: int, evaluates:
     assert set(errors(outcomes)) <= {"ProtocolError", *told}
     if stage > 0:
         assert outcomes[early].error == "ProtocolError"
-        expected = f"this rank has ended before micro-batch 9 .* while rank {early + 1} "
+        expected = f"this rank has ended before microbatch 9 .* while rank {early + 1} "
         assert re.match(rf"{expected}\(stage {stage - 1}\) has a further batch", outcomes[early].text)
     if stage < STAGES - 1:
         assert outcomes[later].error == "ProtocolError"
-        expected = rf"rank {early} \(stage {stage}\) has ended before micro-batch 9 "
+        expected = rf"rank {early} \(stage {stage}\) has ended before microbatch 9 "
         assert re.match(rf"{expected}.* while this rank has a further batch", outcomes[later].text)
 
 

@@ -20,7 +20,7 @@ from lightning_asyncpp.core.ranks import mesh as mesh_module
 from lightning_asyncpp.core.ranks import process_groups
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import HostWork
-from tests.workers import end_with_parent, free_port, worker_context
+from tests.helpers.workers import end_with_parent, free_port, worker_context
 
 SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (5, 3), (8, 4), (1, 4)]
 

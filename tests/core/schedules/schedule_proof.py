@@ -1,32 +1,32 @@
 """Proves on paper that the action lists of a pipeline keep the rules, without running anything.
 
 What waits for what: ``F k`` needs the activation of ``F k`` from the stage before; ``B k`` needs its gradient, from
-``B k`` of the stage after. ``U t`` needs ``B`` of the last micro-batch of mini-batch t: on all stages, where they agree
+``B k`` of the stage after. ``U t`` needs ``B`` of the last microbatch of mini-batch t: on all stages, where they agree
 on an update before they apply it; else on its own stage, and on the first one that shares parameters with it. Then they
 agree later: before the first forward of a mini-batch on that about the mini-batch two before, or after a flush on that
 about the one before; and in a drain on all. Receives are posted in order, sends never block. Replicas do the same, so
 that what one may do in some order all may do in step. The rules, by the names that violations begin with:
 
-* ``order``: every micro-batch goes forward once and backward once, after it; forwards, backwards and updates in order.
-* ``delay``: the weights that a micro-batch is promised have been made when its forward comes: W_{max(t - delay, 0)}
+* ``order``: every microbatch goes forward once and backward once, after it; forwards, backwards and updates in order.
+* ``delay``: the weights that a microbatch is promised have been made when its forward comes: W_{max(t - delay, 0)}
   for the first ``held`` of mini-batch t, W_t for the others. (Update t makes W_{t+1}, so a gradient is ``delay``
   updates old, or fresh.) After a synchronous start of N mini-batches on W_t it is W_{max(t - delay, N)}.
 * ``early``: an update comes right before the first forward that needs what it makes, drains apart. Before that nothing
   is gained, and what its reduction and its agreement could hide behind is lost.
 * ``versions``: weights stay until their last backward; at any moment at most ``delay`` + 1 versions are needed.
 * ``gradient``: an update comes when the stage has the whole gradient.
-* ``in flight``: at most ``depth`` + 1 micro-batches are between their forward and their backward.
+* ``in flight``: at most ``depth`` + 1 microbatches are between their forward and their backward.
 * ``depth``: a backward has fewer forwards before it on the stage after, drains apart. With as many, neighbours are
   locked in step: each waits while the other works.
 * ``room``: with replicas a forward comes between a complete gradient and its update, for the reduction to hide behind,
-  unless a stage holds back no more micro-batches than are under way. Without it nothing would be wrong, only slow.
+  unless a stage holds back no more microbatches than are under way. Without it nothing would be wrong, only slow.
 * ``deadlock``: the lists can be run to their end.
 
 Four mini-batches, after a synchronous start if there is one, tell about any number of them. What a rule looks at is
 what is in flight on a stage, and by how many updates it is behind; both are the same after mini-batch 1 as after 2 and
 after 3, so that 4, 5, ... are 3 again with other numbers, and the end of the run is a drain from that state. A drain
 leaves nothing in flight, and at the end of the next mini-batch the state is the usual one again: so drains up to the
-end of mini-batch 1 tell about those of any other. With accumulation, count the micro-batches of all batches that share
+end of mini-batch 1 tell about those of any other. With accumulation, count the microbatches of all batches that share
 an update.
 """
 
@@ -48,7 +48,7 @@ class OfDepth:
     """What a schedule's list may depend on, and nothing else; with how stages agree on updates.
 
     Attributes:
-        depth: micro-batches by which forwards run ahead of backwards.
+        depth: microbatches by which forwards run ahead of backwards.
         stage_rule: which weights they run on.
         agrees_first: whether all stages have agreed on an update before any applies it.
         shares_with: the first stage with a parameter of this one.
@@ -76,13 +76,13 @@ class StageList:
 
     Attributes:
         actions: in order.
-        depth: micro-batches by which its forwards may run ahead of its backwards.
+        depth: microbatches by which its forwards may run ahead of its backwards.
         delay: updates between the weights of a gradient and those that it is applied to.
         synchronous_start: number of mini-batches at the beginning without delay; nobody steps ahead in it.
-        held: how many micro-batches of a mini-batch the delay is for; None: all.
+        held: how many microbatches of a mini-batch the delay is for; None: all.
         agrees_first: whether that holds of every update, and not only of those that end with a flush.
         shares_with: the first stage with a parameter of this one, whose gradient it needs, too.
-        drains: numbers of micro-batches, counted over the run, after which the pipeline is drained; and at the end.
+        drains: numbers of microbatches, counted over the run, after which the pipeline is drained; and at the end.
     """
 
     actions: Sequence[Action]
@@ -96,16 +96,16 @@ class StageList:
 
     @classmethod
     def of(
-        cls, schedule: Schedule | OfDepth, micro_batches: int, drains: Collection[int] = (), count: int = MINI_BATCHES
+        cls, schedule: Schedule | OfDepth, microbatches: int, drains: Collection[int] = (), count: int = MINI_BATCHES
     ) -> StageList:
-        rule, actions = schedule.stage_rule, schedule.run(count, micro_batches, drains)
+        rule, actions = schedule.stage_rule, schedule.run(count, microbatches, drains)
         agrees, shares = schedule.agrees_first, schedule.shares_with
         return cls(
             actions, schedule.depth, rule.delay, rule.synchronous_start, rule.held, agrees, shares, frozenset(drains)
         )
 
     def version(self, mini_batch: int, place: int) -> int:
-        """Weights that a micro-batch is promised, written down apart from the schedule's own rule."""
+        """Weights that a microbatch is promised, written down apart from the schedule's own rule."""
         if mini_batch < self.synchronous_start or (self.held is not None and place >= self.held):
             return mini_batch
         return max(mini_batch - self.delay, self.synchronous_start)
@@ -121,7 +121,7 @@ class StageList:
 
 def check(
     schedules: Sequence[Schedule | OfDepth],
-    micro_batches: int,
+    microbatches: int,
     num_replicas: int = 1,
     drains: Collection[int] = (),
     mini_batches: int | None = None,
@@ -130,9 +130,9 @@ def check(
 
     Args:
         schedules: of each stage, the first stage first.
-        micro_batches: per update.
+        microbatches: per update.
         num_replicas: of the pipeline; several need room for their reduction.
-        drains: numbers of micro-batches, counted over the run, after which the pipeline is drained.
+        drains: numbers of microbatches, counted over the run, after which the pipeline is drained.
         mini_batches: how many to look at; default: four, after a synchronous start; see above why they are enough.
 
     Returns:
@@ -143,8 +143,8 @@ def check(
     count = MINI_BATCHES + max(rule.synchronous_start for rule in rules) if mini_batches is None else mini_batches
     readings = [
         _reading_of(
-            OfDepth(schedule.depth, _plain(rule, micro_batches), schedule.agrees_first, schedule.shares_with),
-            micro_batches, count, after,
+            OfDepth(schedule.depth, _plain(rule, microbatches), schedule.agrees_first, schedule.shares_with),
+            microbatches, count, after,
         )
         for schedule, rule in zip(schedules, rules)
     ]  # fmt: skip
@@ -152,9 +152,9 @@ def check(
     return [f"delay: stage {stage} {what}" for stage, what in other if what] + _violations(readings, num_replicas)
 
 
-def check_lists(stages: Sequence[StageList], micro_batches: int, num_replicas: int = 1) -> list[str]:
+def check_lists(stages: Sequence[StageList], microbatches: int, num_replicas: int = 1) -> list[str]:
     """Check lists of actions, the first stage first; arguments and result as for :func:`check`."""
-    return _violations([_Reading.of(stage, micro_batches) for stage in stages], num_replicas)
+    return _violations([_Reading.of(stage, microbatches) for stage in stages], num_replicas)
 
 
 @dataclass(eq=False)
@@ -165,11 +165,11 @@ class _Reading:
     """
 
     stage: StageList
-    micro_batches: int
+    microbatches: int
     violations: dict[str, str] = field(default_factory=dict)  # rule -> the first violation
-    forward_steps: list[int] = field(default_factory=list)  # of each micro-batch
-    backward_steps: list[int] = field(default_factory=list)  # of each micro-batch
-    forwards_before: list[int] = field(default_factory=list)  # the backward of each micro-batch
+    forward_steps: list[int] = field(default_factory=list)  # of each microbatch
+    backward_steps: list[int] = field(default_factory=list)  # of each microbatch
+    forwards_before: list[int] = field(default_factory=list)  # the backward of each microbatch
     drained: set[int] = field(default_factory=set)  # steps that leave nothing in flight
     update_steps: list[int] = field(default_factory=list)  # of each mini-batch
     complete_steps: list[int] = field(default_factory=list)  # in which the gradient of each mini-batch was complete
@@ -177,8 +177,8 @@ class _Reading:
     agreements: list[tuple[int, int]] = field(default_factory=list)  # steps, and on which mini-batch before them
 
     @classmethod
-    def of(cls, stage: StageList, micro_batches: int) -> _Reading:
-        reading = cls(stage, micro_batches)
+    def of(cls, stage: StageList, microbatches: int) -> _Reading:
+        reading = cls(stage, microbatches)
         for action in stage.actions:
             reading._read(action)
         reading._finish()
@@ -191,7 +191,7 @@ class _Reading:
             self._backward(action.index)
         else:
             self._update(action.index)
-        # Micro-batches are finished in order: the oldest weights needed are those of the next backward.
+        # Microbatches are finished in order: the oldest weights needed are those of the next backward.
         newest, oldest = len(self.update_steps), self._version(len(self.backward_steps))
         if newest - oldest > (0 if self.stage.held == 0 else self.stage.delay):
             self._note("versions", f"after {action} the versions W_{oldest} to W_{newest} are needed at once")
@@ -202,11 +202,11 @@ class _Reading:
         newest = len(self.update_steps)
         if self._version(k) > newest:
             self._note("delay", f"F{k} needs W_{self._version(k)}, and the newest weights are W_{newest}")
-        self.agreements += [(self._step + 1, t) for t in _agreed_before(self.stage, k, self.micro_batches)]
+        self.agreements += [(self._step + 1, t) for t in _agreed_before(self.stage, k, self.microbatches)]
         self.forward_steps.append(self._step + 1)
         in_flight = len(self.forward_steps) - len(self.backward_steps)
         if in_flight > self.stage.depth + 1:
-            self._note("in flight", f"{in_flight} micro-batches at F{k}, where the depth is {self.stage.depth}")
+            self._note("in flight", f"{in_flight} microbatches at F{k}, where the depth is {self.stage.depth}")
 
     def _backward(self, k: int) -> None:
         if k != len(self.backward_steps):
@@ -217,14 +217,14 @@ class _Reading:
         self.forwards_before.append(len(self.forward_steps))
         if len(self.backward_steps) == len(self.forward_steps):
             self.drained.add(self._step)
-        if len(self.backward_steps) % self.micro_batches == 0:
+        if len(self.backward_steps) % self.microbatches == 0:
             self.complete_steps.append(self._step)
 
     def _update(self, t: int) -> None:
         if t != len(self.update_steps):
             self._note("order", f"U{t} where U{len(self.update_steps)} is due")
         if t >= len(self.complete_steps):
-            self._note("gradient", f"U{t} before B{(t + 1) * self.micro_batches - 1}")
+            self._note("gradient", f"U{t} before B{(t + 1) * self.microbatches - 1}")
         elif self.complete_steps[t] == self._step and len(self.forward_steps) > len(self.backward_steps):
             # If nothing is in flight, this is a drain, which waits anyway.
             self.hurried.append(f"U{t} follows the end of its gradient without a forward between")
@@ -236,7 +236,7 @@ class _Reading:
         self.update_steps.append(self._step + 1)
 
     def _finish(self) -> None:
-        counts = len(self.forward_steps), len(self.backward_steps), len(self.update_steps) * self.micro_batches
+        counts = len(self.forward_steps), len(self.backward_steps), len(self.update_steps) * self.microbatches
         if len(set(counts)) > 1:
             self._note("order", f"{counts[0]} forwards, {counts[1]} backwards, updates with {counts[2]} of them")
 
@@ -249,38 +249,38 @@ class _Reading:
         return sum(action.kind is Kind.FORWARD for action in self.stage.actions)
 
     def _version(self, k: int) -> int:
-        return self.stage.version(*divmod(k, self.micro_batches))
+        return self.stage.version(*divmod(k, self.microbatches))
 
     @property
     def promises_room(self) -> bool:
         """Whether there is to be a forward between a complete gradient and its update."""
         held = self.stage.held
-        return self.stage.delay > 0 and (held is None or min(held, self.micro_batches) > self.stage.depth)
+        return self.stage.delay > 0 and (held is None or min(held, self.microbatches) > self.stage.depth)
 
     def _note(self, rule: str, what: str) -> None:
         self.violations.setdefault(rule, what)
 
 
 @lru_cache(maxsize=4096)
-def _reading_of(schedule: OfDepth, micro_batches: int, mini_batches: int, drains: tuple[int, ...]) -> _Reading:
+def _reading_of(schedule: OfDepth, microbatches: int, mini_batches: int, drains: tuple[int, ...]) -> _Reading:
     """A schedule's list depends on its depth and its rule alone, so one stands for all that share them."""
-    return _Reading.of(StageList.of(schedule, micro_batches, drains, mini_batches), micro_batches)
+    return _Reading.of(StageList.of(schedule, microbatches, drains, mini_batches), microbatches)
 
 
-def _plain(rule: StalenessRule, micro_batches: int) -> StalenessRule:
+def _plain(rule: StalenessRule, microbatches: int) -> StalenessRule:
     """The rule itself, whatever a subclass makes of it; to hold back more than there are is to hold back all."""
-    held = None if rule.held is None or rule.held >= micro_batches else rule.held
+    held = None if rule.held is None or rule.held >= microbatches else rule.held
     return StalenessRule(rule.delay, rule.synchronous_start, held)
 
 
 @lru_cache(maxsize=4096)
 def _other_version(rule: StalenessRule, reading: _Reading, mini_batches: int) -> str:
-    """The first micro-batch for which a rule names other weights than are promised; empty if there is none."""
+    """The first microbatch for which a rule names other weights than are promised; empty if there is none."""
     for t in range(mini_batches):
-        for place in range(reading.micro_batches):
+        for place in range(reading.microbatches):
             promised, named = reading.stage.version(t, place), rule.version(t, place)
             if named != promised:
-                return f"runs micro-batch {place} of mini-batch {t} on W_{named}, not on W_{promised}"
+                return f"runs microbatch {place} of mini-batch {t} on W_{named}, not on W_{promised}"
     return ""
 
 
@@ -312,7 +312,7 @@ def _in_step(readings: Sequence[_Reading]) -> bool:
     """Whether nobody waits for what another stage does in a later step of its own.
 
     Then there is no deadlock, for the actions can be put in an order in which each comes after what it waits for: by
-    step; within a step first what began it, the first stage first, then the backwards by micro-batch, the last stage
+    step; within a step first what began it, the first stage first, then the backwards by microbatch, the last stage
     first.
     """
     complete = [max(steps) for steps in zip(*(reading.complete_steps for reading in readings))]
@@ -354,7 +354,7 @@ def _deadlocks(readings: Sequence[_Reading]) -> list[str]:
 
 def _needed(readings: Sequence[_Reading], stage: int, action: Action) -> list[tuple[int, Action]]:
     """Actions of other stages that an action waits for, and of its own where an update needs them."""
-    own, count = readings[stage].stage, readings[stage].micro_batches
+    own, count = readings[stage].stage, readings[stage].microbatches
     everywhere = range(len(readings))
     if action.kind is Kind.BACKWARD:
         return [(stage + 1, action)] if stage + 1 < len(readings) else []
@@ -367,9 +367,9 @@ def _needed(readings: Sequence[_Reading], stage: int, action: Action) -> list[tu
     ]
 
 
-def _agreed_before(stage: StageList, k: int, micro_batches: int) -> list[int]:
+def _agreed_before(stage: StageList, k: int, microbatches: int) -> list[int]:
     """Mini-batches that all stages must have agreed about before a forward."""
-    t, place = divmod(k, micro_batches)
+    t, place = divmod(k, microbatches)
     agreed = -1
     if place == 0:
         agreed = t - 1 if stage.flushes(t - 1) else t - 2
@@ -378,5 +378,5 @@ def _agreed_before(stage: StageList, k: int, micro_batches: int) -> list[int]:
     return [agreed] if agreed >= 0 else []
 
 
-def _last(mini_batch: int, micro_batches: int) -> Action:
-    return Action(Kind.BACKWARD, (mini_batch + 1) * micro_batches - 1)
+def _last(mini_batch: int, microbatches: int) -> Action:
+    return Action(Kind.BACKWARD, (mini_batch + 1) * microbatches - 1)

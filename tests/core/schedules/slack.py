@@ -3,7 +3,7 @@
     python -m tests.core.schedules.slack          the tables of docs/research/performance.md, a minute
 
 Times are in units of a forward; a backward takes two. An order is given by leads: ``leads[s][j]`` is the number of
-forwards beyond micro-batch j of a mini-batch that stage s has done when its backward comes.
+forwards beyond microbatch j of a mini-batch that stage s has done when its backward comes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORWARD, BACKWARD = 1.0, 2.0
 WORK = FORWARD + BACKWARD
 Leads = Sequence[Sequence[int]]
 
-# Eight stages, eight micro-batches: found by a solver, then trimmed to fewer activations. The extra micro-batches in
+# Eight stages, eight microbatches: found by a solver, then trimmed to fewer activations. The extra microbatches in
 # flight travel from the first stage to the last.
 TRAVELLING: Leads = (
     (9, 9, 9, 10, 10, 9, 9, 8),
@@ -33,17 +33,17 @@ TRAVELLING: Leads = (
 
 
 def at_the_end(num_stages: int, extra: int) -> list[int]:
-    """Depths whose extra micro-batches give slack to the last hops."""
+    """Depths whose extra microbatches give slack to the last hops."""
     return [behind + min(behind, extra) for behind in reversed(range(num_stages))]
 
 
 def spread(num_stages: int, extra: int) -> list[int]:
-    """Depths of the package: extra micro-batches leave runs of hops without slack of about the same length."""
+    """Depths of the package: extra microbatches leave runs of hops without slack of about the same length."""
     return [depth(stage, num_stages, extra) for stage in range(num_stages)]
 
 
 def period(depths: Sequence[int], hop: float) -> float:
-    """Time per micro-batch of constant depths: the largest mean of all cycles of actions that wait for each other.
+    """Time per microbatch of constant depths: the largest mean of all cycles of actions that wait for each other.
 
     A simple cycle goes forward from stage a to b, turns, comes back, and meets itself where the depths have it: it
     takes the work of all its stages and the hops both ways, and gets on by the difference of the depths and one.
@@ -70,7 +70,7 @@ def actions_of(leads: Sequence[int], mini_batches: int) -> list[Action]:
 
 
 def in_flight(leads: Sequence[int]) -> int:
-    """The most micro-batches between their forward and their backward."""
+    """The most microbatches between their forward and their backward."""
     return max(lead + 1 for lead in leads)
 
 
@@ -98,7 +98,7 @@ def utilisation(leads: Leads, hop: float, spread_of_work: float = 0.0, seed: int
 
 
 def run(
-    lists: Sequence[Sequence[Action]], micro_batches: int, hop: float, time_of: Callable[[Kind], float]
+    lists: Sequence[Sequence[Action]], microbatches: int, hop: float, time_of: Callable[[Kind], float]
 ) -> list[float]:
     """Run lists; returns when the gradient of each mini-batch was complete on the first stage."""
     todo = [list(actions)[::-1] for actions in lists]
@@ -107,13 +107,13 @@ def run(
     left = -1
     while left != (left := sum(map(len, todo))):
         for stage, actions in enumerate(todo):
-            while actions and (ready := _ready(done, stage, len(lists), actions[-1], micro_batches, hop)) is not None:
+            while actions and (ready := _ready(done, stage, len(lists), actions[-1], microbatches, hop)) is not None:
                 action = actions.pop()
                 clocks[stage] = max(clocks[stage], ready) + time_of(action.kind)
                 done[stage, action.kind, action.index] = clocks[stage]
     assert left == 0, "deadlock"
     count = sum(kind is Kind.UPDATE and stage == 0 for stage, kind, _ in done)
-    return [done[0, Kind.BACKWARD, (t + 1) * micro_batches - 1] for t in range(count)]
+    return [done[0, Kind.BACKWARD, (t + 1) * microbatches - 1] for t in range(count)]
 
 
 def _ready(
@@ -121,13 +121,13 @@ def _ready(
     stage: int,
     num_stages: int,
     action: Action,
-    micro_batches: int,
+    microbatches: int,
     hop: float,
 ) -> float | None:
     """When what an action waits for is there, or None."""
     kind, k = action.kind, action.index
     if kind is Kind.UPDATE:  # the first stage completes last, and tells the others
-        end = done.get((0, Kind.BACKWARD, (k + 1) * micro_batches - 1))
+        end = done.get((0, Kind.BACKWARD, (k + 1) * microbatches - 1))
         return None if end is None else end + (hop if stage else 0.0)
     peer = stage - 1 if kind is Kind.FORWARD else stage + 1
     if not 0 <= peer < num_stages:
@@ -143,23 +143,23 @@ def _row(name: str, leads: Leads, hops: Sequence[float], exact: Sequence[float])
     return f"| {name} | {memory[0]}, {sum(memory)} | {numbers} |"
 
 
-def _constant(depths: Sequence[int], micro_batches: int) -> Leads:
-    return [[d] * micro_batches for d in depths]
+def _constant(depths: Sequence[int], microbatches: int) -> Leads:
+    return [[d] * microbatches for d in depths]
 
 
 def main() -> None:
     """Print the tables."""
     stages, hops = 8, (0.01, 0.02, 0.05, 0.1)
-    for micro_batches in (8, 12, 16, 32):
-        print(f"\n{micro_batches} micro-batches; hops of {hops} of a micro-batch's work, and again with jitter")
+    for microbatches in (8, 12, 16, 32):
+        print(f"\n{microbatches} microbatches; hops of {hops} of a microbatch's work, and again with jitter")
         for extra in range(stages):
             for place in (at_the_end, spread):
                 depths = place(stages, extra)
-                if depths[0] <= micro_batches:
+                if depths[0] <= microbatches:
                     exact = [WORK / period(depths, hop * WORK) for hop in hops]
                     name = f"{place.__name__} {extra}"
-                    print(_row(name, _constant(depths, micro_batches), hops, exact), flush=True)
-    print(_row("travelling, 8 micro-batches", TRAVELLING, hops, [utilisation(TRAVELLING, h * WORK) for h in hops]))
+                    print(_row(name, _constant(depths, microbatches), hops, exact), flush=True)
+    print(_row("travelling, 8 microbatches", TRAVELLING, hops, [utilisation(TRAVELLING, h * WORK) for h in hops]))
 
 
 if __name__ == "__main__":

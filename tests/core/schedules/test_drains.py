@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_asyncpp.core.schedule import Slack, Staleness
-from tests.core.cases import Case
-from tests.core.compare import assert_same_losses, assert_same_norms, assert_same_weights
 from tests.core.conftest import Pools
-from tests.core.runs import run_oracle
+from tests.helpers.cases import Case
+from tests.helpers.compare import assert_same_losses, assert_same_norms, assert_same_weights
+from tests.helpers.engine import run_oracle
 
 # No shrinking and no database: an example takes a second, and every run of the suite draws the same ones.
 quick = settings(

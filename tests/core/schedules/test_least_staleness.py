@@ -15,7 +15,7 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule, Slack, Stale
 from lightning_asyncpp.core.settings import PipelineSettings
 from tests.core.schedules.schedule_proof import MINI_BATCHES, OfDepth, StageList, check, check_lists
 from tests.core.schedules.test_schedule_proof import (
-    MOST_MICRO_BATCHES,
+    MOST_MICROBATCHES,
     MOST_STAGES,
     edited,
     moved,
@@ -32,14 +32,14 @@ def least(num_stages: int, lookahead: int, slack: Slack, start: int | None = Non
     return [Schedule(stage, num_stages, lookahead, rule, "least", slack) for stage in range(num_stages)]
 
 
-def extreme(num_stages: int, micro_batches: int, num_replicas: int = 1) -> set[int]:
-    """The smallest and the largest lookahead, and that with which every hop has one micro-batch to hide behind."""
-    most = largest_lookahead(num_stages, micro_batches, num_replicas)
+def extreme(num_stages: int, microbatches: int, num_replicas: int = 1) -> set[int]:
+    """The smallest and the largest lookahead, and that with which every hop has one microbatch to hide behind."""
+    most = largest_lookahead(num_stages, microbatches, num_replicas)
     return {0, min(num_stages - 1, most), most} if most >= 0 else set()
 
 
-def keeps_the_rules(micro_batches: Iterable[int], stages: Iterable[int], slack: Slack, num_replicas: int) -> None:
-    for count, num_stages in itertools.product(micro_batches, stages):
+def keeps_the_rules(microbatches: Iterable[int], stages: Iterable[int], slack: Slack, num_replicas: int) -> None:
+    for count, num_stages in itertools.product(microbatches, stages):
         for lookahead in extreme(num_stages, count, num_replicas):
             found = check(least(num_stages, lookahead, slack), count, num_replicas)
             assert found == [], (num_stages, count, lookahead)
@@ -56,7 +56,7 @@ def test_the_least_staleness_keeps_the_rules(slack: Slack, num_replicas: int) ->
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("slack", SLACKS)
 def test_the_least_staleness_of_any_shape_keeps_the_rules(slack: Slack, num_replicas: int) -> None:
-    keeps_the_rules(range(1, MOST_MICRO_BATCHES + 1), range(2, MOST_STAGES + 1), slack, num_replicas)
+    keeps_the_rules(range(1, MOST_MICROBATCHES + 1), range(2, MOST_STAGES + 1), slack, num_replicas)
 
 
 @pytest.mark.parametrize("slack", SLACKS)
@@ -82,15 +82,15 @@ def drained_everywhere(num_stages: int, count: int, slack: Slack) -> None:
 
 
 @pytest.mark.parametrize("slack", SLACKS)
-@pytest.mark.parametrize(("num_stages", "micro_batches"), [(2, 5), (3, 4), (5, 6)])
-def test_drains_after_any_micro_batch_keep_the_rules(slack: Slack, num_stages: int, micro_batches: int) -> None:
-    drained_everywhere(num_stages, micro_batches, slack)
+@pytest.mark.parametrize(("num_stages", "microbatches"), [(2, 5), (3, 4), (5, 6)])
+def test_drains_after_any_microbatch_keep_the_rules(slack: Slack, num_stages: int, microbatches: int) -> None:
+    drained_everywhere(num_stages, microbatches, slack)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slack", SLACKS)
 @pytest.mark.parametrize("num_stages", range(2, 8))
-def test_drains_after_any_micro_batch_of_many_shapes_keep_the_rules(slack: Slack, num_stages: int) -> None:
+def test_drains_after_any_microbatch_of_many_shapes_keep_the_rules(slack: Slack, num_stages: int) -> None:
     for count in {num_stages, num_stages + 1, 2 * num_stages - 1, 2 * num_stages + 3}:
         drained_everywhere(num_stages, count, slack)
 
@@ -99,7 +99,7 @@ def test_drains_after_any_micro_batch_of_many_shapes_keep_the_rules(slack: Slack
 @given(st.data())
 def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(2, MOST_STAGES))
-    count = data.draw(st.integers(num_stages, MOST_MICRO_BATCHES))
+    count = data.draw(st.integers(num_stages, MOST_MICROBATCHES))
     lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, 1)))
     schedules = least(num_stages, lookahead, data.draw(st.sampled_from(SLACKS)), data.draw(st.integers(0, 2)))
     assert check(schedules, count, 1, data.draw(st.sets(st.integers(1, 4 * count)))) == []
@@ -125,11 +125,11 @@ def without_updates(stage: StageList) -> StageList:
 # -- how early it is, counted in the lists --------------------------------------------------------------------------
 
 
-def forwards_before_updates(actions: Sequence[Action], micro_batches: int) -> list[int]:
+def forwards_before_updates(actions: Sequence[Action], microbatches: int) -> list[int]:
     """How many forwards come between the last backward of each mini-batch and its update, but for the last one."""
     at = {str(action): place for place, action in enumerate(actions)}
     count = sum(action.kind is Kind.UPDATE for action in actions)
-    spans = [(at[f"B{(t + 1) * micro_batches - 1}"], at[f"U{t}"]) for t in range(count - 1)]
+    spans = [(at[f"B{(t + 1) * microbatches - 1}"], at[f"U{t}"]) for t in range(count - 1)]
     return [sum(action.kind is Kind.FORWARD for action in actions[begin:end]) for begin, end in spans]
 
 
@@ -143,7 +143,7 @@ def test_an_update_comes_as_soon_as_its_gradient_and_the_slack(slack: int) -> No
                 assert waited == [min(slack, most)] * len(waited), (num_stages, count, lookahead, schedule.stage)
 
 
-def test_with_the_slack_exact_the_first_stage_waits_for_nothing_and_all_update_at_the_same_micro_batch() -> None:
+def test_with_the_slack_exact_the_first_stage_waits_for_nothing_and_all_update_at_the_same_microbatch() -> None:
     for num_stages, count in itertools.product(range(2, 9), range(2, 20)):
         for lookahead in extreme(num_stages, count):
             schedules = least(num_stages, lookahead, "exact")
@@ -214,7 +214,7 @@ def off_by_one(step: int) -> type[StalenessRule]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("step", [-1, 1])
 @pytest.mark.parametrize("slack", SLACKS)
-def test_a_version_that_is_off_by_a_micro_batch_on_one_stage_is_caught(slack: Slack, step: int, stage: int) -> None:
+def test_a_version_that_is_off_by_a_microbatch_on_one_stage_is_caught(slack: Slack, step: int, stage: int) -> None:
     schedules: list[Schedule | OfDepth] = list(least(4, 1, slack))
     assert check(schedules, 8) == []
     good = schedules[stage]
@@ -224,11 +224,11 @@ def test_a_version_that_is_off_by_a_micro_batch_on_one_stage_is_caught(slack: Sl
     place = (good.stage_rule.held or 0) - (step > 0)
     older = good.stage_rule.synchronous_start  # the first mini-batch that runs on two versions is the one after
     named, promised = (older + 1, older) if step > 0 else (older, older + 1)
-    where = f"stage {stage} runs micro-batch {place} of mini-batch {older + 1}"
+    where = f"stage {stage} runs microbatch {place} of mini-batch {older + 1}"
     assert found == f"delay: {where} on W_{named}, not on W_{promised}"
 
 
-# Four stages of depths 4, 3, 2, 0 and eight micro-batches, without a synchronous start. With a slack of 1 they hold
+# Four stages of depths 4, 3, 2, 0 and eight microbatches, without a synchronous start. With a slack of 1 they hold
 # back 5, 4, 3, 1: stage 1 runs ... F10 B7 F11 B8 U0 F12 B9 ...; with "exact" all hold back 4.
 MUTATIONS: list[tuple[str, Slack, int, Callable[[list[str]], list[str]], set[str]]] = [
     ("update late", 1, 1, moved("F12", "U0"), {"delay"}),
@@ -243,7 +243,7 @@ MUTATIONS: list[tuple[str, Slack, int, Callable[[list[str]], list[str]], set[str
 
 
 @pytest.mark.parametrize(("name", "slack", "stage", "edit", "broken"), MUTATIONS, ids=[name for name, *_ in MUTATIONS])
-def test_an_update_at_another_micro_batch_is_caught_by_the_name_of_the_rule(
+def test_an_update_at_another_microbatch_is_caught_by_the_name_of_the_rule(
     name: str, slack: Slack, stage: int, edit: Callable[[list[str]], list[str]], broken: set[str]
 ) -> None:
     good = [StageList.of(schedule, 8) for schedule in least(4, 1, slack, start=0)]

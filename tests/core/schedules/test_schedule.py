@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule, StalenessRule, depth, largest_lookahead
 
-Pipeline = tuple[int, int, int, int]  # stages, micro-batches, lookahead, delay
+Pipeline = tuple[int, int, int, int]  # stages, microbatches, lookahead, delay
 
 
 def pipelines(most_stages: int) -> Iterator[Pipeline]:
     for num_stages in range(1, most_stages + 1):
-        for micro_batches in range(num_stages, 2 * num_stages + 2):
-            for lookahead in range(largest_lookahead(num_stages, micro_batches, 1) + 1):
-                yield num_stages, micro_batches, lookahead, 1
-        for micro_batches in range(1, 2 * num_stages + 2):
-            yield num_stages, micro_batches, 0, 0
+        for microbatches in range(num_stages, 2 * num_stages + 2):
+            for lookahead in range(largest_lookahead(num_stages, microbatches, 1) + 1):
+                yield num_stages, microbatches, lookahead, 1
+        for microbatches in range(1, 2 * num_stages + 2):
+            yield num_stages, microbatches, 0, 0
 
 
 def lists_of(pipeline: Pipeline, mini_batches: int) -> list[list[Action]]:
-    num_stages, micro_batches, lookahead, delay = pipeline
+    num_stages, microbatches, lookahead, delay = pipeline
     schedules = [Schedule(stage, num_stages, lookahead, StalenessRule(delay)) for stage in range(num_stages)]
-    return [schedule.run(mini_batches, micro_batches) for schedule in schedules]
+    return [schedule.run(mini_batches, microbatches) for schedule in schedules]
 
 
 @dataclass
@@ -101,7 +101,7 @@ def test_a_drain_applies_the_updates_of_complete_mini_batches(drained: int, acti
 
 
 @pytest.mark.parametrize("pipeline", [*pipelines(4)], ids=str)
-def test_every_micro_batch_goes_forward_and_backward_once_and_in_order(pipeline: Pipeline) -> None:
+def test_every_microbatch_goes_forward_and_backward_once_and_in_order(pipeline: Pipeline) -> None:
     mini_batches, count = 4, 4 * pipeline[1]
     for actions in lists_of(pipeline, mini_batches):
         for kind, end in ((Kind.FORWARD, count), (Kind.BACKWARD, count), (Kind.UPDATE, mini_batches)):
@@ -126,12 +126,12 @@ def test_the_simulator_notices_a_deadlock() -> None:
 
 @pytest.mark.parametrize("pipeline", [*pipelines(4)], ids=str)
 def test_gradients_are_one_update_old_and_two_versions_suffice(pipeline: Pipeline) -> None:
-    num_stages, micro_batches, lookahead, delay = pipeline
+    num_stages, microbatches, lookahead, delay = pipeline
     for stage, actions in enumerate(lists_of(pipeline, 5)):
         schedule = Schedule(stage, num_stages, lookahead, StalenessRule(delay))
         updates, in_flight = 0, {}
         for action in actions:
-            mini_batch = action.index if action.kind is Kind.UPDATE else action.index // micro_batches
+            mini_batch = action.index if action.kind is Kind.UPDATE else action.index // microbatches
             version = schedule.stage_rule.version(mini_batch)
             if action.kind is Kind.FORWARD:
                 assert updates - delay <= version <= updates, "the weights of a forward are not alive"
@@ -141,7 +141,7 @@ def test_gradients_are_one_update_old_and_two_versions_suffice(pipeline: Pipelin
             else:
                 assert updates == mini_batch, "updates out of order"
                 assert updates - version == (delay if mini_batch >= delay else 0)
-                assert not any(k // micro_batches <= mini_batch for k in in_flight), "its gradient is not complete"
+                assert not any(k // microbatches <= mini_batch for k in in_flight), "its gradient is not complete"
                 updates += 1
         assert updates == 5
 
@@ -159,9 +159,9 @@ def test_hops_share_the_lookahead_evenly(num_stages: int, lookahead: int) -> Non
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 3))
 def test_the_largest_lookahead_fills_a_mini_batch_and_no_more(num_stages: int, extra: int, num_replicas: int) -> None:
-    micro_batches = num_stages + extra
-    room = micro_batches - (num_replicas > 1)
-    most = largest_lookahead(num_stages, micro_batches, num_replicas)
+    microbatches = num_stages + extra
+    room = microbatches - (num_replicas > 1)
+    most = largest_lookahead(num_stages, microbatches, num_replicas)
     assert num_stages == 1 or depth(0, num_stages, most) == room
 
 
@@ -170,12 +170,12 @@ def test_the_largest_lookahead_fills_a_mini_batch_and_no_more(num_stages: int, e
 def test_batches_and_drains_at_any_moment_keep_the_order(data: st.DataObject) -> None:
     """What the engine does: one batch at a time, drained now and then."""
     num_stages = data.draw(st.integers(1, 5))
-    micro_batches = data.draw(st.integers(num_stages, 2 * num_stages))
+    microbatches = data.draw(st.integers(num_stages, 2 * num_stages))
     schedule = Schedule(data.draw(st.integers(0, num_stages - 1)), num_stages)
     backwards, oldest = [], 0
     for batch in range(4):
-        actions = list(schedule.batch(batch * micro_batches, micro_batches, oldest))
-        end = (batch + 1) * micro_batches
+        actions = list(schedule.batch(batch * microbatches, microbatches, oldest))
+        end = (batch + 1) * microbatches
         if data.draw(st.booleans()):
             actions += schedule.drain(oldest + sum(a.kind is Kind.BACKWARD for a in actions), end)
         backwards += [a.index for a in actions if a.kind is Kind.BACKWARD]
@@ -184,39 +184,39 @@ def test_batches_and_drains_at_any_moment_keep_the_order(data: st.DataObject) ->
     assert backwards == list(range(oldest))
 
 
-@pytest.mark.parametrize(("num_stages", "micro_batches"), [(2, 2), (4, 4), (4, 6), (8, 8), (8, 16)])
-def test_no_bubble_without_a_flush(num_stages: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(("num_stages", "microbatches"), [(2, 2), (4, 4), (4, 6), (8, 8), (8, 16)])
+def test_no_bubble_without_a_flush(num_stages: int, microbatches: int) -> None:
     mini_batches = 6
-    simulation = Simulation(lists_of((num_stages, micro_batches, 0, 1), mini_batches)).run()
-    start, end = 3.0 * micro_batches * 2, 3.0 * micro_batches * (mini_batches - 2)
+    simulation = Simulation(lists_of((num_stages, microbatches, 0, 1), mini_batches)).run()
+    start, end = 3.0 * microbatches * 2, 3.0 * microbatches * (mini_batches - 2)
     assert max(simulation.idle(stage, start, end) for stage in range(num_stages)) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "micro_batches", "hop", "times"),
+    ("num_stages", "microbatches", "hop", "times"),
     [  # hops in forwards and backwards; lookahead -> time over the ideal, as docs/guides/numbers.md has it
         (4, 16, 1.0, {0: 2.5, 3: 1.43, 6: 1.0}),
         (4, 16, 2.0, {0: 4.0, 3: 2.28, 12: 1.0}),
     ],
 )
-def test_lookahead_hides_hops(num_stages: int, micro_batches: int, hop: float, times: dict[int, float]) -> None:
-    mini_batches, per_micro_batch = 24, 3.0
+def test_lookahead_hides_hops(num_stages: int, microbatches: int, hop: float, times: dict[int, float]) -> None:
+    mini_batches, per_microbatch = 24, 3.0
     for lookahead, expected in times.items():
-        lists = lists_of((num_stages, micro_batches, lookahead, 1), mini_batches)
-        done = Simulation(lists, hop=hop * per_micro_batch).run().done_at
-        first, last = (done[0, f"B{t * micro_batches - 1}"] for t in (8, mini_batches - 4))
-        ideal = (mini_batches - 12) * micro_batches * per_micro_batch
+        lists = lists_of((num_stages, microbatches, lookahead, 1), mini_batches)
+        done = Simulation(lists, hop=hop * per_microbatch).run().done_at
+        first, last = (done[0, f"B{t * microbatches - 1}"] for t in (8, mini_batches - 4))
+        ideal = (mini_batches - 12) * microbatches * per_microbatch
         assert (last - first) / ideal == pytest.approx(expected, abs=0.01)
 
 
-@pytest.mark.parametrize(("num_stages", "micro_batches"), [(2, 2), (4, 4), (4, 6), (8, 8), (8, 16)])
-def test_a_flush_costs_the_known_bubble(num_stages: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(("num_stages", "microbatches"), [(2, 2), (4, 4), (4, 6), (8, 8), (8, 16)])
+def test_a_flush_costs_the_known_bubble(num_stages: int, microbatches: int) -> None:
     # One mini-batch: a stage works 3 m of 3 (m + P - 1) units. Mini-batches overlap nowhere, all stages end together
     # only at the first stage, which therefore tells the length of each.
     mini_batches = 5
-    simulation = Simulation(lists_of((num_stages, micro_batches, 0, 0), mini_batches)).run()
+    simulation = Simulation(lists_of((num_stages, microbatches, 0, 0), mini_batches)).run()
     end = max(b for stage in simulation.busy for _, b in stage)
-    bubble = (num_stages - 1) / (micro_batches + num_stages - 1)
+    bubble = (num_stages - 1) / (microbatches + num_stages - 1)
     assert simulation.idle(0, 0.0, end) == pytest.approx(bubble)
 
 

@@ -15,7 +15,7 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule, StalenessRul
 from lightning_asyncpp.core.settings import PipelineSettings
 from tests.core.schedules.schedule_proof import OfDepth, StageList, check, check_lists
 
-MOST_STAGES, MOST_MICRO_BATCHES = 32, 64
+MOST_STAGES, MOST_MICROBATCHES = 32, 64
 Lists = list[StageList]
 
 
@@ -28,50 +28,50 @@ def starting(schedules: list[Schedule], start: int) -> list[Schedule]:
     return [replace(schedule, pipeline_rule=StalenessRule(1, start)) for schedule in schedules]
 
 
-def lists_of(num_stages: int, micro_batches: int, lookahead: int = 0, drains: Collection[int] = ()) -> Lists:
-    return [StageList.of(schedule, micro_batches, drains) for schedule in pipeline(num_stages, lookahead)]
+def lists_of(num_stages: int, microbatches: int, lookahead: int = 0, drains: Collection[int] = ()) -> Lists:
+    return [StageList.of(schedule, microbatches, drains) for schedule in pipeline(num_stages, lookahead)]
 
 
 def rules(violations: list[str]) -> set[str]:
     return {violation.partition(":")[0] for violation in violations}
 
 
-def admitted(num_stages: int, micro_batches: int, num_replicas: int = 1) -> Iterator[int]:
+def admitted(num_stages: int, microbatches: int, num_replicas: int = 1) -> Iterator[int]:
     """Lookaheads that the settings admit, up to 3 P."""
-    for lookahead in range(min(3 * num_stages, micro_batches) + 1):
-        wanted = PipelineSettings(micro_batches, lookahead, num_replicas)
+    for lookahead in range(min(3 * num_stages, microbatches) + 1):
+        wanted = PipelineSettings(microbatches, lookahead, num_replicas)
         if wanted.resolve(num_stages * num_replicas)[0] is not None:
             yield lookahead
 
 
 FEW = range(1, 21)
-MANY = pytest.param(range(21, MOST_MICRO_BATCHES + 1), marks=pytest.mark.slow)
+MANY = pytest.param(range(21, MOST_MICROBATCHES + 1), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("micro_batches", [FEW, MANY], ids=str)
+@pytest.mark.parametrize("microbatches", [FEW, MANY], ids=str)
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_every_shape_that_is_admitted_keeps_the_rules(micro_batches: range, num_replicas: int) -> None:
-    for count, num_stages in itertools.product(micro_batches, range(1, MOST_STAGES + 1)):
+def test_every_shape_that_is_admitted_keeps_the_rules(microbatches: range, num_replicas: int) -> None:
+    for count, num_stages in itertools.product(microbatches, range(1, MOST_STAGES + 1)):
         for lookahead in admitted(num_stages, count, num_replicas):
             assert check(pipeline(num_stages, lookahead), count, num_replicas) == [], (num_stages, count, lookahead)
 
 
-@pytest.mark.parametrize("micro_batches", [FEW, MANY], ids=str)
-def test_every_shape_with_a_flush_keeps_the_rules(micro_batches: range) -> None:
-    for count, num_stages in itertools.product(micro_batches, range(1, MOST_STAGES + 1)):
+@pytest.mark.parametrize("microbatches", [FEW, MANY], ids=str)
+def test_every_shape_with_a_flush_keeps_the_rules(microbatches: range) -> None:
+    for count, num_stages in itertools.product(microbatches, range(1, MOST_STAGES + 1)):
         for lookahead in {0, num_stages - 1}:
             assert check(pipeline(num_stages, lookahead, delay=0), count, 2) == [], (num_stages, count, lookahead)
 
 
 @pytest.mark.slow
 def test_every_shape_with_a_flush_and_any_lookahead_keeps_the_rules() -> None:
-    for count, num_stages in itertools.product(range(1, MOST_MICRO_BATCHES + 1), range(1, MOST_STAGES + 1)):
+    for count, num_stages in itertools.product(range(1, MOST_MICROBATCHES + 1), range(1, MOST_STAGES + 1)):
         for lookahead in range(num_stages):
             assert check(pipeline(num_stages, lookahead, delay=0), count, 2) == [], (num_stages, count, lookahead)
 
 
 def test_a_synchronous_start_keeps_the_rules() -> None:
-    for count, num_stages in itertools.product(range(2, MOST_MICRO_BATCHES + 1, 13), range(2, MOST_STAGES + 1, 3)):
+    for count, num_stages in itertools.product(range(2, MOST_MICROBATCHES + 1, 13), range(2, MOST_STAGES + 1, 3)):
         for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
             for start in (1, 2, 3):
                 schedules = starting(pipeline(num_stages, lookahead), start)
@@ -90,7 +90,7 @@ def test_a_synchronous_start_that_ends_too_late_or_keeps_the_delay_is_caught() -
             return max(mini_batch - self.delay, 0)
 
     early = Schedule(0, 1, pipeline_rule=Early(1, 2))
-    assert check([early], 2)[0] == "delay: stage 0 runs micro-batch 0 of mini-batch 1 on W_0, not on W_1"
+    assert check([early], 2)[0] == "delay: stage 0 runs microbatch 0 of mini-batch 1 on W_0, not on W_1"
     too_far_ahead = starting(pipeline(4, 2), 4)
     assert {"versions", "gradient"} <= rules(check(too_far_ahead, 4)), "what comes after a long start is looked at"
     without_flush = [replace(stage, synchronous_start=2) for stage in lists_of(3, 3)]
@@ -101,7 +101,7 @@ def test_a_synchronous_start_that_ends_too_late_or_keeps_the_delay_is_caught() -
 def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: int) -> None:
     """Beyond the largest lookahead, with one exception, which is refused although no rule forbids it."""
     spared = []
-    for count, num_stages in itertools.product(range(1, MOST_MICRO_BATCHES + 1), range(2, MOST_STAGES + 1)):
+    for count, num_stages in itertools.product(range(1, MOST_MICROBATCHES + 1), range(2, MOST_STAGES + 1)):
         refused = largest_lookahead(num_stages, count, num_replicas) + 1 if count >= num_stages else 0
         assert PipelineSettings(count, refused, num_replicas).resolve(num_stages * num_replicas)[0] is None
         broken = rules(check(pipeline(num_stages, refused)[:1], count, num_replicas))
@@ -115,7 +115,7 @@ def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: in
     assert sorted(spared) == (exceptions if num_replicas == 1 else [])
 
 
-def test_one_micro_batch_less_than_stages_would_keep_the_rules() -> None:
+def test_one_microbatch_less_than_stages_would_keep_the_rules() -> None:
     """The refusal of m = P - 1 protects none: d(0) = P - 1 = m as with m = P and a lookahead of 1."""
     for num_stages in range(2, MOST_STAGES + 1):
         assert check(pipeline(num_stages, 0), num_stages - 1) == []
@@ -125,12 +125,12 @@ def test_one_micro_batch_less_than_stages_would_keep_the_rules() -> None:
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("start", [0, 2])
 def test_a_list_depends_on_depth_and_rule_alone(delay: int, start: int) -> None:
-    for num_stages, micro_batches in itertools.product(range(1, 9), range(1, 12)):
+    for num_stages, microbatches in itertools.product(range(1, 9), range(1, 12)):
         for plain in pipeline(num_stages, num_stages // 2, delay):
             for staleness in ("uniform", "least"):
                 schedule = replace(plain, pipeline_rule=StalenessRule(delay, start), staleness=staleness)
                 bare = OfDepth(schedule.depth, schedule.stage_rule)
-                assert bare.run(4, micro_batches) == schedule.run(4, micro_batches)
+                assert bare.run(4, microbatches) == schedule.run(4, microbatches)
 
 
 @pytest.mark.parametrize("drained", [0, 5])
@@ -145,51 +145,51 @@ def test_the_state_of_a_stage_repeats(drained: int) -> None:
                 assert batches[usual:5] == batches[usual : usual + 1] * (5 - usual)
 
 
-def mini_batches_of(actions: list[Action], micro_batches: int) -> list[list[tuple[Kind, int]]]:
+def mini_batches_of(actions: list[Action], microbatches: int) -> list[list[tuple[Kind, int]]]:
     """Actions from the first forward of each mini-batch on, counted from that mini-batch."""
     batches: list[list[tuple[Kind, int]]] = []
     for action in actions:
-        if action.kind is Kind.FORWARD and action.index % micro_batches == 0:
+        if action.kind is Kind.FORWARD and action.index % microbatches == 0:
             batches.append([])
         begin = len(batches) - 1
-        batches[-1].append((action.kind, action.index - begin * (1 if action.kind is Kind.UPDATE else micro_batches)))
+        batches[-1].append((action.kind, action.index - begin * (1 if action.kind is Kind.UPDATE else microbatches)))
     return batches
 
 
-def chains(micro_batches: int) -> Iterator[list[OfDepth]]:
+def chains(microbatches: int) -> Iterator[list[OfDepth]]:
     """Pipelines whose stages and pairs of neighbours are those of every admitted shape.
 
-    Depths of neighbours differ by 1, as without lookahead, by 2, as with P - 1, or by more; up to the micro-batches.
+    Depths of neighbours differ by 1, as without lookahead, by 2, as with P - 1, or by more; up to the microbatches.
     """
     for hop in (1, 2, 3, 5):
         for first in range(1, hop + 1):
-            depths = (0, *range(first, micro_batches + 1, hop))
+            depths = (0, *range(first, microbatches + 1, hop))
             yield [OfDepth(depth, StalenessRule()) for depth in reversed(depths)]
 
 
-def drained_after_every_micro_batch(micro_batches: Collection[int]) -> None:
-    for count in micro_batches:
+def drained_after_every_microbatch(microbatches: Collection[int]) -> None:
+    for count in microbatches:
         for schedules, drained in itertools.product(chains(count), range(1, 2 * count + 1)):
             assert check(schedules, count, 1, {drained}) == [], (count, drained)
             with_room = [schedule for schedule in schedules if schedule.depth < count]
             assert check(with_room, count, 2, {drained}) == [], (count, drained)
 
 
-def test_drains_after_any_micro_batch_keep_the_rules() -> None:
-    drained_after_every_micro_batch(range(1, 15))
+def test_drains_after_any_microbatch_keep_the_rules() -> None:
+    drained_after_every_microbatch(range(1, 15))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", range(15, MOST_MICRO_BATCHES + 1))
-def test_drains_after_any_micro_batch_of_any_shape_keep_the_rules(micro_batches: int) -> None:
-    drained_after_every_micro_batch([micro_batches])
+@pytest.mark.parametrize("microbatches", range(15, MOST_MICROBATCHES + 1))
+def test_drains_after_any_microbatch_of_any_shape_keep_the_rules(microbatches: int) -> None:
+    drained_after_every_microbatch([microbatches])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, MOST_STAGES))
-    count = data.draw(st.integers(num_stages, MOST_MICRO_BATCHES))
+    count = data.draw(st.integers(num_stages, MOST_MICROBATCHES))
     lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, 1)))
     delay = data.draw(st.integers(0, 1))
     drains = data.draw(st.sets(st.integers(1, 4 * count)))
@@ -198,7 +198,7 @@ def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_drains_at_boundaries_keep_the_rules(delay: int) -> None:
-    for count, num_stages in itertools.product(range(1, MOST_MICRO_BATCHES + 1, 13), range(1, MOST_STAGES + 1, 2)):
+    for count, num_stages in itertools.product(range(1, MOST_MICROBATCHES + 1, 13), range(1, MOST_STAGES + 1, 2)):
         for lookahead in admitted(num_stages, count) if delay else [0]:
             for drains in ({count}, {2 * count}, {count, 2 * count, 3 * count}):
                 assert check(pipeline(num_stages, lookahead, delay), count, 1, drains) == []
@@ -213,7 +213,7 @@ def test_shapes_with_drains_run_to_their_end() -> None:
             run_to_the_end(lists_of(num_stages, count, lookahead, drains), count)
 
 
-def run_to_the_end(stages: Lists, micro_batches: int) -> None:
+def run_to_the_end(stages: Lists, microbatches: int) -> None:
     """Run lists with messages in queues, every stage as far as it gets."""
     todo = [list(stage.actions)[::-1] for stage in stages]
     forwards, backwards = ([0] * (len(stages) + 1) for _ in range(2))
@@ -227,7 +227,7 @@ def run_to_the_end(stages: Lists, micro_batches: int) -> None:
                     forwards[stage] += 1
                 elif kind is Kind.BACKWARD and backwards[stage + 1] > k:
                     backwards[stage] += 1
-                elif kind is not Kind.UPDATE or min(backwards) < (k + 1) * micro_batches:
+                elif kind is not Kind.UPDATE or min(backwards) < (k + 1) * microbatches:
                     break
                 actions.pop()
     assert left == 0
@@ -260,7 +260,7 @@ def without(word: str) -> Callable[[list[str]], list[str]]:
     return lambda words: [other for other in words if other != word]
 
 
-# Four stages of depths 4, 3, 2, 0, eight micro-batches. Stage 1 in mini-batch 1: F8 B5 F9 B6 ... F15 B12 U0 F16 B13.
+# Four stages of depths 4, 3, 2, 0, eight microbatches. Stage 1 in mini-batch 1: F8 B5 F9 B6 ... F15 B12 U0 F16 B13.
 MUTATIONS: list[tuple[str, int, Callable[[list[str]], list[str]], set[str]]] = [
     ("two forwards swapped", 1, swapped("F9", "F10"), {"order"}),
     ("two backwards swapped", 1, swapped("B9", "B10"), {"order"}),
@@ -298,8 +298,8 @@ def test_a_lookahead_too_large_breaks_versions_gradients_and_ends_in_a_deadlock(
     assert rules(check(pipeline(4, 2), 5, num_replicas=2)) == {"room"}
 
 
-def of_depths(depths: list[int], micro_batches: int) -> Lists:
-    return [StageList.of(Schedule(0, depth + 1), micro_batches) for depth in depths]
+def of_depths(depths: list[int], microbatches: int) -> Lists:
+    return [StageList.of(Schedule(0, depth + 1), microbatches) for depth in depths]
 
 
 def test_equal_depths_lock_neighbours_and_growing_ones_are_a_deadlock() -> None:
@@ -322,7 +322,7 @@ def test_another_delay_is_caught() -> None:
             return max(mini_batch - 2, 0)
 
     found = check([Schedule(0, 1, pipeline_rule=Older())], 2)
-    assert found[0] == "delay: stage 0 runs micro-batch 0 of mini-batch 2 on W_0, not on W_1"
+    assert found[0] == "delay: stage 0 runs microbatch 0 of mini-batch 2 on W_0, not on W_1"
 
 
 @settings(max_examples=300, deadline=None)

@@ -19,16 +19,16 @@ from tests.core.schedules.slack import (
 )
 
 
-@pytest.mark.parametrize(("extra", "micro_batches"), [(0, 8), (1, 8), (3, 12), (7, 16)])
-def test_the_formula_of_the_period_is_that_of_a_simulation(extra: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(("extra", "microbatches"), [(0, 8), (1, 8), (3, 12), (7, 16)])
+def test_the_formula_of_the_period_is_that_of_a_simulation(extra: int, microbatches: int) -> None:
     for place, hop in itertools.product((at_the_end, spread), (0.15, 0.3)):
         depths = place(8, extra)
-        simulated = utilisation([[d] * micro_batches for d in depths], hop)
+        simulated = utilisation([[d] * microbatches for d in depths], hop)
         assert simulated == pytest.approx(WORK / period(depths, hop), abs=1e-3)
 
 
-def test_spreading_the_extra_micro_batches_hides_more_with_fewer_in_flight() -> None:
-    """The longest run of hops without slack decides: a cycle over L of them gains 2 L hops in L + 1 micro-batches."""
+def test_spreading_the_extra_microbatches_hides_more_with_fewer_in_flight() -> None:
+    """The longest run of hops without slack decides: a cycle over L of them gains 2 L hops in L + 1 microbatches."""
     for num_stages in range(2, 17):
         for extra in range(num_stages):
             even, end = spread(num_stages, extra), at_the_end(num_stages, extra)

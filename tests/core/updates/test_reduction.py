@@ -116,7 +116,7 @@ def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
     assert [work.flat[:4].tolist() for work in works] == [[2.0] * 4, [3.0] * 4, [6.0] * 4]
 
 
-def test_gradients_of_earlier_micro_batches_are_in_the_sum(works: list[Work]) -> None:
+def test_gradients_of_earlier_microbatches_are_in_the_sum(works: list[Work]) -> None:
     parameters = leaves()
     for last in (False, True):
         reduction = Reduction(one_each(parameters), GROUP)
@@ -138,7 +138,7 @@ def test_gradients_of_earlier_micro_batches_are_in_the_sum(works: list[Work]) ->
 def test_what_the_last_backward_does_not_reach_is_sent_after_it_in_order(works: list[Work]) -> None:
     """Replicas whose data take different ways must send the same buckets in the same order."""
     parameters = leaves()
-    parameters["w1"].grad = torch.full((4,), 5.0)  # of an earlier micro-batch
+    parameters["w1"].grad = torch.full((4,), 5.0)  # of an earlier microbatch
     reduction = Reduction(one_each(parameters), GROUP)
     with reduction.watching(parameters, gradients_of(parameters)):
         (parameters["w0"] * parameters["w2"]).sum().backward()

@@ -35,10 +35,10 @@ from lightning_asyncpp.core.wire.link import Link
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPT, GPTConfig
-from tests.core.cases import DIM, Case
-from tests.core.compare import assert_same_norms, weights_of
 from tests.core.conftest import Pools
-from tests.core.runs import run_oracle
+from tests.helpers.cases import DIM, Case
+from tests.helpers.compare import assert_same_norms, weights_of
+from tests.helpers.engine import run_oracle
 
 CPU = torch.device("cpu")
 TIE = Tie((0, 2), ("first", "second"))
@@ -95,7 +95,7 @@ def test_a_model_that_was_cut_before_still_knows_its_ties() -> None:
 
 
 def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> None:
-    session = PipelineSession(PipelineSettings(micro_batches=8, staleness="least"))
+    session = PipelineSession(PipelineSettings(microbatches=8, staleness="least"))
     engine: Any = SimpleNamespace(mesh=Mesh(3, 1, 0), settings=session.settings.resolved(3))
     engine.stage, engine.runner = SimpleNamespace(whole=WholeModel(ties=(TIE,))), SimpleNamespace(transport=None)
     engine.schedules = lambda: Engine.schedules(engine)
@@ -208,7 +208,7 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(
         for parameter in stage.parameters.values():
             parameter.requires_grad_(True)
         transport = Transport(mesh, CPU, 2**20, neighbours=neighbours)
-        settings = PipelineSettings(micro_batches=3).resolved(3)
+        settings = PipelineSettings(microbatches=3).resolved(3)
         engine = Engine(stage, mesh, settings, case.seed, CPU, UserHooks(), transport=transport)
         optimizer = case.make_optimizer(list(stage.parameters.values()))
         engine.updates.apply = lambda _: optimizer.step() and None

@@ -202,17 +202,17 @@ def test_what_evaluations_receive_serves_there_and_training_goes_on() -> None:
 class TestRefusals:
     """What does not fit what was agreed on ends the run; it is never taken for something else."""
 
-    def test_another_micro_batch(self) -> None:
+    def test_another_microbatch(self) -> None:
         first, last = chain(2)
         send(first, 3, torch.ones(1))
-        with pytest.raises(ProtocolError, match="expected micro-batch 2 from the stage before, got 3"):
+        with pytest.raises(ProtocolError, match="expected microbatch 2 from the stage before, got 3"):
             last.receive_activation(2)
 
-    def test_a_gradient_of_another_size_or_micro_batch(self) -> None:
+    def test_a_gradient_of_another_size_or_microbatch(self) -> None:
         for k, size in ((0, 3), (1, 2)):
             first, last = chain(2)
             last.send_gradients(k, [torch.zeros(size)])
-            with pytest.raises(ProtocolError, match="expected the gradient of micro-batch 0 with 8 bytes"):
+            with pytest.raises(ProtocolError, match="expected the gradient of microbatch 0 with 8 bytes"):
                 first.receive_gradients(0, (torch.zeros(2),))
 
     def test_a_sum_where_an_activation_is_due_and_the_other_way_round(self) -> None:
@@ -228,7 +228,7 @@ class TestRefusals:
             transport.announce_end()
         send(first, 0, torch.ones(1))
         usual = "Usually the data loaders have different numbers of batches.* StopIteration on one rank"
-        match = rf"^this rank has ended before micro-batch 0 .* rank 1 \(stage 0\) has a further batch\. {usual}"
+        match = rf"^this rank has ended before microbatch 0 .* rank 1 \(stage 0\) has a further batch\. {usual}"
         last.expect_end()
         with pytest.raises(ProtocolError, match=match):
             last.expect_end()
@@ -236,7 +236,7 @@ class TestRefusals:
         send(first, 5, torch.ones(1))
         first.announce_end()
         last.receive_activation(5)
-        match = rf"^rank 1 \(stage 0\) has ended before micro-batch 6 .* while this rank has a further batch\. {usual}"
+        match = rf"^rank 1 \(stage 0\) has ended before microbatch 6 .* while this rank has a further batch\. {usual}"
         with pytest.raises(ProtocolError, match=match):
             last.receive_activation(6)
 
@@ -246,12 +246,12 @@ class TestRefusals:
         with pytest.raises(ProtocolError, match=r"different calls: expected a sum from .*, got an end"):
             last.receive_total(0, 2)
 
-    def test_an_end_before_another_micro_batch(self) -> None:
+    def test_an_end_before_another_microbatch(self) -> None:
         first, last = chain(2)
         send(first, 3, torch.ones(1))
         last.receive_activation(3)
         link_of(first, "after").write(5, 3, [])
-        with pytest.raises(ProtocolError, match="it ended before micro-batch 3, and 4 is the next"):
+        with pytest.raises(ProtocolError, match="it ended before microbatch 3, and 4 is the next"):
             last.expect_end()
 
     def test_what_the_first_stage_loaded(self) -> None:

@@ -38,8 +38,8 @@ def recipe(**keys: Any) -> Recipe:
     [
         ({"delay": 0}, ("0", None)),
         ({"delay": 1}, ("1", None)),
-        ({"stages": 4, "micro_batches": 8, "slack": 1}, ("least micro_batches=8 slack=1", 4)),
-        ({"stages": 4, "micro_batches": 4, "staleness": "uniform"}, ("1 micro_batches=4", 4)),
+        ({"stages": 4, "microbatches": 8, "slack": 1}, ("least microbatches=8 slack=1", 4)),
+        ({"stages": 4, "microbatches": 4, "staleness": "uniform"}, ("1 microbatches=4", 4)),
     ],
 )
 def test_names_of_delays(delay: dict[str, Any], setting: tuple[str, int | None]) -> None:
@@ -124,8 +124,8 @@ def test_intervals_hold_the_mean_of_new_trainings_nineteen_times_in_twenty() -> 
 
 
 def test_the_law_of_staleness_is_found_whatever_the_stages() -> None:
-    settings = [("0", None), ("1", None), *((f"least micro_batches={m * p}", p) for p in (2, 4, 8) for m in (1, 2, 4))]
-    settings += [("least micro_batches=8 slack=exact", 4), ("least lookahead=1 micro_batches=8", 8)]
+    settings = [("0", None), ("1", None), *((f"least microbatches={m * p}", p) for p in (2, 4, 8) for m in (1, 2, 4))]
+    settings += [("least microbatches=8 slack=exact", 4), ("least lookahead=1 microbatches=8", 8)]
     runs = []
     for delay, stages in settings:
         phi = statistics.fmean(shares(run(0.0, delay=delay, stages=stages).key.row))
@@ -138,4 +138,4 @@ def test_the_law_of_staleness_is_found_whatever_the_stages() -> None:
     found = fit(data, BESIDES)
     assert found[["a", "b", 1, 2, "lookahead"]].tolist() == pytest.approx([0.2, 1.5, 1.0, 2.0, 0.01])
     assert found[[name for name in BESIDES if name != "lookahead"]].abs().max() < 1e-9
-    assert shares(run(0.0, delay="least micro_batches=8", stages=4).key.row) == [0.375, 0.25, 0.125, 0]
+    assert shares(run(0.0, delay="least microbatches=8", stages=4).key.row) == [0.375, 0.25, 0.125, 0]

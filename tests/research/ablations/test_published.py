@@ -98,10 +98,10 @@ def test_predictions_are_those_that_were_written_down(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines() == [
         "Muon, delay 1, EF, from 600, 1200 updates:",
         "  2400: +0.006, 95 % between -0.014 and +0.033",
-        "Muon, delay least micro_batches=8, EF, from 600, 1200 updates:",
+        "Muon, delay least microbatches=8, EF, from 600, 1200 updates:",
         "  2400: -0.000, 95 % between -0.010 and +0.010",
         "Muon, delay 1, EF, from 0.14, 0.25 million parameters:",
         "  360: +0.002, 95 % between -0.004 and +0.167",
-        "Muon, delay least micro_batches=8, EF, from 0.14, 0.25 million parameters:",
+        "Muon, delay least microbatches=8, EF, from 0.14, 0.25 million parameters:",
         "  360: +0.003, 95 % between -0.015 and +0.209",
     ]

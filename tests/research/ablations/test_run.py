@@ -26,7 +26,7 @@ FIT = {
     },
 }  # fmt: skip
 GRID = {
-    "name": "tiny", "recipe": "fit.yaml", "lr_extensions": 0, "delays": [{"stages": 2, "micro_batches": 2}],
+    "name": "tiny", "recipe": "fit.yaml", "lr_extensions": 0, "delays": [{"stages": 2, "microbatches": 2}],
     "optimizers": {"AdamW": {"class_path": "torch.optim.AdamW", "lr": [0.001, 1e30]}},
 }  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_a_grid_goes_on_after_a_kill(tmp_path: Path, command: list[str]) -> None
     killed.communicate()
     (first,) = results(tmp_path)
     assert (first["status"], first["lr"], first["delay"], first["stages"]) == (
-        "finished", "0.001", "least micro_batches=2", "2",
+        "finished", "0.001", "least microbatches=2", "2",
     )  # fmt: skip
     written = {path: path.stat().st_mtime_ns for path in trainings.glob("*/result.json")}
 

@@ -20,7 +20,7 @@ from research.benchmarks.run import Clock, RankRun, Run
 from research.benchmarks.schedule import Schedule
 from research.benchmarks.stages import Meter, SleepingLayer, Sleeps, jitter_factor
 from research.benchmarks.systems import chunks_of
-from tests import forked
+from tests.helpers import forked
 
 ROOT = Path(__file__).parents[3]
 TINY = ["--stages", "2", "--mini-batches", "2", "--warm-up", "2", "--repeats", "1"]
@@ -45,7 +45,7 @@ def read_losses(path: Path) -> dict[str, float]:
 
 def test_schedule_compares_systems_that_train_the_same(tmp_path: Path) -> None:
     systems = ["async", "async+2bw", "async+fabric", "sync", "1f1b", "gpipe", "interleaved-zb", "floor"]
-    sleeps = ["--micro-batches", "4", "--forward-ms", "2", "--backward-ms", "4", "--csv", "x.csv", "--svg", "x.svg"]
+    sleeps = ["--microbatches", "4", "--forward-ms", "2", "--backward-ms", "4", "--csv", "x.csv", "--svg", "x.svg"]
     printed = run_command(["schedule", *TINY, *sleeps, "--systems", *systems], tmp_path)
     assert "ideal without a flush, no messages, no jitter: 24.0 ms" in printed
     assert "ideal with a flush, no messages, no jitter: 30.0 ms" in printed
@@ -60,7 +60,7 @@ def test_schedule_compares_systems_that_train_the_same(tmp_path: Path) -> None:
 
 
 def test_compute_trains_the_same_with_and_without_torchs_schedule(tmp_path: Path) -> None:
-    sizes = ["--micro-batches", "2", "--rows", "4", "--width", "8", "--target-ms", "0.5", "--csv", "x.csv"]
+    sizes = ["--microbatches", "2", "--rows", "4", "--width", "8", "--target-ms", "0.5", "--csv", "x.csv"]
     printed = run_command(["compute", *TINY, *sizes, "--systems", "sync", "1f1b", "floor"], tmp_path)
     assert "ideal gain 1.500" in printed
     losses = read_losses(tmp_path / "x.csv")
@@ -79,7 +79,7 @@ def test_network_trains_a_gpt_with_replicas(tmp_path: Path) -> None:
 def test_a_link_between_two_hosts_has_its_latency(tmp_path: Path) -> None:
     printed = run_command(
         ["schedule", *TINY, "--hosts", "2", "--link-latency-ms", "20", "--forward-ms", "1", "--backward-ms", "1",
-         "--micro-batches", "2", "--systems", "1f1b"], tmp_path,
+         "--microbatches", "2", "--systems", "1f1b"], tmp_path,
     )  # fmt: skip
     milliseconds = float(printed.split("| 1f1b | ")[1].split()[0])
     assert milliseconds > 40  # there and back
@@ -125,13 +125,13 @@ def test_time_to_loss_trains_a_recipe(tmp_path: Path) -> None:
 
 
 def test_draw_shows_both_schedules(tmp_path: Path) -> None:
-    run_command(["draw", "--stages", "3", "--micro-batches", "3", "--svg", "x.svg"], tmp_path)
+    run_command(["draw", "--stages", "3", "--microbatches", "3", "--svg", "x.svg"], tmp_path)
     root = ElementTree.parse(tmp_path / "x.svg").getroot()
     texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert all(texts.count(str(k)) >= 2 * 3 * 2 for k in range(1, 9))  # 2 runs, 3 stages, F and B
 
 
-KNOWN = {  # stages, micro-batches, lookahead, delay: utilisation with messages of 0, 1.2 and 10 ms, and with jitter
+KNOWN = {  # stages, microbatches, lookahead, delay: utilisation with messages of 0, 1.2 and 10 ms, and with jitter
     (2, 2, 1, 1): (1.000, 1.000, 1.000, 1.000),
     (4, 4, 1, 1): (1.000, 0.988, 0.815, 0.91),
     (8, 8, 0, 1): (1.000, 0.965, 0.772, 0.86),
@@ -142,7 +142,7 @@ KNOWN = {  # stages, micro-batches, lookahead, delay: utilisation with messages 
 
 @pytest.mark.parametrize("shape", KNOWN, ids=str)
 def test_what_the_schedules_are_worth_where_nothing_is_measured(shape: tuple[int, int, int, int]) -> None:
-    stages, micro_batches, lookahead, delay = shape
+    stages, microbatches, lookahead, delay = shape
     schedules = make_schedules(stages, delay, lookahead, "uniform")
     for (hop, sigma), known in zip(((0.0, 0.0), (1.2, 0.0), (10.0, 0.0), (0.0, 0.2)), KNOWN[shape], strict=True):
 
@@ -150,8 +150,8 @@ def test_what_the_schedules_are_worth_where_nothing_is_measured(shape: tuple[int
             return lambda stage, k: milliseconds * jitter_factor(sigma, 0, stage, k, kind)
 
         times = lasting(20.0, Kind.FORWARD), lasting(40.0, Kind.BACKWARD)
-        lanes = simulate(schedules, 12, micro_batches, *times, hop)
-        assert steady_state(lanes, micro_batches, 3, 10)[1] > 0.98 * known, (hop, sigma)
+        lanes = simulate(schedules, 12, microbatches, *times, hop)
+        assert steady_state(lanes, microbatches, 3, 10)[1] > 0.98 * known, (hop, sigma)
 
 
 def test_gradients_are_those_of_a_multiplication_however_the_sleep_is_divided() -> None:
@@ -178,5 +178,5 @@ def test_figures_leave_out_the_warm_up_and_the_last_mini_batch() -> None:
     spans = [Span(Kind.FORWARD, 0, 0.0, 1.5), Span(Kind.BACKWARD, 0, 2.0, 2.5)]
     clock = Clock([1.0, 2.0, 3.0, 9.0], [0.0, 0.5, 1.0, 5.0])
     ranks = [RankRun("x", 0, spans, clock, 0.5), RankRun("x", 0, spans, clock, 1.5)]
-    assert Figures.of(run, [ranks]) == Figures([1000.0], [500.0 / run.micro_batches], [0.5], [1.0])
+    assert Figures.of(run, [ranks]) == Figures([1000.0], [500.0 / run.microbatches], [0.5], [1.0])
     assert Spread.of([3.0, 1.0, 2.0]).text(1) == "2.0 [1.0-3.0]"

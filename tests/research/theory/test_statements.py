@@ -57,9 +57,9 @@ def test_1_1_the_reference_runs_the_iteration(method: Method, held: int | None) 
     batches, strength = [[torch.cat([problem.inputs] * 4)]] * 20, method.strength
     more = {"held": [([problem.weight], held)]} if held else {"delay": delay}
     train_reference(
-        problem.model, problem.loss, batches, optimizer, micro_batches=4, error_feedback=strength or None, **more
+        problem.model, problem.loss, batches, optimizer, microbatches=4, error_feedback=strength or None, **more
     )
-    phi = held / 4 if held else 1.0  # with held micro-batches Error Feedback has the strength times their share
+    phi = held / 4 if held else 1.0  # with held microbatches Error Feedback has the strength times their share
     expected = Method(method.beta, delay, strength * phi, phi=phi)
     run = run_method(expected, problem.gradient, problem.start, lr=0.1, updates=20)
     np.testing.assert_allclose(problem.weight.detach(), run.weights[-1], rtol=1e-12)
@@ -78,15 +78,15 @@ def test_1_1_error_feedback_takes_its_steps(strength: float) -> None:
         np.testing.assert_allclose(problem.weight.detach(), run.weights[t + 1], rtol=1e-12)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
-def test_1_2_weights_are_as_old_as_a_stage_runs_ahead(micro_batches: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_1_2_weights_are_as_old_as_a_stage_runs_ahead(microbatches: int) -> None:
     for stage in range(5):
         schedule, backwards, newest = Schedule(stage, 5), 0, []
-        for action in schedule.run(12, micro_batches):
+        for action in schedule.run(12, microbatches):
             backwards += action.kind is Kind.BACKWARD
-            if action.kind is Kind.FORWARD and action.index % micro_batches == 0:
-                newest.append(backwards // micro_batches)
-        assert newest == [max(t - math.ceil((4 - stage) / micro_batches), 0) for t in range(12)]
+            if action.kind is Kind.FORWARD and action.index % microbatches == 0:
+                newest.append(backwards // microbatches)
+        assert newest == [max(t - math.ceil((4 - stage) / microbatches), 0) for t in range(12)]
 
 
 @pytest.mark.parametrize("delay", [1, 2, 4])
@@ -289,7 +289,7 @@ def test_6_2_a_stale_gradient_meets_no_staler_second_moment() -> None:
     record = lambda: weights.append(problem.weight.detach().numpy().copy())  # noqa: E731
     record()
     batches = [[problem.inputs]] * 40
-    train_reference(problem.model, problem.loss, batches, optimizer, micro_batches=2, delay=1, after_update=record)
+    train_reference(problem.model, problem.loss, batches, optimizer, microbatches=2, delay=1, after_update=record)
     synchronous = Adam(0.9, 0.95)
     for t in range(40):
         step = 0.05 * synchronous(problem.gradient(weights[max(t - 1, 0)]))

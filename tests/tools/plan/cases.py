@@ -57,40 +57,40 @@ GPT: dict[str, Any] = {"vocab_size": 512, "context_length": 128, "num_layers": 6
 WIDE = {**GPT, "dim": 384}  # weights count more than activations
 
 CASES = {
-    "adamw": Case(2, GPT, ADAMW, 16, {"micro_batches": 4, "lookahead": 1}),
-    "muon-feedback": Case(2, {**GPT, "dim": 384, "num_kv_heads": 2}, feedback(MUON), 8, {"micro_batches": 2}),
-    "one-stage": Case(1, {**GPT, "num_layers": 4, "dim": 384}, feedback(ADAMW), 4, {"micro_batches": 2}),
-    "bf16-mixed": Case(2, {**GPT, "dim": 384}, ADAMW, 16, {"micro_batches": 4}, precision="bf16-mixed"),
+    "adamw": Case(2, GPT, ADAMW, 16, {"microbatches": 4, "lookahead": 1}),
+    "muon-feedback": Case(2, {**GPT, "dim": 384, "num_kv_heads": 2}, feedback(MUON), 8, {"microbatches": 2}),
+    "one-stage": Case(1, {**GPT, "num_layers": 4, "dim": 384}, feedback(ADAMW), 4, {"microbatches": 2}),
+    "bf16-mixed": Case(2, {**GPT, "dim": 384}, ADAMW, 16, {"microbatches": 4}, precision="bf16-mixed"),
     "bf16-versions": Case(
-        2, {**GPT, "dim": 384}, feedback(ADAMW), 8, {"micro_batches": 2, "weight_dtype": "bf16"}, precision="bf16-mixed"
+        2, {**GPT, "dim": 384}, feedback(ADAMW), 8, {"microbatches": 2, "weight_dtype": "bf16"}, precision="bf16-mixed"
     ),
     "checkpointed": Case(
-        2, {**GPT, "num_layers": 10}, ADAMW, 32, {"micro_batches": 4}, model={"activation_checkpointing": "block"}
+        2, {**GPT, "num_layers": 10}, ADAMW, 32, {"microbatches": 4}, model={"activation_checkpointing": "block"}
     ),
-    "selective": Case(2, GPT, ADAMW, 24, {"micro_batches": 4}, model={"activation_checkpointing": "selective"}),
-    "uneven": Case(3, {**GPT, "vocab_size": 20000, "num_layers": 5}, ADAMW, 12, {"micro_batches": 3, "lookahead": 0}),
+    "selective": Case(2, GPT, ADAMW, 24, {"microbatches": 4}, model={"activation_checkpointing": "selective"}),
+    "uneven": Case(3, {**GPT, "vocab_size": 20000, "num_layers": 5}, ADAMW, 12, {"microbatches": 3, "lookahead": 0}),
     # A small matrix: the other stage's gradient of it, which no plan counts, may be there at the peak.
-    "tied": Case(2, {**GPT, "vocab_size": 1000, "tie_embeddings": True}, ADAMW, 12, {"micro_batches": 4}, steps=8),
-    "synchronous": Case(3, GPT, feedback(MUON), 40, {"micro_batches": 5}, synchronous=True, steps=3),
+    "tied": Case(2, {**GPT, "vocab_size": 1000, "tie_embeddings": True}, ADAMW, 12, {"microbatches": 4}, steps=8),
+    "synchronous": Case(3, GPT, feedback(MUON), 40, {"microbatches": 5}, synchronous=True, steps=3),
     "least": Case(
         2,
         {**GPT, "vocab_size": 20000, "num_layers": 3},
         feedback(ADAMW),
         4,
-        {"micro_batches": 4, "staleness": "least"},
+        {"microbatches": 4, "staleness": "least"},
     ),
-    "least-slack": Case(3, WIDE, feedback(ADAMW), 6, {"micro_batches": 6, "staleness": "least", "slack": 1}),
-    "least-exact": Case(3, WIDE, feedback(ADAMW), 6, {"micro_batches": 6, "staleness": "least", "slack": "exact"}),
+    "least-slack": Case(3, WIDE, feedback(ADAMW), 6, {"microbatches": 6, "staleness": "least", "slack": 1}),
+    "least-exact": Case(3, WIDE, feedback(ADAMW), 6, {"microbatches": 6, "staleness": "least", "slack": "exact"}),
     "least-replicas": Case(
-        2, WIDE, feedback(ADAMW), 4, {"micro_batches": 4, "staleness": "least", "data_parallel_size": 2}
+        2, WIDE, feedback(ADAMW), 4, {"microbatches": 4, "staleness": "least", "data_parallel_size": 2}
     ),
-    "replicas": Case(1, {**GPT, "dim": 384}, ADAMW, 4, {"micro_batches": 2, "data_parallel_size": 2}),
-    "accumulated": Case(2, GPT, ADAMW, 14, {"micro_batches": 3}, accumulated=2),
+    "replicas": Case(1, {**GPT, "dim": 384}, ADAMW, 4, {"microbatches": 2, "data_parallel_size": 2}),
+    "accumulated": Case(2, GPT, ADAMW, 14, {"microbatches": 3}, accumulated=2),
     "experts": Case(
         2,
         {**GPT, "num_layers": 4, "mlp_dim": 512, "moe": {"num_experts": 8, "top_k": 2, "expert_dim": 256}},
         feedback(MUON),
         8,
-        {"micro_batches": 4},
+        {"microbatches": 4},
     ),
 }

@@ -124,7 +124,7 @@ def test_the_least_staleness_needs_a_second_set_of_gradients_if_updates_wait(sla
     assert (memory.in_flight, memory.parts["activations"]) == (3, 3 * KEPT)
 
 
-def test_a_costly_update_is_the_peak_beside_the_micro_batches_in_flight() -> None:
+def test_a_costly_update_is_the_peak_beside_the_microbatches_in_flight() -> None:
     costly = replace(PROFILE, update=Reading(-GRADIENTS, 5000))
     memory = peak_of(Schedule(1, 4, staleness="least"), costly, 8, 0)
     assert (memory.during, memory.in_flight, memory.parts["working"]) == ("update", 2, 5000)
@@ -203,7 +203,7 @@ def test_what_does_not_fit_ends_with_a_code(capsys: pytest.CaptureFixture[str], 
 
 def test_the_slow_link_is_where_nodes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Rank 0 is the last stage: of four stages on two nodes the first two stand apart."""
-    recipe = plain("Deep", micro_batches=4)
+    recipe = plain("Deep", microbatches=4)
     recipe["trainer"]["num_nodes"] = 2
     plan = planned(capsys, written(tmp_path, recipe))
     sent, device = plan["stages"][0]["sent_bytes"], plan["device"]
@@ -216,12 +216,12 @@ def test_the_slow_link_is_where_nodes_meet(capsys: pytest.CaptureFixture[str], t
 def test_the_recipe_may_come_after_the_options(
     name: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    plan = planned(capsys, "--devices", "3", *name, written(tmp_path, plain("Deep", micro_batches=4)))
+    plan = planned(capsys, "--devices", "3", *name, written(tmp_path, plain("Deep", microbatches=4)))
     assert len(plan["stages"]) == 3
 
 
 def test_masters_beside_versions_in_bf16(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = {"micro_batches": 2, "weight_dtype": "bf16", "staleness": "uniform"}
+    options = {"microbatches": 2, "weight_dtype": "bf16", "staleness": "uniform"}
     path = written(tmp_path, Case(2, TINY, feedback(ADAMW), 8, options, precision="bf16-mixed").recipe())
     plan = planned(capsys, path)
     without = planned(capsys, path, "--trainer.strategy.init_args.weight_dtype=null")
@@ -232,7 +232,7 @@ def test_masters_beside_versions_in_bf16(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_what_two_stages_share_counts_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    recipe = Case(2, {**TINY, "tie_embeddings": True}, SGD, 4, {"micro_batches": 2}).recipe()
+    recipe = Case(2, {**TINY, "tie_embeddings": True}, SGD, 4, {"microbatches": 2}).recipe()
     plan = planned(capsys, written(tmp_path, recipe))
     assert sum(stage["parameters"] for stage in plan["stages"]) == plan["parameters"] + 64 * 32
 
@@ -259,7 +259,7 @@ def test_what_training_refuses_is_refused_by_the_plan(capsys: pytest.CaptureFixt
     [
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--trainer.strategy", "sync_pipeline", "--devices", "7"], "6 layers with parameters, fewer than"),
-        (["--trainer.strategy.init_args.micro_batches", "1"], "micro_batches=1 is smaller than the number of stages"),
+        (["--trainer.strategy.init_args.microbatches", "1"], "microbatches=1 is smaller than the number of stages"),
         (["--trainer.strategy.init_args.nonsense", "1"], "nonsense"),
         (["--trainer.strategy", "ddp"], "trainer.strategy='ddp' is no pipeline"),
         (["--model.init_args.config.num_heads", "5"], "must divide dim"),
@@ -269,7 +269,7 @@ def test_what_training_refuses_is_refused_by_the_plan(capsys: pytest.CaptureFixt
 def test_what_cannot_be_run_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path = written(tmp_path, Case(2, TINY, ADAMW, 4, {"micro_batches": 2}).recipe())
+    path = written(tmp_path, Case(2, TINY, ADAMW, 4, {"microbatches": 2}).recipe())
     with pytest.raises(SystemExit, match="2"):
         asyncpp(["plan", path, *arguments])
     error = capsys.readouterr().err

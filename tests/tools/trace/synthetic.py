@@ -21,7 +21,7 @@ class Recording:
 
     stages: int = 2
     replicas: int = 1
-    micro_batches: int = 4
+    microbatches: int = 4
     mini_batches: int = 3
     lookahead: int = 0
     delay: int = 1
@@ -34,7 +34,7 @@ class Recording:
         """Return the spans of each stage, waits and sends included."""
         schedules = self.schedules()
         lanes = simulate(
-            schedules, self.mini_batches, self.micro_batches, self._length(self.forward), self._length(self.backward)
+            schedules, self.mini_batches, self.microbatches, self._length(self.forward), self._length(self.backward)
         )
         return [self._filled(lane, schedule) for lane, schedule in zip(lanes, schedules)]
 
@@ -58,7 +58,7 @@ class Recording:
                     Meta(rank, replica, self.replicas, 3, "host", schedule),
                     500.0,
                 )
-                file.add(lanes[stage], lambda k: divmod(k, self.micro_batches))
+                file.add(lanes[stage], lambda k: divmod(k, self.microbatches))
                 file.close()
         return folder
 
@@ -86,5 +86,5 @@ class Recording:
     def _with_version(self, span: Span, schedule: Schedule) -> Span:
         if span.kind is Kind.UPDATE:
             return replace(span, version=span.index + 1)
-        version = schedule.stage_rule.version(*divmod(span.index, self.micro_batches))
+        version = schedule.stage_rule.version(*divmod(span.index, self.microbatches))
         return replace(span, version=version)

@@ -15,13 +15,13 @@ from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.tools.recorded_run import TraceError, find_recording, read_run
 from lightning_asyncpp.tools.trace import picture
 from lightning_asyncpp.tools.trace_summary import Summary, summarise, table
+from tests.helpers.recorded import off_schedule
 from tests.tools.trace.synthetic import Recording
-from tests.trainer.recorded import off_schedule
 
-SMALL = Recording(stages=2, micro_batches=2, mini_batches=3)
-SYNC = Recording(stages=4, micro_batches=4, mini_batches=5, delay=0)
-ASYNC = Recording(stages=4, micro_batches=8, mini_batches=6, lookahead=1)
-REPLICAS = Recording(stages=3, replicas=2, micro_batches=4, mini_batches=3, lookahead=1)
+SMALL = Recording(stages=2, microbatches=2, mini_batches=3)
+SYNC = Recording(stages=4, microbatches=4, mini_batches=5, delay=0)
+ASYNC = Recording(stages=4, microbatches=8, mini_batches=6, lookahead=1)
+REPLICAS = Recording(stages=3, replicas=2, microbatches=4, mini_batches=3, lookahead=1)
 
 
 def middle(recording: Recording, folder: Path) -> Summary:
@@ -144,7 +144,7 @@ def test_the_command_prints_a_table_and_writes_all_files(tmp_path: Path, capsys:
     files = {name: tmp_path / f"out.{name}" for name in ("html", "perfetto", "json")}
     asyncpp(["trace", str(tmp_path), *(x for name, file in files.items() for x in (f"--{name}", str(file)))])
     printed = capsys.readouterr().out
-    assert "3 stages x 2 replicas, 4 micro-batches per mini-batch, lookahead 1, no flush" in printed
+    assert "3 stages x 2 replicas, 4 microbatches per mini-batch, lookahead 1, no flush" in printed
     figures = json.loads(files["json"].read_text())
     assert [row["name"] for row in figures["rows"]][:4:3] == ["r0 stage 0", "r1 stage 0"]
     assert [row["bytes_sent"] for row in figures["rows"]] == [12_000, 24_000, 12_000] * 2

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import callbacks
 
-from tests.trainer.runs import ListLogger  # noqa: F401  (a worker that unpickles an entry has the loggers)
+from tests.helpers.trainer import ListLogger  # noqa: F401  (a worker that unpickles an entry has the loggers)
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "callbacks.md"
 WORKS, NOTE, REFUSED, BASE = "works", "works, with a note", "refused", "base class"
@@ -81,7 +81,7 @@ TABLE = [
     ),
     Entry("EMAWeightAveraging", NOTE, AVERAGED),
     Entry(
-        "GradientAccumulationScheduler", NOTE, "Accumulated batches share one update: N x m micro-batches.",
+        "GradientAccumulationScheduler", NOTE, "Accumulated batches share one update: N x m microbatches.",
         {"scheduling": {0: 2}},
     ),
     Entry("LambdaCallback", WORKS),

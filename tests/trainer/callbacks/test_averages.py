@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_asyncpp import after_own_update
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.runs import Net, Run, arrays, loader, make_trainer, own_state, val_loaders
+from tests.helpers.cases import DIM
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, own_state, val_loaders
 
 EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
-DELAYED = {"delay": 1, "micro_batches": 3}
+DELAYED = {"delay": 1, "microbatches": 3}
 
 
 class HasAverage(Net):
@@ -89,7 +89,7 @@ def joined(results: list[dict[str, Any]], what: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_equals_one_process(pools: Pools, tmp_path: Path, stages: int, kind: str) -> None:
     """Averages, weights and validations; and a run that goes on from its checkpoint, on other stages, too."""
-    run = Run(Net, options={"micro_batches": 3}, samples=24, val_samples=(8,), callbacks=EMA)
+    run = Run(Net, options={"microbatches": 3}, samples=24, val_samples=(8,), callbacks=EMA)
     if kind == "module":
         run = dataclasses.replace(run, module=HasAverage, callbacks=())
     one = dataclasses.replace(run, strategy="delayed", options=DELAYED)
@@ -113,8 +113,8 @@ def test_equals_one_process(pools: Pools, tmp_path: Path, stages: int, kind: str
 @pytest.mark.parametrize("kind", ["callback", pytest.param("module", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slack", [0, pytest.param("exact", marks=pytest.mark.slow)])
 def test_with_the_least_staleness_it_equals_one_process(pools: Pools, tmp_path: Path, kind: str, slack: Any) -> None:
-    """Every stage updates its average when it has applied its own update, between two micro-batches."""
-    least = {"micro_batches": 4, "slack": slack, "partition": "uniform"}
+    """Every stage updates its average when it has applied its own update, between two microbatches."""
+    least = {"microbatches": 4, "slack": slack, "partition": "uniform"}
     run = Run(Net, options={"staleness": "least"} | least, samples=48, val_samples=(8,), callbacks=EMA)
     if kind == "module":
         run = dataclasses.replace(run, module=HasAverage, callbacks=())
@@ -142,7 +142,7 @@ def saved_in_the_middle(run: Run, path: str) -> None:
 @pytest.mark.slow
 def test_with_replicas(pools: Pools, tmp_path: Path) -> None:
     """All replicas have the average, which is that of the weights."""
-    run = Run(Net, options={"micro_batches": 3, "data_parallel_size": 2}, samples=48, val_samples=(16,), callbacks=EMA)
+    run = Run(Net, options={"microbatches": 3, "data_parallel_size": 2}, samples=48, val_samples=(16,), callbacks=EMA)
     many = pools.run(4, averaged, run, 2, str(tmp_path / "many.ckpt"))
     for rank in (0, 1):
         assert_equal(many[rank]["own"], many[rank + 2]["own"])
@@ -190,7 +190,7 @@ def test_what_cannot_be_right_is_refused(pools: Pools, run: Run, said: list[str]
 
 def test_a_frozen_copy_stays_whole(pools: Pools) -> None:
     """Distillation from a copy of the model, which the last stage runs as a whole."""
-    run = Run(Distills, options={"micro_batches": 2})
+    run = Run(Distills, options={"microbatches": 2})
     (single,) = pools.run(1, fitted, dataclasses.replace(run, strategy="delayed", options=DELAYED | run.options))
     many = pools.run(2, fitted, run)
     found = {name: array for result in many for name, array in result.items()}

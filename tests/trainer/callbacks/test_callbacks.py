@@ -22,11 +22,11 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import CPUAccelerator
 
+from tests.helpers.modules import BackboneNet
+from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, evaluate, fit, loader, make_trainer, report
 from tests.trainer.callbacks.callback_table import BASE, NOTE, PAGE, REFUSED, TABLE, WORKS, Entry, make, page
-from tests.trainer.modules import BackboneNet
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, arrays, evaluate, fit, loader, make_trainer, report
 
 WORKING = [entry for entry in TABLE if entry.verdict in (WORKS, NOTE)]
 NO_BAR = {"enable_progress_bar": True, "enable_model_summary": True}

@@ -16,9 +16,9 @@ from lightning_asyncpp import ConfigurationError, GPTModule, PipelineMonitor, Pi
 from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.models import GPTConfig
-from tests.trainer.pool import Pools
-from tests.trainer.recorded import SleepingNet
-from tests.trainer.runs import Net, Run, fit, loader, make_model
+from tests.helpers.pool import Pools
+from tests.helpers.recorded import SleepingNet
+from tests.helpers.trainer import Net, Run, fit, loader, make_model
 
 MONITOR = (PipelineMonitor, {"window": 3, "every_n_batches": 1})
 RUN = Run(Net, callbacks=(MONITOR,), samples=48, trainer={"logger": "list"})
@@ -29,7 +29,7 @@ class CountingNet(SleepingNet):
 
     flops_per_token = 1000.0
 
-    def micro_batch_weight(self, batch: dict[str, torch.Tensor]) -> float:
+    def microbatch_weight(self, batch: dict[str, torch.Tensor]) -> float:
         return 10.0 * len(batch["x"])
 
 
@@ -47,8 +47,8 @@ def values(results: list[dict[str, Any]], name: str) -> list[float]:
     ("strategy", "staleness"), [("async", [0, 1, 1, 1]), pytest.param("sync", [0, 0, 0, 0], marks=pytest.mark.slow)]
 )
 def test_the_logger_gets_every_figure(pools: Pools, strategy: str, staleness: list[int]) -> None:
-    """Layers sleep for 90 ms a micro-batch; a flush of two stages costs a third of two micro-batches' time."""
-    run = replace(RUN, strategy=strategy, module=CountingNet, options={"micro_batches": 2})
+    """Layers sleep for 90 ms a microbatch; a flush of two stages costs a third of two microbatches' time."""
+    run = replace(RUN, strategy=strategy, module=CountingNet, options={"microbatches": 2})
     results = pools.run(2, fit, replace(run, callbacks=((MONITOR[0], {**MONITOR[1], "peak_flops": 1e6}),)))
     assert values(results, "gradient_staleness")[: len(staleness)] == staleness
     bubble, rate = (values(results, name)[-1] for name in ("bubble", "tokens_per_second"))
@@ -80,7 +80,7 @@ def test_operations_of_a_batch_are_taken_as_they_are(pools: Pools) -> None:
 
 
 def test_what_is_not_known_is_not_logged(pools: Pools) -> None:
-    """No tokens without micro_batch_weight, no share of a peak that nobody knows."""
+    """No tokens without microbatch_weight, no share of a peak that nobody knows."""
     results = pools.run(2, fit, replace(RUN, callbacks=((PipelineMonitor, {"every_n_batches": 4}),)))
     names = {name for _, metrics in results[0]["records"] for name in metrics}
     assert {"bubble", "gradient_norm", "gradient_staleness"} <= names
@@ -119,7 +119,7 @@ def test_frozen_parameters_have_no_gradient_that_could_be_old() -> None:
 
 @pytest.mark.parametrize(("slack", "by_stage"), [(1, [0.5, 0.25]), ("exact", [0.25, 0.25])])
 def test_the_least_staleness_is_the_mean_over_parameters(pools: Pools, slack: Any, by_stage: list[float]) -> None:
-    run = replace(RUN, options={"micro_batches": 4, "staleness": "least", "slack": slack, "partition": [3, 6]})
+    run = replace(RUN, options={"microbatches": 4, "staleness": "least", "slack": slack, "partition": [3, 6]})
     results = pools.run(2, fit, run)
     start = 2 if slack == 1 else 1  # mini-batches without a delay: the second is clipped by the norm of the first
     layers = list(make_model(0.0))

@@ -14,12 +14,12 @@ from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.tools.recorded_run import RecordedRun, read_run
 from lightning_asyncpp.tools.trace_summary import summarise
+from tests.helpers.pool import Pools
+from tests.helpers.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, off_schedule
+from tests.helpers.trainer import Net, Run, fit
 from tests.trainer.idioms.optimizers import EverySecondBatch
-from tests.trainer.pool import Pools
-from tests.trainer.recorded import EndsSuddenly, Lags, RunsTwice, fit_asleep, fit_twice, off_schedule
-from tests.trainer.runs import Net, Run, fit
 
-SMALL = Run(Net, options={"micro_batches": 2}, samples=48, batch_size=8)
+SMALL = Run(Net, options={"microbatches": 2}, samples=48, batch_size=8)
 
 
 def recorded(run: Run, folder: Path, **options: object) -> Run:
@@ -47,7 +47,7 @@ def test_utilisation_is_that_of_the_wall_clock(pools: Pools, tmp_path: Path, str
 
 
 def assert_the_wall_clock_agrees(pools: Pools, folder: Path, strategy: str, times: float) -> None:
-    run = recorded(Run(Net, strategy, {"micro_batches": 4}, samples=48), folder)
+    run = recorded(Run(Net, strategy, {"microbatches": 4}, samples=48), folder)
     slept = pools.run(2, fit_asleep, run, times)
     read = read_run(folder / "trace")
     summary = summarise(read)
@@ -62,7 +62,7 @@ def assert_the_wall_clock_agrees(pools: Pools, folder: Path, strategy: str, time
 
 
 def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, fit, recorded(replace(SMALL, options={"micro_batches": 4}), tmp_path))
+    pools.run(2, fit, recorded(replace(SMALL, options={"microbatches": 4}), tmp_path))
     run = read_run(tmp_path / "trace")
     for stage in (0, 1):
         assert indices(run, Kind.FORWARD, stage) == indices(run, Kind.BACKWARD, stage) == list(range(24))
@@ -74,7 +74,7 @@ def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path)
 
 
 def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
-    options = {"micro_batches": 4, "staleness": "least"}
+    options = {"microbatches": 4, "staleness": "least"}
     pools.run(2, fit, recorded(replace(SMALL, options=options), tmp_path))
     read = read_run(tmp_path / "trace")
     schedules = [rank.meta.schedule for rank in read.ranks]
@@ -93,7 +93,7 @@ def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
 
 
 def test_the_least_staleness_of_accumulated_batches_is_recorded(pools: Pools, tmp_path: Path) -> None:
-    options = {"micro_batches": 4, "staleness": "least", "slack": 4}
+    options = {"microbatches": 4, "staleness": "least", "slack": 4}
     accumulating = {**SMALL.trainer, "accumulate_grad_batches": 2}
     monitor = (PipelineMonitor, {"every_n_batches": 1})
     run = recorded(replace(SMALL, options=options, trainer=accumulating), tmp_path)
@@ -105,9 +105,9 @@ def test_the_least_staleness_of_accumulated_batches_is_recorded(pools: Pools, tm
 
 @pytest.mark.parametrize("module", [EverySecondBatch, pytest.param(RunsTwice, marks=pytest.mark.slow)])
 def test_a_mini_batch_whose_gradient_was_dropped_begins_anew(pools: Pools, tmp_path: Path, module: type[Net]) -> None:
-    """Its micro-batches count from the batch that is stepped; the monitor looks at every one of them."""
+    """Its microbatches count from the batch that is stepped; the monitor looks at every one of them."""
     monitor = (PipelineMonitor, {"every_n_batches": 1})
-    run = replace(SMALL, module=module, options={"micro_batches": 4, "staleness": "least", "slack": 1})
+    run = replace(SMALL, module=module, options={"microbatches": 4, "staleness": "least", "slack": 1})
     results = pools.run(2, fit, recorded(replace(run, callbacks=(monitor,), trainer={"logger": "list"}), tmp_path))
     read = read_run(tmp_path / "trace")
     each = 1 if module is RunsTwice else 2

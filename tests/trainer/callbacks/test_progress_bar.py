@@ -122,7 +122,7 @@ def test_a_value_that_comes_late_from_a_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(step_log, "_is_late", lambda value: True)
     noting = NotesTheBar()
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=AsyncPipelineStrategy(micro_batches=1), max_epochs=1, logger=False,
+        accelerator="cpu", devices=1, strategy=AsyncPipelineStrategy(microbatches=1), max_epochs=1, logger=False,
         limit_train_batches=4, limit_val_batches=0, enable_checkpointing=False, enable_model_summary=False,
         enable_progress_bar=False, callbacks=[noting],
     )  # fmt: skip

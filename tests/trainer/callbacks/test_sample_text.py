@@ -19,9 +19,9 @@ from lightning_asyncpp import ConfigurationError, GPTModule, SampleText
 from lightning_asyncpp.data import ByteTokenizer, DataError, TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
-from tests.trainer.modules import small_gpt
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, fit, make_trainer
+from tests.helpers.modules import small_gpt
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit, make_trainer
 
 CONFIG = GPTConfig(vocab_size=32, context_length=8, num_layers=3, dim=16, num_heads=2, mlp_dim=32, init_std=0.2)
 PROMPTS = ["\x01\x02\x03", ""]

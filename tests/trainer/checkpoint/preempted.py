@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.runs import Net, Run, Samples, evaluate, fit
+from tests.helpers.trainer import Net, Run, Samples, evaluate, fit
 
 
 class Resumable(Net):

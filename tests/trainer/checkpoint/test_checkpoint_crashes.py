@@ -15,10 +15,10 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp.storage import load
+from tests.helpers.oracle import joined_weights
+from tests.helpers.pool import Pools, TrainerPool, impatient
+from tests.helpers.trainer import Run, fit
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
-from tests.trainer.pool import Pools, TrainerPool, impatient
-from tests.trainer.reference import joined_weights
-from tests.trainer.runs import Run, fit
 
 SHARDED = {"state_dict_type": "sharded"}
 BEHIND = {"async_checkpoints": True}

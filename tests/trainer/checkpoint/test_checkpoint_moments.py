@@ -12,10 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.helpers.oracle import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, report, val_loaders
 from tests.trainer.checkpoint.test_checkpoints import ResumableNet
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
-from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer, report, val_loaders
 
 
 def saving(folder: Path, **when: Any) -> Any:

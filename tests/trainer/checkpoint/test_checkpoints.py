@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.core.cases import DIM
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights, plain_module
-from tests.trainer.runs import Net, Run, Samples, arrays, fit
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights, plain_module
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, arrays, fit
 
 
 class ResumableLoader(DataLoader):
@@ -111,7 +111,7 @@ def test_contents(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(arrays(checkpoint["state_dict"]), joined_weights(results, 3))
     module = plain_module(run, arrays(checkpoint["state_dict"]))
     assert list(checkpoint["state_dict"]) == list(module.state_dict())
-    assert {"num_stages": 3, "delay": 1, "micro_batches": 3}.items() <= checkpoint["pipeline"].items()
+    assert {"num_stages": 3, "delay": 1, "microbatches": 3}.items() <= checkpoint["pipeline"].items()
     names = [name for name, _ in module.named_parameters()]
     assert sorted(checkpoint["pipeline"]["older_weights"]) == sorted(n.removeprefix("model.") for n in names)
     assert len(checkpoint["optimizer_states"]) == 1
@@ -119,7 +119,7 @@ def test_contents(pools: Pools, tmp_path: Path) -> None:
 
 def save_afterwards(run: Run, path: str) -> dict[str, Any]:
     """``trainer.save_checkpoint`` after ``fit``, as scripts do, and a second run on the same Trainer."""
-    from tests.trainer.runs import loader, make_trainer
+    from tests.helpers.trainer import loader, make_trainer
 
     L.seed_everything(run.seed, verbose=False)
     module, trainer = run.module(run), make_trainer(run)

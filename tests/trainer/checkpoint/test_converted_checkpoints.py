@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.storage import load
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays, fit
 from tests.trainer.checkpoint.test_resharding import SHARDED, resumed, run_of
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import arrays, fit
 
 Command = Callable[..., str]
 
@@ -90,7 +90,7 @@ def test_info(form: str, saved: dict[str, Any], command: Command) -> None:
     weights = sum(tensor.nbytes for tensor in load(path)["state_dict"].values())
     expected = {
         "form": form, "writer": "Trainer", "global_step": 4, "epoch": 0, "num_stages": 2,
-        "partition": [4, 5], "data_parallel_size": 1, "micro_batches": 4, "delay": 1,
+        "partition": [4, 5], "data_parallel_size": 1, "microbatches": 4, "delay": 1,
         "dtypes": {"float32": weights // 4}, "parameters": weights // 4,
     }  # fmt: skip
     assert expected.items() <= facts.items()

@@ -10,10 +10,10 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.trainer.checkpoint.resumable import SavesAfter, fit_showing, write_litdata
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.resumable import SavesAfter, fit_showing, write_litdata
+from tests.helpers.trainer import Net, Run
 
 EPOCHS = {"max_epochs": 3}
 TWO_EPOCHS = {"max_epochs": 2}
@@ -122,7 +122,7 @@ def test_a_middle_stage_ends_the_epoch_with_the_others(
 
 @pytest.mark.parametrize("kind", ["litdata", pytest.param("stateful noisy", marks=pytest.mark.slow)])
 def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path, kind, EPOCHS, strategy="delayed", options={"micro_batches": 2})
+    run = run_of(tmp_path, kind, EPOCHS, strategy="delayed", options={"microbatches": 2})
     check(pools, run, kind, tmp_path, [3, 10], stages=1)
 
 

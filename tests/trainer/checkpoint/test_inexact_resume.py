@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.checkpoint.resumable import fit_showing, write_litdata
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.resumable import fit_showing, write_litdata
+from tests.helpers.trainer import Run
 from tests.trainer.checkpoint.test_exact_resume import TWO_EPOCHS, run_of, saving_after
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Run
 
 MID_EPOCH, END, LAST = 3, 5, 10
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run
 from tests.trainer.checkpoint.preempted import Resumable, Signals, preempted, under_slurm
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, saving
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Run
 
 NET = replace(RUN, module=Resumable, trainer=TRAINER)  # 5 batches an epoch, 3 epochs
 EPOCHS: dict[str, Any] = {}
@@ -82,9 +82,9 @@ def test_resumed_as_if_never_interrupted(pools: Pools, case: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
-        (2, {"options": {"data_parallel_size": 2, "micro_batches": 2}}),
-        pytest.param(4, {"options": {"data_parallel_size": 2, "micro_batches": 3}}, marks=pytest.mark.slow),
-        pytest.param(3, {"strategy": "sync", "options": {"micro_batches": 1}}, marks=pytest.mark.slow),
+        (2, {"options": {"data_parallel_size": 2, "microbatches": 2}}),
+        pytest.param(4, {"options": {"data_parallel_size": 2, "microbatches": 3}}, marks=pytest.mark.slow),
+        pytest.param(3, {"strategy": "sync", "options": {"microbatches": 1}}, marks=pytest.mark.slow),
     ],
 )
 def test_replicas_and_other_schedules(
@@ -103,8 +103,8 @@ def test_replicas_and_other_schedules(
 
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_agreed_on_within_a_batch_it_ends_with_the_mini_batch(pools: Pools, index: int, tmp_path: Path) -> None:
-    """With updates that all agree on between two micro-batches, and several batches to an update."""
-    options = {"staleness": "least", "slack": "exact", "micro_batches": 4, "partition": "uniform"}
+    """With updates that all agree on between two microbatches, and several batches to an update."""
+    options = {"staleness": "least", "slack": "exact", "microbatches": 4, "partition": "uniform"}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     whole = pools.run(3, preempted, run_of(tmp_path / "whole", trainer, (90,), options=options))
     tell = (Signals, {"ranks": (0, 1, 2), "hook": "on_train_batch_end", "index": index})
@@ -217,7 +217,7 @@ def _under_slurm_with(run: Run, folder: str, options: dict[str, Any]) -> dict[st
     ("hook", "options"),
     [
         pytest.param("on_train_batch_end", {}, marks=pytest.mark.slow),
-        ("on_validation_batch_end", {"micro_batches": 2}),
+        ("on_validation_batch_end", {"microbatches": 2}),
     ],
 )
 def test_delayed_gradient(pools: Pools, hook: str, options: dict[str, Any], tmp_path: Path) -> None:

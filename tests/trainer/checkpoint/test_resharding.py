@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 
 from lightning_asyncpp.storage import load
-from tests.storage.same import assert_same
+from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module
+from tests.helpers.pool import Pools
+from tests.helpers.same import assert_same
+from tests.helpers.trainer import Run, arrays, fit
 from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module
-from tests.trainer.runs import Run, arrays, fit
 
-FOUR = {"micro_batches": 4}
+FOUR = {"microbatches": 4}
 SHARDED = {"state_dict_type": "sharded"}
 BEHIND = {"async_checkpoints": True}
 

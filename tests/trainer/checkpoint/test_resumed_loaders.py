@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.trainer.checkpoint.resumable import Showing, fit_showing
+from tests.helpers.pool import Pools
+from tests.helpers.resumable import Showing, fit_showing
 from tests.trainer.checkpoint.test_exact_resume import EPOCHS, TWO_EPOCHS, check, run_of
-from tests.trainer.pool import Pools
 
 
 class Paired(Showing):

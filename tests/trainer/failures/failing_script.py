@@ -21,7 +21,7 @@ import torch
 
 import lightning_asyncpp
 from lightning_asyncpp.errors import PeerLostError
-from tests.trainer.runs import Net, Run, Samples
+from tests.helpers.trainer import Net, Run, Samples
 
 MISTAKE = "the user's own mistake"
 WHEN = 30  # a layer's forward, a batch, a step, or a sample

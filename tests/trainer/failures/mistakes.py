@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_asyncpp import GPTModule, PipelineModule
-from tests.core.cases import DIM
-from tests.trainer.modules import small_gpt
-from tests.trainer.runs import Net, Run
+from tests.helpers.cases import DIM
+from tests.helpers.modules import small_gpt
+from tests.helpers.trainer import Net, Run
 
 
 class CountsSteps(Callback):
@@ -98,7 +98,7 @@ class OtherOrder(Net):
 
     def train_dataloader(self) -> Any:
         own = torch.Generator().manual_seed(self.global_rank)  # the mistake
-        from tests.trainer.runs import Samples
+        from tests.helpers.trainer import Samples
 
         return DataLoader(Samples(40), batch_size=8, shuffle=True, generator=own)
 

@@ -10,8 +10,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import Net, Run, fit
 
 STAGES = 3
 SOON = 25.0  # seconds, of which five are grace
@@ -42,7 +42,7 @@ class FullDisk(ModelCheckpoint):
         raise OSError("no space left on device")
 
 
-RUN = Run(Net, samples=64, val_samples=(16,), options={"micro_batches": STAGES}, trainer={"val_check_interval": 4})
+RUN = Run(Net, samples=64, val_samples=(16,), options={"microbatches": STAGES}, trainer={"val_check_interval": 4})
 
 
 @pytest.mark.parametrize(

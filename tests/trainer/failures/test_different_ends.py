@@ -13,16 +13,16 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.trainer.pool import Pools, impatient
-from tests.trainer.runs import Net, Run, fit, make_trainer
+from tests.helpers.pool import Pools, impatient
+from tests.helpers.trainer import Net, Run, fit, make_trainer
 from tests.trainer.test_loaders import Stream
 
 STAGES = 2  # rank 1 is the first stage, rank 0 the last
 SOON = 20.0
-RUN = Run(Net, options={"micro_batches": STAGES})
+RUN = Run(Net, options={"microbatches": STAGES})
 ENDS = {
-    0: "this rank has ended before micro-batch 8 (",
-    1: "rank 1 (stage 0) has ended before micro-batch 8 (",
+    0: "this rank has ended before microbatch 8 (",
+    1: "rank 1 (stage 0) has ended before microbatch 8 (",
 }
 
 
@@ -104,7 +104,7 @@ def test_an_epoch_that_a_callback_ends_on_one_rank(pools: Pools, rank: int) -> N
 def test_a_save_on_one_rank_as_the_training_ends(stages: int, rank: int, pools: Pools, tmp_path: Path) -> None:
     """The others have nothing more to do, and would never answer."""
     saving = (SavesAlone, {"rank": rank, "path": tmp_path / "last.ckpt"})
-    run = replace(RUN, callbacks=(saving,), options={"micro_batches": stages})
+    run = replace(RUN, callbacks=(saving,), options={"microbatches": stages})
     outcomes = pools.outcomes(stages, fit, run, timeout=SOON)
     assert {outcome.error for outcome in outcomes} <= {"ProtocolError", "PeerLostError"}, outcomes
     assert any("ranks are in different calls" in outcome.message for outcome in outcomes)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
+from tests.helpers.pool import Outcome, Pools
+from tests.helpers.trainer import Net, Run, fit
 from tests.trainer.failures import mistakes as m
-from tests.trainer.pool import Outcome, Pools
-from tests.trainer.runs import Net, Run, fit
 
 
 def refusals(pools: Pools, run: Run, stages: int = 2) -> list[Outcome]:
@@ -31,12 +31,12 @@ def assert_refused(outcomes: list[Outcome], *parts: str) -> None:
 
 
 SETTINGS = [
-    (3, {"micro_batches": 2}, ["micro_batches=2", "use micro_batches >= 3", "sync_pipeline"]),
-    (3, {"micro_batches": 3, "lookahead": 5}, ["lookahead=5", "the largest is 1", "use micro_batches >= "]),
+    (3, {"microbatches": 2}, ["microbatches=2", "use microbatches >= 3", "sync_pipeline"]),
+    (3, {"microbatches": 3, "lookahead": 5}, ["lookahead=5", "the largest is 1", "use microbatches >= "]),
     (2, {"lookahead": -1}, ["lookahead=-1 must be 0 or more"]),
     (3, {"data_parallel_size": 2}, ["devices=3 is not divisible by data_parallel_size=2"]),
     (2, {"nonfinite_gradients": "ignore"}, ["'ignore' must be 'stop' or 'skip'"]),
-    (2, {"micro_batches": 0, "nonfinite_gradients": "no"}, ["2 problems", "micro_batches=0", "nonfinite_gradients"]),
+    (2, {"microbatches": 0, "nonfinite_gradients": "no"}, ["2 problems", "microbatches=0", "nonfinite_gradients"]),
 ]
 
 
@@ -76,7 +76,7 @@ MODULES = [
 
 IN_AN_EVALUATION: list[Any] = [
     (m.NamedTupleAtTheCut, ["stage 0 failed", "a layer at a cut returned the named tuple Named (layer '0')"]),
-    (m.ValidatesOnOneStage, ["stage 0 failed at micro-batch 0: LookupError: no such column in the table in the"]),
+    (m.ValidatesOnOneStage, ["stage 0 failed at microbatch 0: LookupError: no such column in the table in the"]),
     # The others learn of it five seconds later.
     pytest.param(
         m.MetricOfSeveralNumbers,
@@ -156,8 +156,8 @@ def test_refused_callbacks_are_all_named_at_once(pools: Pools) -> None:
 
 
 def test_a_sample_per_replica_is_enough(pools: Pools) -> None:
-    """Even if that is fewer samples than micro-batches."""
-    run = Run(Net, options={"data_parallel_size": 2, "micro_batches": 3}, samples=2, shuffle=True)
+    """Even if that is fewer samples than microbatches."""
+    run = Run(Net, options={"data_parallel_size": 2, "microbatches": 3}, samples=2, shuffle=True)
     results = pools.run(4, fit, run)
     assert {result["global_step"] for result in results} == {1}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_asyncpp.core.ranks.agreement import StopRounds, batches_behind
 from lightning_asyncpp.core.ranks.mesh import Groups, Mesh
-from tests.trainer.pool import Pools
+from tests.helpers.pool import Pools
 
 Place = tuple[int, int]
 
@@ -79,7 +79,7 @@ def test_all_ranks_end_where_they_have_to(pools: Pools, world: int) -> None:
 
 
 def test_no_stage_waits_for_those_behind_it() -> None:
-    """With as many micro-batches as stages the last one lags by less than a batch, with one by all the others."""
+    """With as many microbatches as stages the last one lags by less than a batch, with one by all the others."""
     assert batches_behind(4, 4) == batches_behind(1, 1) == 2
     assert batches_behind(4, 1) == 5
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_asyncpp import HFModule
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.reference import train_reference
-from tests.trainer.hf.folders import padded_batches
-from tests.trainer.runs import Run, arrays, make_trainer
+from tests.helpers.hf_folders import padded_batches
+from tests.helpers.trainer import Run, arrays, make_trainer
 
 SEED, UPDATES = 5, 4
 
@@ -47,7 +47,7 @@ class Training:
     strategy: str = "async"
     optimizer: str = "adamw"
     arguments: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=lambda: {"micro_batches": 4})
+    options: dict[str, Any] = field(default_factory=lambda: {"microbatches": 4})
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def module(self) -> HFModule:
@@ -75,8 +75,8 @@ def by_oracle(training: Training) -> dict[str, np.ndarray]:
     base = muon if training.optimizer == "feedback" else OPTIMIZERS[training.optimizer]
     train_reference(
         module.model, lambda batch: module.training_step(batch, 0), [[batch] for batch in padded_batches(UPDATES)],
-        base(named), micro_batches=4, delay=0 if training.strategy == "sync" else 1,
+        base(named), microbatches=4, delay=0 if training.strategy == "sync" else 1,
         error_feedback=1.0 if training.optimizer == "feedback" else None,
-        weight=module.micro_batch_weight, seed=SEED,
+        weight=module.microbatch_weight, seed=SEED,
     )  # fmt: skip
     return arrays(dict(module.named_parameters()))

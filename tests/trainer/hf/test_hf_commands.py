@@ -15,9 +15,9 @@ import transformers
 from lightning_asyncpp import HFModule
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import ChatDataModule, TextDataModule
-from tests.trainer.hf.folders import make_folder, make_tokenizer
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run, make_trainer
+from tests.helpers.hf_folders import make_folder, make_tokenizer
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run, make_trainer
 
 ROOT = Path(__file__).parents[3]
 ON_CPU = ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1"]
@@ -55,7 +55,7 @@ def continued(place: Path, name: str) -> list[str]:
     return [
         "fit", "--config", str(ROOT / "recipes" / "hf_continue.yaml"), *ON_CPU, "--trainer.logger.init_args.name", name,
         "--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--trainer.limit_val_batches", "1",
-        "--trainer.strategy.init_args.micro_batches", "4", "--model.init_args.model_id", str(place / "model"),
+        "--trainer.strategy.init_args.microbatches", "4", "--model.init_args.model_id", str(place / "model"),
         "--model.init_args.warmup_steps", "1", "--data.init_args.source", str(place / "text"),
         "--data.init_args.tokenizer", str(place / "model"), "--data.init_args.cache_dir", str(place / "cache"),
         "--data.init_args.context_length", "32", "--data.init_args.batch_size", "8", "--data.init_args.val_fraction",
@@ -67,7 +67,7 @@ def fine_tuned(place: Path, name: str, steps: int, *more: str) -> list[str]:
     return [
         "fit", "--config", str(ROOT / "recipes" / "hf_finetune.yaml"), *ON_CPU, *IN_FP32,
         "--trainer.logger.init_args.name", name,
-        "--trainer.max_steps", str(steps), "--trainer.strategy.init_args.micro_batches", "2",
+        "--trainer.max_steps", str(steps), "--trainer.strategy.init_args.microbatches", "2",
         "--model.init_args.model_id", str(place / "model"), "--model.init_args.total_steps", "8",
         "--model.init_args.warmup_steps", "1", "--model.init_args.optimizer.init_args.lr", "0.01",
         "--data.init_args.source", str(place / "rows.jsonl"), "--data.init_args.tokenizer", str(place / "model"),

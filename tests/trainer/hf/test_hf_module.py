@@ -13,10 +13,10 @@ import transformers
 
 from lightning_asyncpp import ConfigurationError, HFModule, check_model
 from lightning_asyncpp.optim import MuonAdamW
-from tests.trainer.hf.folders import make_folder, padded_batches
+from tests.helpers.hf_folders import make_folder, padded_batches
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools
 from tests.trainer.hf.runs import Training, by_oracle, fit
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts
 
 LORA = {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
 CLASSIFIER = {"task": "AutoModelForSequenceClassification", "config_overrides": {"num_labels": 3, "pad_token_id": 0}}
@@ -73,14 +73,14 @@ def of_stages(results: list[dict[str, Any]]) -> dict[str, Any]:
     ],
     ids=["causal", "classifier", "masked", "seq2seq", "experts"],
 )  # fmt: skip
-def test_micro_batches_have_the_gradient_of_the_whole_batch(
+def test_microbatches_have_the_gradient_of_the_whole_batch(
     tmp_path: Path, kind: str, head: str, config: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     module = HFModule(str(make_folder(tmp_path / "m", kind, head, **config)), decay="constant", **arguments)
     batches = padded_batches(2)
     if arguments == CLASSIFIER:
         batches = [{**batch, "labels": torch.arange(4) % 3} for batch in batches]
-    report = check_model(module, batches, stages=2, micro_batches=2, updates=2)
+    report = check_model(module, batches, stages=2, microbatches=2, updates=2)
     assert report.ok, str(report)
     assert "to the last bit" in str(report)
 
@@ -93,13 +93,13 @@ def test_the_loss_is_the_models_own(llama: Path) -> None:
     (batch,) = padded_batches(1)
     own = transformers.AutoModelForCausalLM.from_pretrained(llama)(**batch).loss
     torch.testing.assert_close(module.training_step(batch, 0), own)
-    assert module.micro_batch_weight(batch) == float((batch["labels"][:, 1:] != -100).sum())
+    assert module.microbatch_weight(batch) == float((batch["labels"][:, 1:] != -100).sum())
     tokens = batch["labels"]
     torch.testing.assert_close(module.training_step(tokens, 0), own)
-    assert module.micro_batch_weight(tokens) == module.micro_batch_weight(batch)
+    assert module.microbatch_weight(tokens) == module.microbatch_weight(batch)
     empty = {**batch, "labels": torch.full_like(tokens, -100)}
     assert module.training_step(empty, 0) == 0
-    assert module.micro_batch_weight(empty) == 0
+    assert module.microbatch_weight(empty) == 0
 
 
 def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
@@ -152,7 +152,7 @@ def test_losses_of_routers_are_refused(tmp_path: Path) -> None:
 
 def test_batches_without_labels_are_refused(llama: Path) -> None:
     with pytest.raises(ConfigurationError, match="gives a dict with input_ids"):
-        HFModule(str(llama)).micro_batch_weight({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
+        HFModule(str(llama)).microbatch_weight({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
 
 
 def test_without_transformers_the_package_that_lacks_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

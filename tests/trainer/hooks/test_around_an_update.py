@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.pool import Pools
-from tests.trainer.projections import Changing, Projected, PutsOtherMemory, project
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, report, train, val_loaders
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.projections import Changing, Projected, PutsOtherMemory, project
+from tests.helpers.trainer import Net, Run, delayed, fit, loader, make_trainer, report, train, val_loaders
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
@@ -58,18 +58,18 @@ def test_changed_weights_are_those_of_one_process_whenever_it_validates(
     pools: Pools, name: str, intervals: tuple[int, ...]
 ) -> None:
     module, stages, of_run, trainer, options = CASES[name]
-    run = Run(module, "async", {"micro_batches": 3} | options, dropout=0.2, val_samples=(9,), **of_run)
+    run = Run(module, "async", {"microbatches": 3} | options, dropout=0.2, val_samples=(9,), **of_run)
     for interval in intervals[-1:] if name == "before a validation" else intervals:
         run = replace(run, trainer={"max_epochs": 2, "val_check_interval": interval} | trainer)
-        emulated = train(delayed(run, delay=1, micro_batches=3, **options))
+        emulated = train(delayed(run, delay=1, microbatches=3, **options))
         assert_equal_weights(joined_weights(pools.run(stages, fit, run), stages), emulated["weights"])
 
 
 @pytest.mark.parametrize("module", [Projected, pytest.param(ProjectsInTheStep, marks=pytest.mark.slow)])
 def test_changed_weights_where_stages_step_ahead(pools: Pools, module: type[Net]) -> None:
-    run = Run(module, "async", {"micro_batches": 3, "staleness": "least", "partition": "uniform"})
+    run = Run(module, "async", {"microbatches": 3, "staleness": "least", "partition": "uniform"})
     run = replace(run, trainer={"max_epochs": 2})
-    emulated = train(delayed(run, staleness="least", stages=2, micro_batches=3, partition="uniform"))
+    emulated = train(delayed(run, staleness="least", stages=2, microbatches=3, partition="uniform"))
     assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), emulated["weights"])
 
 
@@ -79,7 +79,7 @@ class Saves(Changing):
 
 
 def test_who_gathers_between_two_updates_is_refused(pools: Pools) -> None:
-    for outcome in pools.outcomes(2, fit, Run(Saves, options={"micro_batches": 2})):
+    for outcome in pools.outcomes(2, fit, Run(Saves, options={"microbatches": 2})):
         assert outcome.error == "ConfigurationError"
         assert "in the middle of the next batch" in outcome.message
 
@@ -120,9 +120,9 @@ def fit_seen(run: Run) -> list[tuple[str, int, int, float]]:
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_hooks_of_an_update_see_the_step_of_its_batch(pools: Pools, accumulate: int) -> None:
-    run = Run(Counts, "async", {"micro_batches": 3}, scheduler="decay-step", val_samples=(9,))
+    run = Run(Counts, "async", {"microbatches": 3}, scheduler="decay-step", val_samples=(9,))
     run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate})
-    expected = fit_seen(delayed(run, delay=1, micro_batches=3))
+    expected = fit_seen(delayed(run, delay=1, microbatches=3))
     for seen in pools.run(3, fit_seen, run):
         assert seen == expected
 
@@ -136,7 +136,7 @@ class ClipsBySchedule(Net):
 
 @pytest.mark.parametrize("algorithm", ["value", "norm"])
 def test_a_batch_is_clipped_by_its_own_limit(pools: Pools, algorithm: str) -> None:
-    options = {"micro_batches": 4, "partition": "uniform", "staleness": "least"}
+    options = {"microbatches": 4, "partition": "uniform", "staleness": "least"}
     run = Run(ClipsBySchedule, options=options, optimizer="sgd", samples=64)
     run = replace(run, trainer={"gradient_clip_algorithm": algorithm, "max_epochs": 1})
     expected = train(delayed(run, stages=3, **options))["weights"]
@@ -168,7 +168,7 @@ def fit_noisy(run: Run) -> dict[str, Any]:
 
 
 def test_noise_of_an_update_is_that_of_the_stage_and_the_update(pools: Pools) -> None:
-    options = {"micro_batches": 4, "partition": "uniform", "staleness": "least"}
+    options = {"microbatches": 4, "partition": "uniform", "staleness": "least"}
     run = Run(NoisyGradients, options=options, optimizer="sgd", val_samples=(8,))
     expected = fit_noisy(delayed(run, stages=2, **options))
     results = pools.run(2, fit_noisy, replace(run, trainer={"val_check_interval": 2}))
@@ -228,21 +228,21 @@ def fit_looking(run: Run) -> list[bool]:
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_a_loss_that_a_rank_does_not_know_is_none(pools: Pools, strategy: str) -> None:
-    run = Run(LooksAtItsLoss, strategy, {"micro_batches": 2}, samples=24)
+    run = Run(LooksAtItsLoss, strategy, {"microbatches": 2}, samples=24)
     last, first = pools.run(2, fit_looking, run)
     assert last == [False] * 9
     assert first == [True] * 9
 
 
 def test_a_decision_on_such_a_loss_ends_the_run_at_once(pools: Pools) -> None:
-    outcomes = pools.outcomes(2, fit_looking, Run(Decides, options={"micro_batches": 2}), timeout=30.0)
+    outcomes = pools.outcomes(2, fit_looking, Run(Decides, options={"microbatches": 2}), timeout=30.0)
     assert [outcome.error for outcome in outcomes] == ["PeerLostError", "TypeError"]
 
 
 @pytest.mark.parametrize("module", [DecidesWithoutOne, NeverDecidesWithoutOne])
 @pytest.mark.parametrize("strategy", ["default", "sync"])
 def test_ranks_that_decide_differently_end_at_once(pools: Pools, strategy: str, module: type[Net]) -> None:
-    outcomes = pools.outcomes(2, fit_looking, Run(module, strategy, {"micro_batches": 2}), timeout=30.0)
+    outcomes = pools.outcomes(2, fit_looking, Run(module, strategy, {"microbatches": 2}), timeout=30.0)
     assert {outcome.error for outcome in outcomes} == {"ProtocolError", "PeerLostError"}
     assert any("ranks are in different calls" in outcome.message for outcome in outcomes)
 
@@ -258,14 +258,14 @@ class StepsSometimes(Net):
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_a_batch_without_a_step_belongs_to_no_update(pools: Pools, strategy: str) -> None:
-    run = Run(StepsSometimes, strategy, {"micro_batches": 3}, dropout=0.2, val_samples=(9,))
+    run = Run(StepsSometimes, strategy, {"microbatches": 3}, dropout=0.2, val_samples=(9,))
     run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 3})
-    emulated = train(delayed(run, delay=int(strategy == "async"), micro_batches=3))
+    emulated = train(delayed(run, delay=int(strategy == "async"), microbatches=3))
     assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), emulated["weights"])
 
 
-def test_a_batch_without_a_step_holds_back_as_many_micro_batches(pools: Pools) -> None:
-    options = {"micro_batches": 3, "partition": "uniform"}
+def test_a_batch_without_a_step_holds_back_as_many_microbatches(pools: Pools) -> None:
+    options = {"microbatches": 3, "partition": "uniform"}
     run = Run(StepsSometimes, "async", {**options, "staleness": "least"}, dropout=0.2, trainer={"max_epochs": 2})
     emulated = train(delayed(run, staleness="least", stages=3, **options))
     assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), emulated["weights"])
@@ -273,7 +273,7 @@ def test_a_batch_without_a_step_holds_back_as_many_micro_batches(pools: Pools) -
 
 def test_a_batch_without_a_step_is_dropped_as_in_a_single_process() -> None:
     plain = train(Run(StepsSometimes, "plain"))
-    emulated = train(Run(StepsSometimes, "delayed", {"delay": 0, "micro_batches": 1}))
+    emulated = train(Run(StepsSometimes, "delayed", {"delay": 0, "microbatches": 1}))
     for name, weights in plain["weights"].items():
         assert emulated["weights"][name] == pytest.approx(weights, abs=1e-6)
 
@@ -284,10 +284,10 @@ class ZeroesInPlace(Net):
 
 
 def test_zeroing_in_place_changes_nothing(pools: Pools) -> None:
-    run = Run(Net, "async", {"micro_batches": 2}, trainer={"accumulate_grad_batches": 2})
-    expected = train(delayed(run, delay=1, micro_batches=2))["weights"]
+    run = Run(Net, "async", {"microbatches": 2}, trainer={"accumulate_grad_batches": 2})
+    expected = train(delayed(run, delay=1, microbatches=2))["weights"]
     run = replace(run, module=ZeroesInPlace)
-    assert_equal_weights(train(delayed(run, delay=1, micro_batches=2))["weights"], expected)
+    assert_equal_weights(train(delayed(run, delay=1, microbatches=2))["weights"], expected)
     assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), expected)
 
 
@@ -306,7 +306,7 @@ class LogsMetric(Net):
 def test_a_metric_has_the_names_of_plain_lightning() -> None:
     plain, emulated = (
         train(Run(LogsMetric, strategy, options))
-        for strategy, options in (("plain", {}), ("delayed", {"micro_batches": 2}))
+        for strategy, options in (("plain", {}), ("delayed", {"microbatches": 2}))
     )
     assert sorted(plain["callback_metrics"]) == sorted(emulated["callback_metrics"])
     assert [sorted(m) for _, m in plain["records"]] == [sorted(m) for _, m in emulated["records"]]

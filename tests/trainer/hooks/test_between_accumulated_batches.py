@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from lightning_asyncpp.trainer.batch_ends import after_own_update
-from tests.trainer.pool import Pools
-from tests.trainer.projections import Draws, Projected, PutsOtherMemory, Shrinks
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, delayed, fit, train
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.projections import Draws, Projected, PutsOtherMemory, Shrinks
+from tests.helpers.trainer import Net, Run, delayed, fit, train
 
 MODULES = {"projected": Projected, "other memory": PutsOtherMemory, "shrinks": Shrinks}
 ACCUMULATED = {"projected": 2, "other memory": 3, "shrinks": 2, "draws": 3}
@@ -44,7 +44,7 @@ CASES = [
 
 
 def accumulating(module: type[Net], strategy: str, options: dict[str, Any], accumulate: int = 2, **trainer: Any) -> Run:
-    run = Run(module, strategy, {"micro_batches": 3} | options, dropout=0.2, val_samples=(9,), samples=56)
+    run = Run(module, strategy, {"microbatches": 3} | options, dropout=0.2, val_samples=(9,), samples=56)
     return replace(run, trainer={"max_epochs": 2, "accumulate_grad_batches": accumulate} | trainer)
 
 
@@ -56,7 +56,7 @@ def test_every_change_means_what_it_means_in_one_process(
     if delays in BY_STAGE:
         emulated = emulated | {"stages": stages}
     run = accumulating({**MODULES, "draws": Draws}[name], strategy, options, ACCUMULATED[name])
-    expected = train(delayed(run, micro_batches=3, **emulated))["weights"]
+    expected = train(delayed(run, microbatches=3, **emulated))["weights"]
     results = pools.run(stages, fit, replace(run, trainer=run.trainer | {"val_check_interval": interval}))
     assert_equal_weights(joined_weights(results, stages), expected)
 
@@ -66,7 +66,7 @@ def test_without_delay_it_is_what_lightning_does(module: type[Net]) -> None:
     # An even number of batches: of a last one alone Lightning takes half the gradient.
     run = replace(accumulating(module, "plain", {}), options={}, dropout=0.0, samples=64)
     plain = train(run)["weights"]
-    for name, weights in train(delayed(run, delay=0, micro_batches=1))["weights"].items():
+    for name, weights in train(delayed(run, delay=0, microbatches=1))["weights"].items():
         assert weights == pytest.approx(plain[name], abs=1e-5)
 
 
@@ -86,7 +86,7 @@ def fit_clamped(run: Run, ranks: tuple[int, ...]) -> dict[str, Any]:
 
 def test_callbacks_after_their_own_update_need_not_be_on_all_ranks(pools: Pools) -> None:
     run = accumulating(Net, "async", {})
-    emulated = fit_clamped(delayed(run, delay=1, micro_batches=3), (0,))["weights"]
+    emulated = fit_clamped(delayed(run, delay=1, microbatches=3), (0,))["weights"]
     assert_equal_weights(joined_weights(pools.run(2, fit_clamped, run, (0, 1)), 2), emulated)
     results = pools.run(2, fit_clamped, run, (1,))  # rank 1 is the first stage, which has gradients in flight
     assert max(abs(weights).max() for weights in results[1]["weights"].values()) < 0.3

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.logging.evaluations import (
+from tests.helpers.evaluations import (
     Evaluations,
     Unpredictable,
     fabric_batches,
@@ -15,12 +15,12 @@ from tests.trainer.logging.evaluations import (
     trainer_batches,
     trajectory,
 )
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts
-from tests.trainer.runs import Net, Run
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run
 
 RUN = Run(
-    Net, options={"micro_batches": 4}, samples=48, batch_size=12, shuffle=True, trainer={"max_epochs": 2}
+    Net, options={"microbatches": 4}, samples=48, batch_size=12, shuffle=True, trainer={"max_epochs": 2}
 )  # fmt: skip
 READING = {
     "a shuffling sampler": Evaluations(drawing=False, drawn_before=True),
@@ -52,7 +52,7 @@ PATIENT = 200.0  # seconds, for processes that start processes
 def test_neither_stages_nor_the_past_of_the_process_matter(pools: Pools, name: str) -> None:
     plan = READING[name]
     expected = seen(pools.run(1, trajectory, RUN, None, replace(plan, drawn_before=False), timeout=PATIENT))
-    assert len(set(expected["batches"])) >= 16, "micro-batches differ, and each is seen"
+    assert len(set(expected["batches"])) >= 16, "microbatches differ, and each is seen"
     for stages in (1, 3):
         same(seen(pools.run(stages, trajectory, RUN, None, plan, timeout=PATIENT)), expected)
     same(seen(pools.run(1, trajectory, replace(RUN, strategy="delayed"), None, plan, timeout=PATIENT)), expected)
@@ -92,7 +92,7 @@ def test_fabric_reads_what_the_trainer_reads(pools: Pools, name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_deterministic_algorithms_are_those_of_every_rank(pools: Pools, strategy: str) -> None:
-    run = replace(RUN, strategy=strategy, options={"micro_batches": 2}, trainer={"max_epochs": 1})
+    run = replace(RUN, strategy=strategy, options={"microbatches": 2}, trainer={"max_epochs": 1})
     plain = pools.run(2, fit_deterministically, run, None)
     strict = pools.run(2, fit_deterministically, run, True)
     assert [rank["enabled"] for rank in plain + strict] == [False, False, True, True]
@@ -102,7 +102,7 @@ def test_deterministic_algorithms_are_those_of_every_rank(pools: Pools, strategy
 
 def test_an_operation_that_is_not_deterministic_is_refused_or_warned_of(pools: Pools) -> None:
     """As under a plain Trainer; it runs on the last stage, rank 0, alone."""
-    run = replace(RUN, module=Unpredictable, options={"micro_batches": 2}, trainer={"max_epochs": 1})
+    run = replace(RUN, module=Unpredictable, options={"microbatches": 2}, trainer={"max_epochs": 1})
     (alone,) = pools.outcomes(1, fit_deterministically, replace(run, strategy="plain", options={}), True)
     assert alone.error == "RuntimeError"
     outcomes = pools.outcomes(2, fit_deterministically, run, True)

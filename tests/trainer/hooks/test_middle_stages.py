@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, Samples, arrays, delayed, fit, loader, make_trainer, val_loaders
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, arrays, delayed, fit, loader, make_trainer, val_loaders
 
 
 class Prepares:
@@ -59,7 +59,7 @@ def train(run: Run, in_data_module: bool) -> tuple[dict[str, Tensor], dict[str, 
 
 @pytest.mark.parametrize(("module", "in_data_module"), [(PreparingNet, False), (Net, True)])
 def test_batches_are_prepared_as_with_one_stage(pools: Pools, module: Any, in_data_module: bool) -> None:
-    run = Run(module, options={"micro_batches": 3}, val_samples=(16,))
+    run = Run(module, options={"microbatches": 3}, val_samples=(16,))
     ((expected, _),) = pools.run(1, train, run, in_data_module)
     ranks = pools.run(3, train, run, in_data_module)
     for name, array in expected.items():
@@ -81,7 +81,7 @@ class TwoLoadersNet(Net):
 
 
 def test_batches_of_several_loaders(pools: Pools) -> None:
-    run = Run(TwoLoadersNet, options={"micro_batches": 3}, batch_size=4)
+    run = Run(TwoLoadersNet, options={"microbatches": 3}, batch_size=4)
     (expected,) = pools.run(1, fit, run)
     results = pools.run(3, fit, run)
     assert_equal_weights(joined_weights(results, 3), expected["weights"])
@@ -109,7 +109,7 @@ def without_an_invalid_one(samples: list[Any]) -> Any:
 
 class EstimatedNet(Net):
     def train_dataloader(self) -> Any:
-        estimate = self.run.options["micro_batches"] * 2 - 4  # 2: too short, 8: too long
+        estimate = self.run.options["microbatches"] * 2 - 4  # 2: too short, 8: too long
         return DataLoader(Samples(40), batch_sampler=Estimated(estimate), collate_fn=without_an_invalid_one)
 
 
@@ -137,11 +137,11 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("module", [EstimatedNet, TwoStreamsNet])
-@pytest.mark.parametrize("micro_batches", [3, pytest.param(6, marks=pytest.mark.slow)])
-def test_epochs_end_where_the_first_stage_ends_them(pools: Pools, module: Any, micro_batches: int) -> None:
+@pytest.mark.parametrize("microbatches", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_epochs_end_where_the_first_stage_ends_them(pools: Pools, module: Any, microbatches: int) -> None:
     """Also where the length says something else, there is none, and where batches are skipped."""
-    run = Run(module, options={"micro_batches": micro_batches}, trainer={"max_epochs": 2}, val_samples=(16,))
-    (expected,) = pools.run(1, fit, delayed(run, micro_batches=micro_batches))
+    run = Run(module, options={"microbatches": microbatches}, trainer={"max_epochs": 2}, val_samples=(16,))
+    (expected,) = pools.run(1, fit, delayed(run, microbatches=microbatches))
     results = pools.run(3, fit, run)
     assert_equal_weights(joined_weights(results, 3), expected["weights"])
     assert [result["global_step"] for result in results] == [expected["global_step"]] * 3
@@ -158,6 +158,6 @@ class TellsTheLoader(Net):
 
 
 def test_hooks_have_the_loader(pools: Pools) -> None:
-    run = Run(TellsTheLoader, options={"micro_batches": 3}, trainer={"max_epochs": 2})
-    (expected,) = pools.run(1, fit, delayed(run, micro_batches=3))
+    run = Run(TellsTheLoader, options={"microbatches": 3}, trainer={"max_epochs": 2})
+    (expected,) = pools.run(1, fit, delayed(run, microbatches=3))
     assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), expected["weights"])

@@ -11,9 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, delayed, fit, loader, make_trainer, report, train
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, delayed, fit, loader, make_trainer, report, train
 
 HOOKS = ("before the step", "clipping", "pre hook", "post hook")
 
@@ -82,11 +82,11 @@ def test_while_an_update_is_applied(pools: Pools, tmp_path: Path, strategy: str,
     trainer = {"gradient_clip_val": 0.5, "default_root_dir": str(tmp_path)}
     if "weight_dtype" in options:
         trainer["precision"] = "bf16-mixed"
-    run = Run(Net, strategy, {"micro_batches": 4, **options}, trainer)
+    run = Run(Net, strategy, {"microbatches": 4, **options}, trainer)
     expected = joined_weights(pools.run(2, fit, run), 2)
     results = pools.run(2, fit_trying, replace(run, module=Tries))
     assert_equal_weights(joined_weights(results, 2), expected)
-    emulated = fit_trying(delayed(replace(run, module=Tries), delay=1, micro_batches=4))
+    emulated = fit_trying(delayed(replace(run, module=Tries), delay=1, microbatches=4))
     for hook in HOOKS:
         for result in (*results, emulated):
             (said,) = result["met"][hook]
@@ -115,7 +115,7 @@ class SavesBetween(Net):
 @pytest.mark.parametrize("staleness", ["least", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_elsewhere_a_save_is_a_drain(pools: Pools, tmp_path: Path, staleness: str) -> None:
     trainer = {"gradient_clip_val": 0.5, "default_root_dir": str(tmp_path)}
-    run = Run(Net, "async", {"micro_batches": 4, "staleness": staleness}, trainer, samples=24)
+    run = Run(Net, "async", {"microbatches": 4, "staleness": staleness}, trainer, samples=24)
     expected = joined_weights(pools.run(2, fit, run), 2)
     assert_equal_weights(joined_weights(pools.run(2, fit, replace(run, module=SavesBetween)), 2), expected)
-    assert train(delayed(replace(run, module=SavesBetween), delay=1, micro_batches=4))["global_step"] == 3
+    assert train(delayed(replace(run, module=SavesBetween), delay=1, microbatches=4))["global_step"] == 3

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from tests.helpers.trainer import Net, Samples
 from tests.trainer.idioms.entry import NOTE, REFUSED, WORKS, Idiom
-from tests.trainer.runs import Net, Samples
 
 
 class Curriculum(Net):
@@ -96,8 +96,8 @@ class TakesTheIterator(Net):
 class CountsTokens(Net):
     """The mean over what is not padded."""
 
-    def micro_batch_weight(self, micro_batch: Any) -> float:
-        return float((micro_batch["y"] > 0).sum())
+    def microbatch_weight(self, microbatch: Any) -> float:
+        return float((microbatch["y"] > 0).sum())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         counted = batch["y"] > 0
@@ -127,7 +127,7 @@ IDIOMS = [
         TakesTheIterator,
         says="holds no tensor with a batch dimension",
     ),
-    Idiom("a mean over what is not padded, with `micro_batch_weight`", WORKS, "", CountsTokens),
+    Idiom("a mean over what is not padded, with `microbatch_weight`", WORKS, "", CountsTokens),
     Idiom("`limit_train_batches=3`", WORKS, trainer={"limit_train_batches": 3}),
     Idiom("`overfit_batches=2`", WORKS, trainer={"overfit_batches": 2}),
     Idiom("`fast_dev_run=True`", WORKS, trainer={"fast_dev_run": True}),
@@ -152,7 +152,7 @@ IDIOMS = [
     Idiom(
         "`sync_batchnorm=True`",
         NOTE,
-        "Without effect: statistics are those of each micro-batch. Or normalise without them (GroupNorm).",
+        "Without effect: statistics are those of each microbatch. Or normalise without them (GroupNorm).",
         trainer={"sync_batchnorm": True},
     ),
     Idiom(

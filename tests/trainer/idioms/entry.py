@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from tests.trainer.runs import Net, Run
+from tests.helpers.trainer import Net, Run
 
 WORKS, NOTE, REFUSED, NO = "works", "works, with a note", "refused", "no"
 

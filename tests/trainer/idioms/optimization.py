@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_asyncpp import after_own_update
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
+from tests.helpers.trainer import Net, Run
 from tests.trainer.idioms.entry import NO, NOTE, REFUSED, WORKS, Idiom
 from tests.trainer.idioms.optimizers import (
     DecaysByLayer,
@@ -29,7 +30,6 @@ from tests.trainer.idioms.optimizers import (
     WarmUp,
     ZeroesInPlace,
 )
-from tests.trainer.runs import Net, Run
 
 
 class ClipsLater(Net):

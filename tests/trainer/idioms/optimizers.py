@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tests.trainer.runs import Net, Run
+from tests.helpers.trainer import Net, Run
 
 
 class StepsEverySecond(Net):

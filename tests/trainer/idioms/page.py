@@ -17,7 +17,7 @@ TABLE = [idiom for section in SECTIONS.values() for idiom in section]
 _INTRODUCTION = """# Idioms of Lightning's documentation under a pipeline
 
 *works*: it trains, bit for bit, what one process trains that cuts its batches the same way
-(`DelayedGradientStrategy(stages=P, micro_batches=m)`), and logs the same. *refused*: on every rank, with the reason and
+(`DelayedGradientStrategy(stages=P, microbatches=m)`), and logs the same. *refused*: on every rank, with the reason and
 what to do instead. *no*: it does not work, and often nothing says so; `check_model` finds what shows in the first
 updates. Callbacks have [their own table](callbacks.md).
 

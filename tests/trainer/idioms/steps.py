@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
+from tests.helpers.trainer import Net, Run
 from tests.trainer.idioms.entry import NO, NOTE, REFUSED, WORKS, Idiom
-from tests.trainer.runs import Net, Run
 
 
 class CallsItself(Net):
@@ -130,7 +130,7 @@ class Recomputes(Net):
 
 
 class Contrasts(Net):
-    """A loss over all pairs of the batch, of which a micro-batch has fewer."""
+    """A loss over all pairs of the batch, of which a microbatch has fewer."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         z = self.model(batch["x"])
@@ -252,7 +252,7 @@ IDIOMS = [
     Idiom(
         "random numbers in the step (mixup)",
         NOTE,
-        "Drawn for each micro-batch, the same on all stages, from the seed of the run. From torch's generators: "
+        "Drawn for each microbatch, the same on all stages, from the seed of the run. From torch's generators: "
         "Python's and numpy's differ from stage to stage.",
         Mixes,
     ),
@@ -286,28 +286,28 @@ IDIOMS = [
     Idiom(
         "a forward hook and a full backward hook of a layer, with a queue between them",
         NOTE,
-        "Not with an attribute: other forwards run between a micro-batch's forward and its backward.",
+        "Not with an attribute: other forwards run between a microbatch's forward and its backward.",
         PairsHooks,
     ),
     Idiom("`torch.utils.checkpoint.checkpoint(...)` in a layer", WORKS, "", Recomputes),
     Idiom(
         "a loss over all pairs of the batch (contrastive)",
         NOTE,
-        "Pairs within a micro-batch: `asyncpp check` says both losses.",
+        "Pairs within a microbatch: `asyncpp check` says both losses.",
         Contrasts,
     ),
     Idiom("`self.log(..., on_step, on_epoch, prog_bar, reduce_fx, sync_dist)`, `self.log_dict`", WORKS, "", LogsAll),
     Idiom(
         '`self.log(..., reduce_fx="max")` in `validation_step`',
         NOTE,
-        "Of micro-batches.",
+        "Of microbatches.",
         LogsTheLargest,
     ),
     Idiom("`torchmetrics`, `MetricCollection`", WORKS, "", Measures),
     Idiom(
         "collected outputs in `on_validation_epoch_end`",
         NOTE,
-        "Only on the last stage, one per micro-batch: return early elsewhere.",
+        "Only on the last stage, one per microbatch: return early elsewhere.",
         Collects,
         metrics=False,
     ),

@@ -14,9 +14,9 @@ import torch
 from lightning_asyncpp.core.wire.connect import Listener
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.core.cases import Case, make_model
+from tests.helpers.cases import Case, make_model
+from tests.helpers.trainer import Net, Run, Samples
 from tests.trainer.launching.sockets import listening_addresses
-from tests.trainer.runs import Net, Run, Samples
 
 AT_SETUP: list[str] = []  # what was listened on while the stages found each other
 

@@ -13,9 +13,9 @@ from typing import Any
 import lightning as L
 import torch
 
-from tests.trainer.pool import Outcome
-from tests.trainer.runs import Run, arrays, loader, make_trainer, plain_metrics, val_loaders
-from tests.workers import free_port, worker_context
+from tests.helpers.pool import Outcome
+from tests.helpers.trainer import Run, arrays, loader, make_trainer, plain_metrics, val_loaders
+from tests.helpers.workers import free_port, worker_context
 
 
 def outcome_of(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Outcome:

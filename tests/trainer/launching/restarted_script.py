@@ -15,9 +15,9 @@ import lightning as L
 import numpy as np
 import torch
 
+from tests.helpers.trainer import Run, arrays, make_trainer, val_loaders
 from tests.trainer.checkpoint.preempted import Resumable
 from tests.trainer.checkpoint.test_checkpoints import RUN, saving
-from tests.trainer.runs import Run, arrays, make_trainer, val_loaders
 
 KILLED_AT = 7
 

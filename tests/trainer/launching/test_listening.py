@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.workers import end_with_parent, free_port, worker_context
 from tests.trainer.launching.listening_script import train
-from tests.workers import end_with_parent, free_port, worker_context
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(Path(__file__).with_name("listening_script.py"))

@@ -15,18 +15,18 @@ import torch
 from torch import nn
 
 from lightning_asyncpp import PipelineModule
-from tests.core.cases import DIM
+from tests.helpers.cases import DIM
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, val_loaders
 from tests.trainer.callbacks.test_averages import EMA, HasAverage
 from tests.trainer.checkpoint.test_checkpoints import saving
 from tests.trainer.launching.main_process import fit_from_outside, run, starting
 from tests.trainer.launching.test_several_trainers import RUN as SEVERAL
 from tests.trainer.launching.test_several_trainers import train_twice_and_validate
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Net, Run, arrays, fit, loader, val_loaders
 from tests.trainer.test_second_names import RUN as SECOND_NAMES
 
-PLAIN = Run(Net, options={"micro_batches": 4}, samples=24, val_samples=(16,), trainer={"enable_checkpointing": True})
+PLAIN = Run(Net, options={"microbatches": 4}, samples=24, val_samples=(16,), trainer={"enable_checkpointing": True})
 
 
 class Lazy(PipelineModule, Net):
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Run, int]] = {
 }
 SLOW: dict[str, tuple[Run, int]] = {
     "an average in the module": (replace(PLAIN, module=HasAverage), 2),
-    "two replicas": (replace(SECOND_NAMES, options={"micro_batches": 4, "data_parallel_size": 2}), 4),
+    "two replicas": (replace(SECOND_NAMES, options={"microbatches": 4, "data_parallel_size": 2}), 4),
     "a callback that averages": (replace(PLAIN, callbacks=EMA), 2),
     "sharded checkpoints": (replace(PLAIN, options=PLAIN.options | {"state_dict_type": "sharded"}), 2),
     "versions in bf16": (

@@ -8,7 +8,7 @@ import pytest
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from tests import forked
+from tests.helpers import forked
 
 # As a cell of a notebook: a class that no file has, and sys.ps1, by which Lightning knows a session.
 CELL = """

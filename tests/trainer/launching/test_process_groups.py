@@ -14,17 +14,17 @@ from torch import nn
 
 from lightning_asyncpp.core.ranks import mesh
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit
 
 
 def train_with_trainer() -> None:
-    fit(Run(Net, "async", {"micro_batches": 2}))
+    fit(Run(Net, "async", {"microbatches": 2}))
 
 
 def set_up_fabric() -> None:
     devices = torch.distributed.get_world_size()
-    fabric = Fabric(strategy=AsyncPipelineStrategy(micro_batches=2), devices=devices, accelerator="cpu")
+    fabric = Fabric(strategy=AsyncPipelineStrategy(microbatches=2), devices=devices, accelerator="cpu")
     fabric.launch()
     fabric.setup_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, fit
 
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     # what the last rank is told otherwise -> what all ranks say
@@ -23,7 +23,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 def train_by_name(name: str) -> None:
     """A run in which rank 1 is told something else."""
     told = dict(OTHER[name][0] if os.environ["RANK"] == "1" else {})
-    run = Run(Net, told.pop("strategy", "async"), samples=16, options={"micro_batches": 2, **told})
+    run = Run(Net, told.pop("strategy", "async"), samples=16, options={"microbatches": 2, **told})
     fit(replace(run, trainer={"max_steps": 2, "max_epochs": -1}))
 
 

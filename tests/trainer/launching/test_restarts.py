@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import fit
 from tests.trainer.failures.test_failures import ROOT, TORCHRUN
 from tests.trainer.launching.restarted_script import run_in
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_parts, joined_weights
-from tests.trainer.runs import fit
 
 SCRIPT = str(Path(__file__).with_name("restarted_script.py"))
 

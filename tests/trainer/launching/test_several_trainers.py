@@ -10,9 +10,9 @@ import lightning as L
 import numpy as np
 
 from lightning_asyncpp.trainer.step_log import EPOCH_ENDS
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights, joined_weights
-from tests.trainer.runs import Net, Run, arrays, fit, loader, make_trainer, val_loaders
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, val_loaders
 
 
 class Averages(L.Callback):
@@ -26,7 +26,7 @@ class Averages(L.Callback):
             mean.data.lerp_(parameter.data, 0.5)
 
 
-RUN = Run(Net, optimizer="muon", error_feedback=True, samples=24, val_samples=(16,), options={"micro_batches": 3})
+RUN = Run(Net, optimizer="muon", error_feedback=True, samples=24, val_samples=(16,), options={"microbatches": 3})
 
 
 def train_twice_and_validate(run: Run) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def test_the_next_trainer_goes_on_where_the_last_one_stopped(pools: Pools) -> No
 
 
 def test_a_trainer_with_fewer_stages_is_refused(pools: Pools) -> None:
-    outcomes = pools.outcomes(2, other_number_of_stages, replace(RUN, options={"micro_batches": 2}))
+    outcomes = pools.outcomes(2, other_number_of_stages, replace(RUN, options={"microbatches": 2}))
     assert [outcome.error for outcome in outcomes] == ["ConfigurationError"] * 2
     assert all("cut for 2 stages and cannot be cut for 1" in outcome.message for outcome in outcomes)
 

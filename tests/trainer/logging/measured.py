@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from tests.core.cases import DIM
-from tests.trainer.runs import Net, Run, Samples, arrays, loader, make_trainer, plain_metrics
+from tests.helpers.cases import DIM
+from tests.helpers.trainer import Net, Run, Samples, arrays, loader, make_trainer, plain_metrics
 
 CLASSES = 3
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.trainer.logging.evaluations import Evaluations, trajectory
-from tests.trainer.pool import Pools
-from tests.trainer.reference import assert_equal_weights
-from tests.trainer.runs import Run
+from tests.helpers.evaluations import Evaluations, trajectory
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run
 
 RUN = Run(Run, samples=48, batch_size=12, shuffle=True, trainer={"max_epochs": 2})  # type: ignore[arg-type]
 
@@ -36,7 +36,7 @@ WORLDS = [(1, 1), (2, 1), (3, 1), (2, 2)]
 
 
 def check(pools: Pools, evaluations: Evaluations, stages: int, replicas: int, strategy: str = "default") -> None:
-    options = {"micro_batches": 4, "data_parallel_size": replicas}
+    options = {"microbatches": 4, "data_parallel_size": replicas}
     keep = {name: value for name, value in evaluations.trainer.items() if name == "accumulate_grad_batches"}
     run = replace(RUN, strategy=strategy, options=options, trainer=RUN.trainer | keep, samples=48 * replicas)
     without = pools.run(stages * replicas, trajectory, run, None, evaluations)
@@ -71,7 +71,7 @@ def test_training_is_that_without_evaluation(pools: Pools, name: str, stages: in
 
 def test_an_emulated_pipeline_draws_as_the_pipeline_does(pools: Pools) -> None:
     evaluations = Evaluations({"val_check_interval": 3}, shuffled=True)
-    run = replace(RUN, options={"micro_batches": 4})
+    run = replace(RUN, options={"microbatches": 4})
     pipeline = pools.run(2, trajectory, run, evaluations, evaluations)
     (emulated,) = pools.run(1, trajectory, replace(run, strategy="delayed"), evaluations, evaluations)
     (without,) = pools.run(1, trajectory, replace(run, strategy="delayed"), None, evaluations)
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_a_validation_holds_the_generators_of_the_training(pools
     """It is saved where the validation's generators are in place; those are taken up, too, by the next validation."""
     evaluations = Evaluations(shuffled=True)
     saving = (ModelCheckpoint, {"dirpath": tmp_path, "monitor": "val_loss", "save_top_k": -1, "filename": "{step}"})
-    run = replace(RUN, options={"micro_batches": 4}, callbacks=(saving,))
+    run = replace(RUN, options={"microbatches": 4}, callbacks=(saving,))
     run = replace(run, trainer={"max_epochs": 3, "enable_checkpointing": True})
     whole = pools.run(2, trajectory, run, evaluations, evaluations)
     path = str(tmp_path / "step=4.ckpt")

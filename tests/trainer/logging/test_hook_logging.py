@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, evaluate, fit, loader, make_trainer
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, evaluate, fit, loader, make_trainer
 
 STAGES = 3
 
@@ -53,7 +53,7 @@ def logged_in_hooks(result: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize("val_samples", [(16,), pytest.param((16, 8), marks=pytest.mark.slow)])
 def test_hooks_log_what_they_log_in_plain_lightning(pools: Pools, val_samples: tuple[int, ...]) -> None:
-    run = Run(Net, options={"micro_batches": STAGES}, val_samples=val_samples, callbacks=((LogsEverywhere, {}),))
+    run = Run(Net, options={"microbatches": STAGES}, val_samples=val_samples, callbacks=((LogsEverywhere, {}),))
     run = replace(run, samples=36, trainer={"max_epochs": 2, "logger": "list"})
     (plain,) = pools.run(1, fit, replace(run, strategy="plain", options={}))
     results = pools.run(STAGES, fit, run)
@@ -75,7 +75,7 @@ class LogsItsLoss(L.Callback):
 
 def test_a_checkpoint_that_monitors_a_hook_is_the_same_one_for_all_ranks(pools: Pools, tmp_path: Path) -> None:
     best = (ModelCheckpoint, {"dirpath": str(tmp_path), "monitor": "hook_loss", "every_n_train_steps": 2})
-    run = Run(Net, options={"micro_batches": STAGES}, callbacks=((LogsItsLoss, {}), best), samples=64)
+    run = Run(Net, options={"microbatches": STAGES}, callbacks=((LogsItsLoss, {}), best), samples=64)
     results = pools.run(STAGES, fit, replace(run, trainer={"enable_checkpointing": True}))
     assert len({result["best"] for result in results}) == 1
     assert Path(results[0]["best"]).is_file()
@@ -93,7 +93,7 @@ class LogsOnOneStage(L.Callback):
 
 def test_a_metric_that_one_stage_alone_knows_keeps_nobody_waiting(pools: Pools, tmp_path: Path) -> None:
     saving = (ModelCheckpoint, {"dirpath": str(tmp_path), "monitor": "norm/model.0.weight", "every_n_train_steps": 2})
-    run = Run(Net, options={"micro_batches": STAGES}, callbacks=((LogsOnOneStage, {}), saving), samples=64)
+    run = Run(Net, options={"microbatches": STAGES}, callbacks=((LogsOnOneStage, {}), saving), samples=64)
     outcomes = pools.outcomes(STAGES, fit, replace(run, trainer={"enable_checkpointing": True}), timeout=20.0)
     assert len({outcome.error for outcome in outcomes}) == 1, [outcome.error for outcome in outcomes]
     assert outcomes[0].error in ("", "MisconfigurationException")
@@ -116,7 +116,7 @@ class Collects(Net):
 
 
 def test_what_the_last_stage_collected_is_logged_on_every_rank(pools: Pools) -> None:
-    run = Run(Collects, options={"micro_batches": 4}, val_samples=(16,))
+    run = Run(Collects, options={"microbatches": 4}, val_samples=(16,))
     (one,) = pools.run(1, evaluate, run, "validate")
     ranks = pools.run(2, evaluate, run, "validate")
     assert [rank["returned"] for rank in ranks] == [one["returned"]] * 2
@@ -131,7 +131,7 @@ class SkipsRest(Net):
 
 
 def test_an_epoch_that_is_cut_short_loses_no_update_and_no_metric(pools: Pools) -> None:
-    run = Run(SkipsRest, options={"micro_batches": STAGES}, trainer={"max_epochs": 1, "logger": "list"})
+    run = Run(SkipsRest, options={"microbatches": STAGES}, trainer={"max_epochs": 1, "logger": "list"})
     short = replace(run, module=Net, trainer=run.trainer | {"limit_train_batches": 2})
     expected, results = pools.run(STAGES, fit, short), pools.run(STAGES, fit, run)
     for mine, theirs in zip(results, expected):
@@ -145,9 +145,7 @@ def test_an_epoch_that_is_cut_short_loses_no_update_and_no_metric(pools: Pools) 
 
 
 def test_the_epoch_after_one_that_was_cut_short_has_its_own_metrics(pools: Pools) -> None:
-    run = Run(
-        SkipsRest, trainer={"max_epochs": 2, "logger": "list"}, optimizer="sgd", options={"micro_batches": STAGES}
-    )
+    run = Run(SkipsRest, trainer={"max_epochs": 2, "logger": "list"}, optimizer="sgd", options={"microbatches": STAGES})
     asynchronous = pools.run(STAGES, fit, run)[0]["records"]
     counts = [sum("train_loss_step" in metrics for _, metrics in asynchronous)]
     assert counts == [7]
@@ -175,7 +173,7 @@ class ReturnsPredictions(Net):
 
 
 def test_what_a_step_returns_beside_the_loss_is_there_on_the_last_stage(pools: Pools) -> None:
-    last, first = pools.run(2, outputs_of_steps, Run(ReturnsPredictions, samples=20, options={"micro_batches": 2}))
+    last, first = pools.run(2, outputs_of_steps, Run(ReturnsPredictions, samples=20, options={"microbatches": 2}))
     sizes = (8, 8, 4)
     assert [sorted(names) for names in last] == [["loss () False", f"predictions ({n}, 1) False"] for n in sizes]
     assert first == [[]] * 3
@@ -207,7 +205,7 @@ class UsesMetric(Net):
 
 @pytest.mark.filterwarnings("ignore")
 def test_metrics_can_be_computed_once_more_where_an_epoch_ends(pools: Pools) -> None:
-    run = Run(UsesMetric, "sync", {"micro_batches": 2}, val_samples=(16,), trainer={"max_epochs": 2, "logger": "list"})
+    run = Run(UsesMetric, "sync", {"microbatches": 2}, val_samples=(16,), trainer={"max_epochs": 2, "logger": "list"})
     (plain,) = pools.run(1, fit, replace(run, strategy="plain", options={}))
     names = ("train_error", "train_error_epoch", "train_root", "val_error", "val_root")
     expected = {name: plain["callback_metrics"][name] for name in names}

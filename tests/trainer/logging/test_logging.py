@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.trainer.modules import ManyNames, MetricNet, SumsAndExtremes
-from tests.trainer.pool import Pools
-from tests.trainer.reference import batches_of, joined_weights, mini_batches_of, oracle, plain_module
-from tests.trainer.runs import Net, Run, Samples, fit
+from tests.helpers.modules import ManyNames, MetricNet, SumsAndExtremes
+from tests.helpers.oracle import batches_of, joined_weights, mini_batches_of, oracle, plain_module
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, Samples, fit
 
 SAMPLES, SIZES = 37, (8, 8, 8, 8, 5)
 
@@ -78,7 +78,7 @@ def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every:
     ],
 )
 def test_all_ranks_know_the_same(pools: Pools, module: Any, stages: int, replicas: int) -> None:
-    options = {"data_parallel_size": replicas, "micro_batches": 4}
+    options = {"data_parallel_size": replicas, "microbatches": 4}
     run = Run(module, options=options, samples=44, val_samples=(13, 6), shuffle=True, batch_size=8 // replicas)
     run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 2})
     results = pools.run(stages * replicas, fit, run)
@@ -117,8 +117,8 @@ def test_validation_loss_is_that_of_a_plain_evaluation(pools: Pools, stages: int
 
 
 @pytest.mark.parametrize(("stages", "replicas"), [(3, 1), (2, 2)])
-def test_reductions_over_micro_batches(pools: Pools, stages: int, replicas: int) -> None:
-    options = {"data_parallel_size": replicas, "micro_batches": 3}
+def test_reductions_over_microbatches(pools: Pools, stages: int, replicas: int) -> None:
+    options = {"data_parallel_size": replicas, "microbatches": 3}
     run = Run(SumsAndExtremes, options=options, samples=SAMPLES - 1, batch_size=8 // replicas, shuffle=True)
     run = replace(run, trainer={"logger": "list", "max_epochs": 1})
     records = pools.run(stages * replicas, fit, run)[0]["records"]
@@ -135,7 +135,7 @@ def test_reductions_over_micro_batches(pools: Pools, stages: int, replicas: int)
 @pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
 def test_torchmetrics_objects(pools: Pools, stages: int, replicas: int) -> None:
     """Logged in training and validation; the epoch's value is that over all samples of all replicas."""
-    options = {"data_parallel_size": replicas, "micro_batches": 4}
+    options = {"data_parallel_size": replicas, "microbatches": 4}
     run = Run(MetricNet, options=options, samples=36, val_samples=(12,), shuffle=True, batch_size=8 // replicas)
     run = replace(run, trainer={"logger": "list", "max_epochs": 2})
     results = pools.run(stages * replicas, fit, run)
@@ -170,7 +170,7 @@ def chosen_of(y: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_a_name_that_only_some_batches_log(pools: Pools, stages: int, replicas: int) -> None:
     """Also where one replica has such samples and the other has not: the mean over those that logged it."""
-    options = {"micro_batches": 3, "data_parallel_size": replicas}
+    options = {"microbatches": 3, "data_parallel_size": replicas}
     run = Run(LogsSometimes, options=options, batch_size=3, samples=36, shuffle=True, trainer={"logger": "list"})
     results = pools.run(stages * replicas, fit, run)
     data, module = Samples(36), LogsSometimes(run)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Net, Run, evaluate, fit, loader, make_trainer, val_loaders
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, evaluate, fit, loader, make_trainer, val_loaders
 
 
 class CollectionNet(Net):

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Run
 from tests.trainer.logging.measured import ClassifierNet, evaluate_checkpoints, fit_and_save, fit_measured
-from tests.trainer.pool import Pools
-from tests.trainer.runs import Run
 
 RUN = Run(
-    ClassifierNet, "sync", {"micro_batches": 2}, samples=48, val_samples=(36,), shuffle=True, trainer={"max_epochs": 4}
+    ClassifierNet, "sync", {"microbatches": 2}, samples=48, val_samples=(36,), shuffle=True, trainer={"max_epochs": 4}
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ RUN = Run(
 def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(
     pools: Pools, stages: int, replicas: int, tmp_path: Path
 ) -> None:
-    options = {"micro_batches": 3, "data_parallel_size": replicas}
+    options = {"microbatches": 3, "data_parallel_size": replicas}
     run = replace(RUN, strategy="default", options=options, batch_size=12 // replicas)
     first, *others = pools.run(stages * replicas, fit_measured, run, str(tmp_path))
     assert {"mean_loss", "val_accuracy", "val_f1", "logged_accuracy", "val_loss"} <= first["callback_metrics"].keys()
@@ -36,18 +36,18 @@ def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(
 
 WRITERS = {
     "plain": (1, replace(RUN, strategy="plain", options={})),
-    "delayed": (1, replace(RUN, strategy="delayed", options={"micro_batches": 2})),
+    "delayed": (1, replace(RUN, strategy="delayed", options={"microbatches": 2})),
     "two stages": (2, replace(RUN, strategy="default")),
-    "three stages": (3, replace(RUN, options={"micro_batches": 3, "partition": "uniform"})),
-    "two replicas": (4, replace(RUN, options={"micro_batches": 2, "data_parallel_size": 2}, batch_size=4)),
+    "three stages": (3, replace(RUN, options={"microbatches": 3, "partition": "uniform"})),
+    "two replicas": (4, replace(RUN, options={"microbatches": 2, "data_parallel_size": 2}, batch_size=4)),
 }
 READERS = {
     "plain": (1, replace(RUN, strategy="plain", options={})),
-    "delayed": (1, replace(RUN, strategy="delayed", options={"micro_batches": 2})),
+    "delayed": (1, replace(RUN, strategy="delayed", options={"microbatches": 2})),
     "one stage": (1, RUN),
     "two stages": (2, replace(RUN, strategy="default")),
     "three stages": (3, RUN),
-    "two replicas": (4, replace(RUN, options={"micro_batches": 2, "data_parallel_size": 2}, batch_size=6)),
+    "two replicas": (4, replace(RUN, options={"microbatches": 2, "data_parallel_size": 2}, batch_size=6)),
 }
 USUAL = ("two stages", "two replicas")
 EXACT = ("one stage", "two stages", "three stages")
@@ -74,7 +74,7 @@ def read(
 def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(
     read: dict[str, list[dict[str, Any]]], writer: str
 ) -> None:
-    """To the bit where the same micro-batches run; whole batches, and sums over replicas, are rounded otherwise."""
+    """To the bit where the same microbatches run; whole batches, and sums over replicas, are rounded otherwise."""
     expected = read["one stage"][0][writer]
     for reader, ranks in read.items():
         for rank in ranks:

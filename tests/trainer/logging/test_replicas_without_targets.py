@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.pool import Pools
 from tests.trainer.logging.without_targets import BATCHES, REPLICAS, fit, of_replica
-from tests.trainer.pool import Pools
 
 MASKED = {
     "first batch of one": of_replica(0, 0),

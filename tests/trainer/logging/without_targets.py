@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_asyncpp import AsyncPipelineStrategy, SyncPipelineStrategy
-from tests.core.cases import DIM, make_model
-from tests.trainer.runs import ListLogger
+from tests.helpers.cases import DIM, make_model
+from tests.helpers.trainer import ListLogger
 
 BATCH, BATCHES, REPLICAS = 8, 4, 2  # samples of a batch of all replicas together
 SAMPLES = BATCH * BATCHES
@@ -31,7 +31,7 @@ class Counting(L.LightningModule):
         self.mean = MeanMetric()
         self.val_mean = MeanMetric()
 
-    def micro_batch_weight(self, batch: list[Tensor]) -> float:
+    def microbatch_weight(self, batch: list[Tensor]) -> float:
         return float(batch[1].sum())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class Counting(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def _size(self, keep: Tensor) -> dict[str, int] | None:
-        """What a single process says of its means; None: nothing, where no micro-batch would have a weight."""
+        """What a single process says of its means; None: nothing, where no microbatch would have a weight."""
         if hasattr(self.trainer.strategy, "applies_statistics"):
             return {}
         count = int(keep.sum())
@@ -97,7 +97,7 @@ def of_replica(batch: int, replica: int) -> list[int]:
 
 
 def fit(strategy: str, masked: list[int], accumulate: int = 1) -> dict[str, Any]:
-    options: dict[str, Any] = {"data_parallel_size": REPLICAS, "micro_batches": 2}
+    options: dict[str, Any] = {"data_parallel_size": REPLICAS, "microbatches": 2}
     made: Any = {
         "plain": lambda: "auto",
         "async": lambda: AsyncPipelineStrategy(**options),

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from tests.core.cases import Case
-from tests.core.runs import run_case
-from tests.workers import end_with_parent, free_port, worker_context
+from tests.helpers.cases import Case
+from tests.helpers.engine import run_case
+from tests.helpers.workers import end_with_parent, free_port, worker_context
 
 Prepare = Callable[[int], Callable[[], None]]
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
-from tests.trainer.logging.evaluations import may_have_children
-from tests.trainer.runs import Net, Run, Samples, make_trainer, report
+from tests.helpers.evaluations import may_have_children
+from tests.helpers.trainer import Net, Run, Samples, make_trainer, report
 
 
 class NumberedSamples(Dataset):
@@ -126,7 +126,7 @@ def fit_showing(
     run: Run, kind: str, folder: str, *, make: Callable[[Run], Showing] = Showing,
     callbacks: Sequence[L.Callback] = (), samples: Callable[[int, bool], Dataset] = NumberedSamples,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train, and report what was seen; ``numbers`` are those of micro-batches, on the last stage."""
+    """Train, and report what was seen; ``numbers`` are those of microbatches, on the last stage."""
     L.seed_everything(run.seed, verbose=False)
     module = make(run)
     marks = Marks()

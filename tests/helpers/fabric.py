@@ -12,7 +12,7 @@ import torch
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.fabric.strategy import PipelineStrategy
-from tests.core.cases import Case, make_model
+from tests.helpers.cases import Case, make_model
 
 
 def world_size() -> int:
@@ -41,7 +41,7 @@ class Run:
     def __post_init__(self) -> None:
         case = self.case
         options = {
-            "micro_batches": case.micro_batches, "lookahead": case.lookahead, "staleness": case.staleness,
+            "microbatches": case.microbatches, "lookahead": case.lookahead, "staleness": case.staleness,
             "slack": case.slack, "partition": case.counts(self.stages or world_size() // case.data_parallel_size),
             "nonfinite_gradients": "skip" if case.nan_at is not None else "stop",
             "weight_dtype": "bf16" if case.bf16 else None, **self.options,
@@ -56,7 +56,7 @@ class Run:
         model = case.make_model()
         if self.spoilt:
             torch.nn.init.constant_(next(model.parameters()), 3.0)
-        model.micro_batch_weight = case.weight
+        model.microbatch_weight = case.weight
         self.model = self.fabric.setup_module(model)
         self.optimizer = self.fabric.setup_optimizers(case.make_optimizer(list(self.model.named_parameters())))
         self.scheduler = case.make_scheduler(self.optimizer)

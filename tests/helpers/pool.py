@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_asyncpp.core import failure_watch
 from lightning_asyncpp.core.ranks.mesh import destroy_retired
-from tests.workers import end_with_parent, free_port, worker_context
+from tests.helpers.workers import end_with_parent, free_port, worker_context
 
 Scenario = Callable[..., Any]
 SHORT_GRACE_SECONDS = 0.3

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncPipelineStrategy
-from tests.core.cases import DIM, Experts, Projection, Routed
-from tests.trainer.runs import ListLogger, Net, Run, Samples, arrays, make_trainer, plain_metrics
+from tests.helpers.cases import DIM, Experts, Projection, Routed
+from tests.helpers.trainer import ListLogger, Net, Run, Samples, arrays, make_trainer, plain_metrics
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.schedule import largest_lookahead
-from tests.core.cases import Case
-from tests.core.random_cases import draw_from, is_exact, other_cut
+from tests.helpers.cases import Case
+from tests.helpers.random_cases import draw_from, is_exact, other_cut
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def chains(draw: st.DrawFn) -> tuple[Leg, ...]:
     legs, case = [_leg(rng, first, ats[0])], first
     for number, at in enumerate([*ats[1:], None], 1):
         if number == turning:
-            case = replace(case, delay=1, micro_batches=max(case.micro_batches, 1 + (case.data_parallel_size > 1)))
+            case = replace(case, delay=1, microbatches=max(case.microbatches, 1 + (case.data_parallel_size > 1)))
         legs.append(_leg(rng, case, at))
     return tuple(legs)
 
@@ -61,8 +61,8 @@ def expected_case(legs: tuple[Leg, ...]) -> Case:
 def _case(rng: random.Random) -> Case:
     while True:
         stages, case = draw_from(rng)
-        least = 1 + (case.data_parallel_size > 1)  # micro-batches, with which a run without delay may become one with
-        case = replace(case, drains=(), resumes=(), checkpointing=False, micro_batches=max(case.micro_batches, least))
+        least = 1 + (case.data_parallel_size > 1)  # microbatches, with which a run without delay may become one with
+        case = replace(case, drains=(), resumes=(), checkpointing=False, microbatches=max(case.microbatches, least))
         exact = other_cut(rng, case, stages) if case.staleness == "uniform" else None
         if len(case.mini_batches) > 1 and min(case.batch_sizes) > 0:
             if exact is not None:
@@ -79,11 +79,11 @@ def _leg(rng: random.Random, case: Case, saves_at: int | None) -> Leg:
     stages, cut = len(case.cut), case.cut
     replicas = case.data_parallel_size
     if case.staleness == "uniform":
-        most = min(4 // replicas, case.micro_batches - (replicas > 1) if case.delay else 4)
+        most = min(4 // replicas, case.microbatches - (replicas > 1) if case.delay else 4)
         stages = rng.randint(1, most)
         found = other_cut(rng, case, stages)
         stages, cut = (stages, found) if found is not None else (1, (sum(cut),))
-    lookahead = rng.randint(0, largest_lookahead(stages, case.micro_batches, replicas)) if case.delay else None
+    lookahead = rng.randint(0, largest_lookahead(stages, case.microbatches, replicas)) if case.delay else None
     if case.staleness == "least":
         lookahead = case.lookahead  # it is part of the rule
     options = {"state_dict_type": rng.choice(["full", "sharded"]), "async_checkpoints": rng.random() < 0.5}

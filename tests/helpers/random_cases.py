@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_asyncpp.core.cut.units import Unit, has_parameters, pipeline_units
 from lightning_asyncpp.core.schedule import largest_lookahead
-from tests.core.cases import OPTIMIZERS, Case
-from tests.core.random_layers import FORMS, KINDS, SHARED, make
+from tests.helpers.cases import OPTIMIZERS, Case
+from tests.helpers.random_layers import FORMS, KINDS, SHARED, make
 
 
 def draw(seed: int) -> tuple[int, Case]:
@@ -82,7 +82,7 @@ def _staleness(rng: random.Random, stages: int, skips: bool) -> dict[str, Any]:
 
 def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[str, Any]:
     delay = rng.choice([1, 1, 1, 0])
-    micro_batches = rng.randint(stages + (replicas > 1) if delay else 1, rng.choice([2, 2, 4]) * stages + 2)
+    microbatches = rng.randint(stages + (replicas > 1) if delay else 1, rng.choice([2, 2, 4]) * stages + 2)
     batches = rng.randint(3, 7)
     accumulate = rng.choice([1, 1, 2])
     nan_at = rng.choice([None, None, rng.randrange(batches)])
@@ -93,8 +93,8 @@ def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[s
         return tuple(sorted({rng.choice(places) for _ in range(rng.choice([0, 0, 1, 2]))}))
 
     return {
-        "micro_batches": micro_batches,
-        "lookahead": rng.randint(0, largest_lookahead(stages, micro_batches, replicas)) if delay else None,
+        "microbatches": microbatches,
+        "lookahead": rng.randint(0, largest_lookahead(stages, microbatches, replicas)) if delay else None,
         "delay": delay,
         "optimizer": optimizer,
         "error_feedback": rng.choice([None, 1.0, 0.5, 0.7]),

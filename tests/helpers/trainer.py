@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW, WeightPrediction
-from tests.core.cases import DIM, make_model
+from tests.helpers.cases import DIM, make_model
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),
@@ -247,7 +247,7 @@ def make_strategy(run: Run) -> Any:
         return LIGHTNINGS_OWN[run.strategy]
     processes = int(os.environ.get("WORLD_SIZE", 1))
     stages = run.options.get("stages", processes // run.options.get("data_parallel_size", 1))
-    return STRATEGIES[run.strategy](**{"micro_batches": max(stages, 1), **run.options})
+    return STRATEGIES[run.strategy](**{"microbatches": max(stages, 1), **run.options})
 
 
 def make_trainer(run: Run, **more: Any) -> L.Trainer:

@@ -48,7 +48,7 @@ class Experts(nn.Module):
 
 
 class Spare(nn.Module):
-    """Holds a parameter that is used by micro-batches with a positive sum only, and one that is never used."""
+    """Holds a parameter that is used by microbatches with a positive sum only, and one that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Case:
     """One run, to be made by a pipeline and by the oracle."""
 
-    micro_batches: int
+    microbatches: int
     lookahead: int | None = None
     delay: int = 1
     data_parallel_size: int = 1
@@ -199,23 +199,23 @@ class Case:
     def step(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The user's step around ``call``, the model."""
 
-        def step(micro_batch: dict[str, Tensor], _: float = 0.0) -> Tensor:
-            x = micro_batch["x"]
+        def step(microbatch: dict[str, Tensor], _: float = 0.0) -> Tensor:
+            x = microbatch["x"]
             if self.random_input:
                 x = x + 0.1 * torch.randn_like(x)
             out = call(x)
             if self.random_input:
                 out = out * (1 + 0.1 * torch.rand(()))
-            loss = F.mse_loss(out, micro_batch["y"], reduction="none").squeeze(1)
-            return (loss * micro_batch["weight"]).sum() / micro_batch["weight"].sum()
+            loss = F.mse_loss(out, microbatch["y"], reduction="none").squeeze(1)
+            return (loss * microbatch["weight"]).sum() / microbatch["weight"].sum()
 
         return step
 
     def context(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device, torch.bfloat16) if self.bf16 else nullcontext()
 
-    def weight(self, micro_batch: dict[str, Tensor]) -> float:
-        return float(micro_batch["weight"].sum())
+    def weight(self, microbatch: dict[str, Tensor]) -> float:
+        return float(microbatch["weight"].sum())
 
     def make_model(self) -> nn.Sequential:
         model = self.model(self.dropout) if self.model else make_model(self.dropout, self.spare, self.tied, self.routed)

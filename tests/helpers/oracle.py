@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asyncpp.reference import train_reference
-from tests.trainer.runs import DATASETS, Run, Samples, arrays, make_scheduler
+from tests.helpers.trainer import DATASETS, Run, Samples, arrays, make_scheduler
 
 
 def batches_of(run: Run, epoch: int, limit: int | None = None, replicas: int = 1, replica: int = 0) -> list[Any]:
@@ -32,7 +32,7 @@ def mini_batches_of(run: Run, epochs: int = 1, limit: int | None = None, accumul
 
 
 def oracle(
-    run: Run, micro_batches: int, mini_batches: list[list[Any]], max_norm: float | None = None,
+    run: Run, microbatches: int, mini_batches: list[list[Any]], max_norm: float | None = None,
     after_update: Callable[[torch.optim.Optimizer], Callable[[], None]] | None = None, start: int = 0,
 ) -> tuple[dict[str, np.ndarray], list[float]]:  # fmt: skip
     """Final weights and the loss of every step; the first ``start`` mini-batches are those of a synchronous run."""
@@ -46,13 +46,13 @@ def oracle(
     if after is None and (scheduler := make_scheduler(run, optimizer)) is not None:
         after = scheduler["scheduler"].step
 
-    def step(micro_batch: Any) -> Tensor:
-        result = module.training_step(micro_batch, 0)
+    def step(microbatch: Any) -> Tensor:
+        result = module.training_step(microbatch, 0)
         return result["loss"] if isinstance(result, dict) else result
 
-    weight = getattr(module, "micro_batch_weight", lambda batch: float(len(batch["x"])))
+    weight = getattr(module, "microbatch_weight", lambda batch: float(len(batch["x"])))
     losses = train_reference(
-        module.model, step, mini_batches, optimizer, micro_batches=micro_batches, delay=delay, max_norm=max_norm,
+        module.model, step, mini_batches, optimizer, microbatches=microbatches, delay=delay, max_norm=max_norm,
         error_feedback=1.0 if run.error_feedback and delay else None, after_update=after,
         weight=weight, seed=run.seed, synchronous_start=start,
     )  # fmt: skip

@@ -13,8 +13,8 @@ from torchmetrics import MeanSquaredError
 
 from lightning_asyncpp import GPTModule, apply_layers
 from lightning_asyncpp.models import GPTConfig
-from tests.core.cases import DIM
-from tests.trainer.runs import Net, Run
+from tests.helpers.cases import DIM
+from tests.helpers.trainer import Net, Run
 
 
 class Scaled(nn.Module):
@@ -95,9 +95,9 @@ class NoisyNet(Net):
 
 
 class WeighingNet(Net):
-    """Weighs its micro-batches; a weight may be 0."""
+    """Weighs its microbatches; a weight may be 0."""
 
-    def micro_batch_weight(self, batch: dict[str, Tensor]) -> float:
+    def microbatch_weight(self, batch: dict[str, Tensor]) -> float:
         return float((batch["y"] > 0).sum())
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:

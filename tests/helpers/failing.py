@@ -22,9 +22,9 @@ from lightning_asyncpp.core.schedule import Staleness
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import NonFiniteGradientError, PeerLostError
-from tests.core.cases import DIM, Case, make_model
+from tests.helpers.cases import DIM, Case, make_model
+from tests.helpers.workers import free_port, worker_context
 from tests.nccl_rules.late import know_on_device_alone
-from tests.workers import free_port, worker_context
 
 CPU = torch.device("cpu")
 ALIVE: list[Any] = []  # a message that was sent and whose tensor is then let go of may never arrive
@@ -91,7 +91,7 @@ class Run:
     """A small training run on one rank."""
 
     mesh: Mesh
-    micro_batches: int = 3
+    microbatches: int = 3
     split_batch: Callable[[Any, int], list[Any]] = split_batch
     staleness: Staleness = "uniform"
     engine: Engine = field(init=False)
@@ -101,10 +101,10 @@ class Run:
         self.model = make_model()
         stage = cut(self.model, mesh.stage, mesh.num_stages, 0, CPU)
         settings = PipelineSettings(
-            micro_batches=self.micro_batches, data_parallel_size=mesh.num_replicas, staleness=self.staleness
+            microbatches=self.microbatches, data_parallel_size=mesh.num_replicas, staleness=self.staleness
         )
-        self.case = Case(self.micro_batches, batch_sizes=(6,) * 40)
-        hooks = UserHooks(split_batch=self.split_batch, micro_batch_weight=self.case.weight)
+        self.case = Case(self.microbatches, batch_sizes=(6,) * 40)
+        hooks = UserHooks(split_batch=self.split_batch, microbatch_weight=self.case.weight)
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.updates.apply = lambda _: self.optimizer.step() and None
@@ -125,7 +125,7 @@ def error_of_user(mesh: Mesh, stage: int, when: int) -> None:
     """User code, or a layer, of one stage fails at batch ``when``."""
     run = Run(mesh)
 
-    def failing(micro_batch: Batch, weight: float) -> Tensor:
+    def failing(microbatch: Batch, weight: float) -> Tensor:
         raise ValueError("the user's own mistake")
 
     for index in range(6):
@@ -137,7 +137,7 @@ def error_of_user(mesh: Mesh, stage: int, when: int) -> None:
 
 def model_called_twice(mesh: Mesh) -> None:
     run = Run(mesh)
-    run.train(0, step=lambda micro_batch, weight: run.step(micro_batch) + run.step(micro_batch))
+    run.train(0, step=lambda microbatch, weight: run.step(microbatch) + run.step(microbatch))
 
 
 def layer_returns_text(mesh: Mesh) -> None:
@@ -158,7 +158,7 @@ def other_batch(mesh: Mesh, when: int) -> None:
 
 
 def shorter_batch(mesh: Mesh, stage: int, own_split: bool) -> None:
-    """The first micro-batches are the same, the last one is missing on one stage."""
+    """The first microbatches are the same, the last one is missing on one stage."""
     run = Run(mesh, split_batch=(lambda *given: split_batch(*given)) if own_split else split_batch)
     batch = run.case.batch(0)
     length = 2 if mesh.stage == stage else 3

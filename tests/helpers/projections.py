@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_asyncpp.trainer.batch_ends import after_own_update
-from tests.trainer.runs import Net
+from tests.helpers.trainer import Net
 
 
 @torch.no_grad()

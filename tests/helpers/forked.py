@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.workers import worker_context
+from tests.helpers.workers import worker_context
 
 
 class Ended(NamedTuple):

@@ -24,7 +24,7 @@ from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.reference import Held, train_reference
-from tests.core.cases import Case
+from tests.helpers.cases import Case
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
@@ -76,7 +76,7 @@ class Training:
         self.norms: list[float] = []
         self.statistics: list[dict[str, float]] = []
         settings = PipelineSettings(
-            micro_batches=case.micro_batches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
+            microbatches=case.microbatches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
             delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
             staleness=case.staleness, slack=case.slack,
             weight_dtype="bf16" if case.bf16 else None,
@@ -90,7 +90,7 @@ class Training:
         self.stage = session.cut(self.model, case.seed, device, partition=Partition(counts, counts, "as given"))
         if case.checkpointing:
             _checkpoint_units(self.stage)
-        hooks = UserHooks(micro_batch_weight=case.weight, forward_context=case.context)
+        hooks = UserHooks(microbatch_weight=case.weight, forward_context=case.context)
         self.engine: Engine = session.start(hooks, device, training=True)
         with self.stage.whole_model():
             self.optimizer = case.make_optimizer(list(self.model.named_parameters()))
@@ -173,7 +173,7 @@ class Training:
 
 
 def _weight_of_numbers(output: BatchOutput) -> float:
-    """What the micro-batches weigh whose loss is a number."""
+    """What the microbatches weigh whose loss is a number."""
     return sum(weight for loss, weight in zip(output.results, output.weights) if not loss.isnan())
 
 
@@ -188,7 +188,7 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
 
 
 def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list[float]]:
-    """Run a case in this process; with replicas their micro-batches are simply more micro-batches.
+    """Run a case in this process; with replicas their microbatches are simply more microbatches.
 
     The number of stages and their cut matter where stages do not have the same staleness.
     """
@@ -203,13 +203,13 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
     steps_ahead = case.staleness == "least" and case.slack != "exact"
     start = max(case.start, 1) if steps_ahead else case.start  # for a norm to clip by
 
-    def step(micro_batch: dict[str, Tensor]) -> Tensor:
+    def step(microbatch: dict[str, Tensor]) -> Tensor:
         with case.context():
-            return case.step(model)(micro_batch)
+            return case.step(model)(microbatch)
 
     losses = train_reference(
         model, step, batches, optimizer,
-        micro_batches=case.micro_batches, delay=case.delay, max_norm=case.max_norm,
+        microbatches=case.microbatches, delay=case.delay, max_norm=case.max_norm,
         error_feedback=case.error_feedback if case.delay else None,
         after_update=scheduler.step if scheduler is not None else None,
         weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
@@ -221,9 +221,9 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
 
 
 def ahead(stage: int, case: Case, num_stages: int) -> int:
-    """By how many micro-batches forwards run ahead, written down apart from the schedule's own rule."""
+    """By how many microbatches forwards run ahead, written down apart from the schedule's own rule."""
     behind, more, left = num_stages - 1 - stage, 1, case.lookahead or 0
-    while num_stages > 1 and left >= num_stages - 1:  # a micro-batch more on every hop
+    while num_stages > 1 and left >= num_stages - 1:  # a microbatch more on every hop
         more, left = more + 1, left - (num_stages - 1)
     return behind * more + behind * (left + 1) // num_stages
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Trace
 from lightning_asyncpp.tools.recorded_run import RecordedRun
-from tests.core.cases import DIM
-from tests.core.fake_device import lagging_clock
-from tests.trainer.runs import Net, Run, fit
+from tests.helpers.cases import DIM
+from tests.helpers.fake_device import lagging_clock
+from tests.helpers.trainer import Net, Run, fit
 
 METER = Trace(-1)
 

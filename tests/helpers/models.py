@@ -127,7 +127,7 @@ SLOW = (*RARER, "litgpt", "timm_convnext", "torchvision_resnet")
 EXAMPLES = {
     **dict.fromkeys(("timm_vit", "timm_distilled", "timm_convnext"), (2, 3, 32, 32)),
     "wav2vec2": (2, 800),
-    "torchvision_resnet": (2, 3, 64, 64),  # several values per channel for BatchNorm, in a micro-batch of one sample
+    "torchvision_resnet": (2, 3, 64, 64),  # several values per channel for BatchNorm, in a microbatch of one sample
 }
 
 

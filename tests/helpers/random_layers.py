@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.tree import children_of
-from tests.core.cases import DIM, Experts, Projection, Routed, Spare
+from tests.helpers.cases import DIM, Experts, Projection, Routed, Spare
 
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda x: x,

@@ -18,8 +18,11 @@ from torch import multiprocessing as mp
 
 _IMPORTED = [
     *("pytest", "hypothesis", "lightning.pytorch.cli"),  # which come with the scenarios that test modules define
-    *(f"tests.{name}" for name in ("spared", "faults.script", "fabric.runs", "core.runs", "storage.saves")),
-    *("tests.trainer.runs", "tests.trainer.pool", "tests.core.pool"),
+    *(
+        f"tests.{name}"
+        for name in ("helpers.spared", "faults.script", "helpers.fabric", "helpers.engine", "storage.saves")
+    ),
+    *("tests.helpers.trainer", "tests.helpers.pool", "tests.helpers.engine_pool"),
 ]
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
