@@ -6,7 +6,7 @@
         --folder lightning_asyncpp --teamspace owner/teamspace --trainer.max_steps 1000
 
 Recipe, overrides, machines and devices are checked against each other here, all problems at once, before anything is
-submitted; ``--dry-run`` ends there and needs neither the SDK nor a login. docs/guides/studio.md goes through it step by
+submitted; ``--dry-run`` ends there and needs neither the SDK nor a login. docs/guides/gpus.md goes through it step by
 step. Needs `pip install -e ".[studio]"` and `lightning login` to submit.
 """
 

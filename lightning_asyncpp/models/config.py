@@ -15,7 +15,7 @@ _PER_LOGIT = 10.0
 class MoEConfig:
     """Which blocks have experts, how a token chooses among them, and what keeps their load even.
 
-    The formulas, and which settings are those of Mixtral and of GLM-4.5: docs/guides/moe.md.
+    The formulas: docs/guides/moe.md; which settings are those of Mixtral and of GLM-4.5: research/notes/experts.md.
     """
 
     num_experts: int = 8

@@ -194,7 +194,7 @@ def test_no_bubble_without_a_flush(num_stages: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_stages", "microbatches", "hop", "times"),
-    [  # hops in forwards and backwards; lookahead -> time over the ideal, as docs/guides/numbers.md has it
+    [  # hops in forwards and backwards; lookahead -> time over the ideal, as research/notes/lookahead.md has it
         (4, 16, 1.0, {0: 2.5, 3: 1.43, 6: 1.0}),
         (4, 16, 2.0, {0: 4.0, 3: 2.28, 12: 1.0}),
     ],
