@@ -72,7 +72,7 @@ def test_the_blocks_of_a_page_run(script: str, tmp_path: Path) -> None:
     """In as many processes as it asks for, as ``torchrun`` starts them."""
     assert "import lightning_asyncpp" in script, "which gives the strategies their names"
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    ranks = 2 if "devices=2" in script and "_notebook" not in script else 1
+    ranks = 2 if "devices=2" in script else 1
     port = free_port()
     environments = [elastic_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
     for done in forked.run_ranks(("script.py",), tmp_path, environments, seconds=280):
