@@ -1,7 +1,6 @@
 """Hooks of mkdocs: pages that are files of the repository's root, and the help of every command.
 
-README.md links by absolute addresses, so that it works on GitHub and on PyPI; on the site they become relative links,
-which ``mkdocs build --strict`` checks.
+Links are relative, so that they work in a clone. On the site those to files that it does not have lead to GitHub.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/lightning-asyncpp/lightning-asyncpp"
-SITE = "https://lightning-asyncpp.github.io/lightning-asyncpp/"
-RAW = "https://raw.githubusercontent.com/lightning-asyncpp/lightning-asyncpp/main/"
 PAGES = {"index.md": "README.md", "project/contributing.md": "CONTRIBUTING.md", "project/changelog.md": "CHANGELOG.md"}
 
 
@@ -31,10 +28,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File
 
     for page, source in PAGES.items():
-        text = relinked((ROOT / source).read_text(encoding="utf-8"), page)
+        text = relinked((ROOT / source).read_text(encoding="utf-8"), source, page)
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "reference/cli.md", content=command_line()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to files outside of ``docs`` lead to GitHub."""
+    name = page.file.src_uri
+    return markdown if name in PAGES else relinked(markdown, f"docs/{name}", name)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -42,28 +45,21 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return re.sub(r":\w+:<code>(?:~[\w.]*?)?(\w[\w.]*)</code>", r"<code>\1</code>", html)
 
 
-def relinked(text: str, page: str) -> str:
-    """Links of a file at the root, as those of a page: to other pages, to pictures, and else to GitHub."""
-    return re.sub(r"\]\(([^)\s]+)\)", lambda found: f"]({_target(found[1], os.path.dirname(page))})", text)
+def relinked(text: str, source: str, page: str) -> str:
+    """Links of a file of the repository, as those of the page made of it: to other pages, to pictures, or to GitHub."""
+    folders = os.path.dirname(source), os.path.dirname(page)
+    return re.sub(r"\]\(([^)\s]+)\)", lambda found: f"]({_target(found[1], *folders)})", text)
 
 
-def _target(link: str, folder: str) -> str:
+def _target(link: str, source: str, page: str) -> str:
     path, separator, heading = link.partition("#")
-    own = {source: name for name, source in PAGES.items()}
-    if path.startswith(SITE):
-        path = path.removeprefix(SITE).rstrip("/")
-        path = os.path.join(path, "index.md") if (ROOT / "docs" / path).is_dir() else path + ".md"
-    elif path.startswith(RAW + "docs/"):
-        path = path.removeprefix(RAW + "docs/")
-    elif not path or "://" in path:
+    file = os.path.normpath(os.path.join(source, path))
+    if not path or not (ROOT / file).exists():  # an address, or code
         return link
-    elif path.startswith("docs/"):
-        path = path.removeprefix("docs/")
-    elif path in own:
-        path = own[path]
-    else:
-        return f"{REPOSITORY}/blob/main/{link}"
-    return os.path.relpath(path, folder or ".") + separator + heading
+    own = {source: name for name, source in PAGES.items()}
+    if file not in own and not file.startswith("docs/"):
+        return f"{REPOSITORY}/blob/main/{file}{separator}{heading}"
+    return os.path.relpath(own.get(file, file.removeprefix("docs/")), page or ".") + separator + heading
 
 
 def command_line() -> str:

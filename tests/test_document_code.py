@@ -1,17 +1,17 @@
 """The code of README and of the pages under docs/start runs as it stands.
 
-A page's Python blocks make scripts: each block that trains ends one of its own, after all blocks that only define.
+A page's Python blocks make scripts: each block that trains, and the last one, ends one of its own, after all blocks
+that do not train.
 Markers, comments of Markdown that no reader sees:
 
     <!-- run first: CODE -->        what the page leaves out, before its first block
     <!-- not run: REASON -->        above a block that is only read
 
-Of a ``diff`` block both sides are Python, and the new one is part of the scripts. Blocks with a ``title`` are files.
+Blocks with a ``title`` are files, and Python among them is part of the scripts, too.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -27,31 +27,22 @@ from tests.helpers.workers import free_port
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start"
 PAGES = [ROOT / "README.md", *sorted(START.glob("*.md"))]
-BLOCK = re.compile(r"(?ms)^(<!-- not run: .+? -->\n+)?^```(python|diff|yaml)(?: title=\"(.+?)\")?\n(.*?)^```$")
-READ_BEFORE_TRAINING = ("install.md", "quickstart.md", "your-model.md")
-WORDS = 3000
-
-
-def sides(diff: str) -> tuple[str, str]:
-    """A diff's old and its new code."""
-    lines = diff.splitlines()
-    old, new = ("\n".join(line[1:] for line in lines if not line.startswith(sign)) for sign in "+-")
-    return old + "\n", new + "\n"
+BLOCK = re.compile(r"(?ms)^(<!-- not run: .+? -->\n+)?^```(python|yaml)(?: title=\"(.+?)\")?\n(.*?)^```$")
+WORDS = 1500
 
 
 def scripts(text: str) -> list[str]:
     """The scripts that a page's blocks make, see above."""
     ready = "".join(re.findall(r"(?s)<!-- run first:\n(.*?)-->", text))
-    made = []
-    for not_run, language, title, code in BLOCK.findall(text):
-        if not_run or title or language == "yaml":
+    made: list[str] = []
+    for not_run, language, _, code in BLOCK.findall(text):
+        if not_run or language == "yaml":
             continue
-        code = sides(code)[1] if language == "diff" else code
         if ".fit(" in code:
             made.append(ready + code)
         else:
             ready += code
-    return made or [ready]
+    return made if made and made[-1].startswith(ready) else [*made, ready]
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -81,18 +72,11 @@ def test_the_blocks_of_a_page_run(script: str, tmp_path: Path) -> None:
     """In as many processes as it asks for, as ``torchrun`` starts them."""
     assert "import lightning_asyncpp" in script, "which gives the strategies their names"
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    ranks = 2 if "devices=2" in script and "_notebook" not in script else 1
+    ranks = 2 if "devices=2" in script else 1
     port = free_port()
     environments = [elastic_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
     for done in forked.run_ranks(("script.py",), tmp_path, environments, seconds=280):
         assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_both_sides_of_a_diff_are_code(page: Path) -> None:
-    for _, language, _, code in BLOCK.findall(page.read_text(encoding="utf-8")):
-        for side in sides(code) if language == "diff" else ():
-            ast.parse(side)
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
@@ -103,7 +87,7 @@ def test_shell_scripts_are_read_by_a_shell(page: Path) -> None:
 
 @pytest.mark.slow
 def test_the_recipe_of_the_page_trains(tmp_path: Path) -> None:
-    blocks = BLOCK.findall((START / "your-recipe.md").read_text(encoding="utf-8"))
+    blocks = BLOCK.findall((START / "your-model.md").read_text(encoding="utf-8"))
     files = {title: code for _, _, title, code in blocks if title}
     assert files.keys() == {"my_model.py", "my_recipe.yaml"}
     for name, code in files.items():
@@ -113,14 +97,14 @@ def test_the_recipe_of_the_page_trains(tmp_path: Path) -> None:
 
 
 def test_what_is_read_before_training_is_short() -> None:
-    words = {name: len((START / name).read_text(encoding="utf-8").split()) for name in READ_BEFORE_TRAINING}
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in START.glob("*.md")}
     assert sum(words.values()) < WORDS, words
 
 
 def test_a_training_block_is_a_script_after_what_is_defined_and_others_are_left_out() -> None:
     page = (
         "<!-- run first:\na = 1\n-->\n```python\nb = 2\n```\n```python\nx.fit(1)\n```\n"
-        '<!-- not run: slow -->\n```python\nc = 3\n```\n```python title="f.py"\nd = 4\n```\n'
-        "```diff\n-e = 5\n+e = 6\n f = 7\n```\n```python\nx.fit(2)\n```\n"
+        "<!-- not run: slow -->\n```python\nc = 3\n```\n"
+        '```python title="f.py"\nd = 4\n```\n```yaml\ne: 5\n```\n```python\nx.fit(2)\n```\n'
     )
-    assert scripts(page) == ["a = 1\nb = 2\nx.fit(1)\n", "a = 1\nb = 2\ne = 6\nf = 7\nx.fit(2)\n"]
+    assert scripts(page) == ["a = 1\nb = 2\nx.fit(1)\n", "a = 1\nb = 2\nd = 4\nx.fit(2)\n"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site_hooks import RAW, REPOSITORY, SITE, relinked
+from docs.site_hooks import REPOSITORY, relinked
 from tests.helpers import forked
 
 pytest.importorskip("mkdocs")
@@ -33,28 +33,25 @@ def _warnings(folder: Path, build: list[str]) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_absolute_links_to_this_repository_lead_to_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    ours = re.findall(rf"(?:{re.escape(REPOSITORY)}/(?:blob|tree)/main/|{re.escape(RAW)})([^)\s]+)", text)
+    ours = re.findall(rf"{re.escape(REPOSITORY)}/(?:blob|tree)/main/([^)\s]+)", text)
     assert not [path for path in ours if not (ROOT / path).exists()]
     # Pages link to pages by relative links, whose headings are checked, too.
     assert page.parent == ROOT or not [path for path in ours if path.startswith("docs/") and path.endswith(".md")]
 
 
-def test_the_readme_has_no_relative_link() -> None:
-    """PyPI shows it, too, and knows no other file of the repository."""
-    assert not re.findall(r"\]\((?!https://)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize(
-    ("link", "page", "expected"),
+    ("link", "source", "page", "expected"),
     [
-        (f"{SITE}start/your-model/", "index.md", "start/your-model.md"),
-        (f"{SITE}research/performance/#time-to-a-loss", "index.md", "research/performance.md#time-to-a-loss"),
-        (f"{RAW}docs/img/ideal.svg", "index.md", "img/ideal.svg"),
-        ("docs/project/internals.md#words", "project/contributing.md", "internals.md#words"),
-        ("CONTRIBUTING.md", "project/changelog.md", "contributing.md"),
-        ("LICENSE", "project/changelog.md", f"{REPOSITORY}/blob/main/LICENSE"),
-        ("https://example.com", "index.md", "https://example.com"),
+        ("docs/start/your-model.md", "README.md", "index.md", "start/your-model.md"),
+        ("docs/research/performance.md#jitter", "README.md", "index.md", "research/performance.md#jitter"),
+        ("docs/img/ideal.svg", "README.md", "index.md", "img/ideal.svg"),
+        ("docs/project/internals.md#a", "CONTRIBUTING.md", "project/contributing.md", "internals.md#a"),
+        ("CONTRIBUTING.md", "CHANGELOG.md", "project/changelog.md", "contributing.md"),
+        ("LICENSE", "CHANGELOG.md", "project/changelog.md", f"{REPOSITORY}/blob/main/LICENSE"),
+        ("../../LICENSE", "docs/start/install.md", "start/install.md", f"{REPOSITORY}/blob/main/LICENSE"),
+        ("quickstart.md#a", "docs/start/install.md", "start/install.md", "quickstart.md#a"),
+        ("https://example.com", "README.md", "index.md", "https://example.com"),
     ],
 )
-def test_links_of_files_at_the_root_become_those_of_pages(link: str, page: str, expected: str) -> None:
-    assert relinked(f"[a]({link})", page) == f"[a]({expected})"
+def test_links_of_files_become_those_of_pages(link: str, source: str, page: str, expected: str) -> None:
+    assert relinked(f"[a]({link})", source, page) == f"[a]({expected})"

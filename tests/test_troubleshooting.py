@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / "guides" / "troubleshooting.md", ROOT / "docs" / "start" / "your-model.md"]
+PAGES = [ROOT / "docs" / "guides" / "troubleshooting.md"]
 
 
 def texts(path: Path) -> set[str]:

@@ -14,7 +14,43 @@ from lightning_asyncpp.tools.check import record as report
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "contract.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-READY = re.search(r"(?s)<!-- run first:\n(.*?)-->", TEXT)[1]  # type: ignore[index]
+# What the examples of the page change.
+READY = """
+import lightning as L
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_asyncpp
+from lightning_asyncpp.auxiliary import add_auxiliary_loss
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, *more):
+        super().__init__()
+        torch.manual_seed(1)
+        self.model = nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4), *more
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.model(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class WithMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(16))
+
+
+class Averages(L.Callback):
+    def __init__(self):
+        self.mean = torch.zeros(16, 8)
+"""
 SENTENCES = {
     int(number): (title, body)
     for number, title, body in re.findall(r"(?ms)^\*\*(\d+)\. (.*?)\.\*\*(.*?)(?=^\*\*\d|^## |\Z)", TEXT)

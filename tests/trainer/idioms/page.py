@@ -16,9 +16,9 @@ SECTIONS: dict[str, list[Idiom]] = {
 TABLE = [idiom for section in SECTIONS.values() for idiom in section]
 _INTRODUCTION = """# Idioms of Lightning's documentation under a pipeline
 
-*works*: it trains, bit for bit, what one process trains that cuts its batches the same way
-(`DelayedGradientStrategy(stages=P, microbatches=m)`), and logs the same. *refused*: on every rank, with the reason and
-what to do instead. *no*: it does not work, and often nothing says so; `check_model` finds what shows in the first
+*works*: it trains and logs, bit for bit, what one process does that cuts its batches the same way
+(`DelayedGradientStrategy(stages=P, microbatches=m)`). *refused*: on every rank, with what to do instead. *no*: it
+breaks [the contract](../concepts/contract.md), often without an error; `check_model` finds what shows in the first
 updates. Callbacks have [their own table](callbacks.md).
 
 Made from `tests/trainer/idioms/`, where every row is tested but those with *no* (`pytest -m "slow or not slow"

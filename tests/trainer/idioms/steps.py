@@ -307,7 +307,7 @@ IDIOMS = [
     Idiom(
         "collected outputs in `on_validation_epoch_end`",
         NOTE,
-        "Only on the last stage, one per microbatch: return early elsewhere.",
+        "Only on the last stage, one per microbatch: return early on others.",
         Collects,
         metrics=False,
     ),
