@@ -15,7 +15,8 @@ import lightning_asyncpp.fabric
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_asyncpp"
 INTERNALS = ROOT / "docs" / "project" / "internals.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for folder in ("docs", "research") for page in sorted((ROOT / folder).rglob("*.md"))]
+PAGES += sorted(ROOT.glob("*.md"))
 
 PUBLIC = [
     value

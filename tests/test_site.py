@@ -9,6 +9,7 @@ import pytest
 
 from docs.site_hooks import REPOSITORY, relinked
 from tests.helpers import forked
+from tests.test_documents import anchors
 
 pytest.importorskip("mkdocs")
 
@@ -34,7 +35,8 @@ def _warnings(folder: Path, build: list[str]) -> str:
 def test_absolute_links_to_this_repository_lead_to_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     ours = re.findall(rf"{re.escape(REPOSITORY)}/(?:blob|tree)/main/([^)\s]+)", text)
-    assert not [path for path in ours if not (ROOT / path).exists()]
+    targets = [(ROOT / path, heading) for path, _, heading in (link.partition("#") for link in ours)]
+    assert not [path for path, heading in targets if not path.exists() or (heading and heading not in anchors(path))]
     # Pages link to pages by relative links, whose headings are checked, too.
     assert page.parent == ROOT or not [path for path in ours if path.startswith("docs/") and path.endswith(".md")]
 

@@ -1,1 +1,1 @@
-"""The iterations, formulas and tables of docs/research/theory.md; nothing of the package."""
+"""The iterations, formulas and tables of research/notes/theory.md; nothing of the package."""

@@ -1,4 +1,4 @@
-"""Print the tables of docs/research/theory.md: ``python -m research.theory``."""
+"""Print the tables of research/notes/theory.md: ``python -m research.theory``."""
 
 from research.theory.tables import TABLES
 

@@ -1,4 +1,4 @@
-"""Upper bounds of docs/research/theory.md on the average gradient of smooth functions."""
+"""Upper bounds of research/notes/theory.md on the average gradient of smooth functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The iterations of docs/research/theory.md, written out: float64, one process, nothing of the package."""
+"""The iterations of research/notes/theory.md, written out: float64, one process, nothing of the package."""
 
 from __future__ import annotations
 

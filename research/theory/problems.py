@@ -1,4 +1,4 @@
-"""Problems on which docs/research/theory.md is checked: their gradients, smoothness constants and noise."""
+"""Problems on which research/notes/theory.md is checked: their gradients, smoothness constants and noise."""
 
 from __future__ import annotations
 

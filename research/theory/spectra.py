@@ -1,4 +1,4 @@
-"""Characteristic polynomials of the delayed methods on quadratics, and what docs/research/theory.md reads off them."""
+"""Characteristic polynomials of the delayed methods on quadratics, and what research/notes/theory.md reads off them."""
 
 from __future__ import annotations
 

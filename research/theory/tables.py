@@ -1,4 +1,4 @@
-"""The tables of docs/research/theory.md: ``python -m research.theory`` prints them, a test compares."""
+"""The tables of research/notes/theory.md: ``python -m research.theory`` prints them, a test compares."""
 
 from __future__ import annotations
 

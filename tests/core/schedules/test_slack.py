@@ -1,4 +1,4 @@
-"""What docs/research/performance.md says about the slack of schedules."""
+"""What research/notes/performance.md says about the slack of schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The statements of docs/research/theory.md, checked numerically: a test is named after the statement it checks."""
+"""The statements of research/notes/theory.md, checked numerically: a test is named after the statement it checks."""
 
 from __future__ import annotations
 

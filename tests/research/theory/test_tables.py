@@ -1,4 +1,4 @@
-"""The tables of docs/research/theory.md are what the scripts compute, and every tested statement is on the page."""
+"""The tables of research/notes/theory.md are what the scripts compute, and every tested statement is on the page."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import pytest
 
 from research.theory.tables import TABLES
 
-PAGE = (Path(__file__).parents[3] / "docs" / "research" / "theory.md").read_text()
+TABLE = re.compile(r"<!-- table: (\w+) -->")
+ROOT = Path(__file__).parents[3]
+PROOFS, RESULTS = ROOT / "research" / "notes" / "theory.md", ROOT / "docs" / "research" / "theory.md"
+PRINTED = [(page, name) for page in (PROOFS, RESULTS) for name in TABLE.findall(page.read_text())]
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_the_numbers_of_the_page_are_those_computed(name: str) -> None:
-    lines = PAGE.split(f"<!-- table: {name} -->\n")[1].split("\n\n")[0].splitlines()[2:]
-    page = {label: [float(cell) for cell in cells] for label, *cells in (re.findall(r"[^|]+", line) for line in lines)}
+@pytest.mark.parametrize(("page", "name"), PRINTED, ids=lambda value: getattr(value, "parent", Path(value)).name)
+def test_the_numbers_of_the_page_are_those_computed(page: Path, name: str) -> None:
+    lines = page.read_text().split(f"<!-- table: {name} -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    rows = {label: [float(cell) for cell in cells] for label, *cells in (re.findall(r"[^|]+", line) for line in lines)}
     computed = TABLES[name]()
-    assert [label.strip() for label in page] == list(computed)
-    for numbers, expected in zip(page.values(), computed.values(), strict=True):
+    assert [label.strip() for label in rows] == list(computed)
+    for numbers, expected in zip(rows.values(), computed.values(), strict=True):
         assert numbers == pytest.approx(expected, rel=0.03, abs=0.002)
 
 
 def test_every_table_and_tested_statement_is_on_the_page() -> None:
-    assert re.findall(r"<!-- table: (\w+) -->", PAGE) == list(TABLES)
+    page = PROOFS.read_text()
+    assert TABLE.findall(page) == list(TABLES)
     tests = Path(__file__).with_name("test_statements.py").read_text()
     numbers = {".".join(pair) for pair in re.findall(r"(?:test|and)_(\d)_(\d)_", tests)}
-    assert numbers <= set(re.findall(r"^\*\*(\d\.\d)\*\*", PAGE, re.MULTILINE))
+    assert numbers <= set(re.findall(r"^\*\*(\d\.\d)\*\*", page, re.MULTILINE))
