@@ -46,6 +46,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._loaders: list[ResumableLoader] = []
+        self._loaders_before: list[ResumableLoader] = []  # made before the checkpoint was read
         self._epoch_of_loaders = -1  # for which they were made: they may be made anew every few epochs
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until training starts
         self._loops: Mapping[str, Any] = {}
@@ -81,7 +82,20 @@ class Progress:
             same_replicas: whether as many replicas wrote it: others read other parts of the data.
         """
         self._state, self._loops, self._same_replicas = state, loops, same_replicas
-        self._loaders = []
+        self._loaders_before, self._loaders = self._loaders, []
+
+    def resume_loaders(self, trainer: Trainer) -> None:
+        """Have loaders go on that ``configure_optimizers`` asked for (``trainer.estimated_stepping_batches``).
+
+        Lightning makes them once, and reads no state into those that were made before the checkpoint's.
+        """
+        if self._state is None or not self._loaders_before:
+            return
+        self._loaders, self._loaders_before = self._loaders_before, []
+        self._epoch_of_loaders = trainer.current_epoch
+        for number, loader in enumerate(self._loaders):
+            self._resume_loader(loader, number, trainer)
+        private.read_again(trainer)
 
     def start_training(self, trainer: Trainer) -> None:
         """Put the random numbers where the checkpoint was, after all that a run draws to begin with."""
@@ -92,7 +106,7 @@ class Progress:
 
     def forget(self) -> None:
         """Begin a run anew: the loaders are those of another one."""
-        self._state, self._loaders = None, []
+        self._state, self._loaders, self._loaders_before = None, [], []
 
     def training_loader(self, loader: Any, trainer: Trainer) -> Any:
         """The loader that is read instead of ``loader``, from where a checkpoint was if there is one."""
@@ -107,14 +121,19 @@ class Progress:
         resumable = ResumableLoader(loader, partial(private.batches_ahead, trainer))
         self._loaders.append(resumable)
         if self._state is not None:
-            _go_on_after_epoch(trainer)
-            saved = self._state["loaders"]
-            state = saved[number] if number < len(saved) else {"batches": 0}
-            if self._in_mid_epoch and not self._has_warned:
-                reasons = [] if self._same_replicas else ["data_parallel_size is another one"]
-                self._has_warned = warn_if_inexact(loader, state, reasons)
-            resumable.resume(state, ended=not self._in_mid_epoch)
+            self._resume_loader(resumable, number, trainer)
         return resumable
+
+    def _resume_loader(self, resumable: ResumableLoader, number: int, trainer: Trainer) -> None:
+        """Have a loader go on where the checkpoint's loader of this number was."""
+        assert self._state is not None
+        _go_on_after_epoch(trainer)
+        saved = self._state["loaders"]
+        state = saved[number] if number < len(saved) else {"batches": 0}
+        if self._in_mid_epoch and not self._has_warned:
+            reasons = [] if self._same_replicas else ["data_parallel_size is another one"]
+            self._has_warned = warn_if_inexact(resumable.loader, state, reasons)
+        resumable.resume(state, ended=not self._in_mid_epoch)
 
     @property
     def _in_mid_epoch(self) -> bool:
@@ -233,6 +252,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.session.stage_optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        self.progress.resume_loaders(self._module.trainer)  # by now the loops have their state
 
 
 def _go_on_after_epoch(trainer: Trainer) -> None:

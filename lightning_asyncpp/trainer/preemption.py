@@ -88,7 +88,7 @@ class Preemption:
         place = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
         path = callback.format_checkpoint_name({**trainer.callback_metrics, **place}, callback.CHECKPOINT_NAME_LAST)
         callback.last_model_path = path
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         return path
 
 

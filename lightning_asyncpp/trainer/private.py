@@ -212,6 +212,11 @@ def begins_accumulation(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
+def read_again(trainer: Trainer) -> None:
+    """Begin to iterate over the training loaders once more."""
+    iter(required(trainer.fit_loop, "_data_fetcher", "go on with data where a checkpoint was"))
+
+
 def batches_ahead(trainer: Trainer) -> int:
     """How many batches of training were read that have not been trained on."""
     purpose = "know where the training data is"

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import SavesAfter, fit_showing, write_litdata
+from tests.helpers.resumable import SavesAfter, Showing, fit_showing, write_litdata
 from tests.helpers.trainer import Net, Run
 
 EPOCHS = {"max_epochs": 3}
@@ -84,6 +84,23 @@ def check(
 def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stages: int, tmp_path: Path) -> None:
     """In mid-epoch and at an epoch's last batch, whose epoch's end is still to come; a plain loader at the latter."""
     check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10] if "plain" in kind else [3, 10], stages)
+
+
+class CountsBatches(Showing):
+    """Asks for the number of steps, for which Lightning makes the loaders before it reads a checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def fit_counting(run: Run, kind: str, folder: str) -> dict[str, Any]:
+    return fit_showing(run, kind, folder, make=CountsBatches)
+
+
+@pytest.mark.parametrize("kind", ["stateful", pytest.param("litdata", marks=pytest.mark.slow)])
+def test_with_loaders_that_were_made_before_the_checkpoint_was_read(pools: Pools, kind: str, tmp_path: Path) -> None:
+    check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, [3, 10], fit=fit_counting)
 
 
 @pytest.mark.parametrize(
