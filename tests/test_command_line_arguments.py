@@ -108,7 +108,7 @@ def test_a_strategy_by_its_name_takes_options(
         (["--model.config.num_layer", "3"], "there is no 'config.num_layer'; did you mean config.num_layers"),
         (
             ["--trainer.microbatches", "3"],
-            "there is no 'trainer.microbatches'; did you mean trainer.strategy.micro_b",
+            "there is no 'trainer.microbatches'; did you mean trainer.strategy.microb",
         ),
         (["--trainer.max_steps", "many"], 'Parser key "trainer.max_steps"'),
         (["--model", "nowhere.Model"], "No module named 'nowhere'"),
@@ -153,7 +153,7 @@ def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
     [
         (
             ["check", RECIPE, "--microbatchs", "2"],
-            "there is no 'microbatchs'; did you mean trainer.strategy.micro_ba",
+            "there is no 'microbatchs'; did you mean trainer.strategy.microba",
         ),
         (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--text_ke=3"], "did you mean --text-key?"),
         (

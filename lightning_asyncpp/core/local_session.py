@@ -105,10 +105,10 @@ class LocalSession(PipelineSession):
         self.engine = LocalPipeline(self.stage, self._stages, resolved, self.seed, device, hooks)
         return self.engine
 
-    def describe(self) -> str:
-        """What was chosen, in one line."""
+    def describe(self, clips: bool = False) -> str:
+        """Return what was chosen, in one line; arguments as for :meth:`PipelineSession.describe`."""
         engine, many = self.running(), "s" if self.num_stages > 1 else ""
-        return f"{self.num_stages} stage{many} here, {engine.settings.describe(engine.schedules())}"
+        return f"{self.num_stages} stage{many} here, {engine.settings.describe(engine.schedules(), clips)}"
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Have the updates of every stage step its own parameters."""

@@ -147,10 +147,10 @@ class PipelineSession:
             raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine
 
-    def describe(self) -> str:
-        """What was chosen, in one line of 80 columns."""
+    def describe(self, clips: bool = False) -> str:
+        """Return what was chosen, in one line of 80 columns; ``clips``: whether gradients are clipped by their norm."""
         engine = self.running()
-        return f"{engine.mesh.describe()}, {engine.settings.describe(engine.schedules())}"
+        return f"{engine.mesh.describe()}, {engine.settings.describe(engine.schedules(), clips)}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
         """Take this stage's part of an optimizer of the whole model.

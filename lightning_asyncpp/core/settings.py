@@ -246,17 +246,18 @@ class ResolvedSettings(PipelineSettings):
         """Mini-batches at the beginning without delay: the first, where stages clip by the norm of the one before."""
         return 0 if agrees_first(self.staleness, self.slack) else 1
 
-    def describe(self, schedules: Sequence[Schedule] | None = None) -> str:
-        """For the log: what runs in a batch, how old its gradients are, and by what they are clipped.
+    def describe(self, schedules: Sequence[Schedule] | None = None, clips: bool = False) -> str:
+        """Return for the log what runs in a batch, how old its gradients are, and by what they are clipped.
 
         Args:
             schedules: of all stages; default: where none shares a parameter with another.
+            clips: whether gradients are clipped by their norm.
         """
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
         oldest = max(schedule.stage_rule.staleness(self.microbatches) for schedule in schedules)
-        age = "fresh" if not oldest else "one update old" if oldest == 1 else f"{oldest:.0%} old"
-        clipped = ", clipped by last norm" if any(s.steps_ahead(self.synchronous_start + 1) for s in schedules) else ""
-        return f"{self.microbatches} microbatches; gradients {age}{clipped}"
+        age = "fresh" if not oldest else "one update old" if oldest == 1 else f"up to {oldest:.0%} old"
+        ahead = any(schedule.steps_ahead(self.synchronous_start + 1) for schedule in schedules)
+        return f"{self.microbatches} microbatches; gradients {age}{', clipped by last norm' if clips and ahead else ''}"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
         """Order and weights of what ``stage`` runs.

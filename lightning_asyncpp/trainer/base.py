@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -96,7 +97,8 @@ class PipelineStrategy(EvaluationSteps):
             module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
         )
         self.session.start(hooks, self.root_device, training)
-        rank_zero_info(f"Pipeline: {self.session.describe()}")
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+        rank_zero_info(f"Pipeline: {self.session.describe(clips)}")
         self._batch_ends = BatchEnds(module, self.session, trainer)
         self._conductor = Conductor(trainer, self.session, self.step_log, self._drain, self._batch_ends)
         self._conductor.install(trainer)

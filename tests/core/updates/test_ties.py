@@ -100,7 +100,7 @@ def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> N
     engine.stage, engine.runner = SimpleNamespace(whole=WholeModel(ties=(TIE,))), SimpleNamespace(transport=None)
     engine.schedules = lambda: Engine.schedules(engine)
     session.engine = engine
-    assert session.describe() == "3 stages, 8 microbatches; gradients 25% old, clipped by last norm"
+    assert session.describe(clips=True) == "3 stages, 8 microbatches; gradients up to 25% old, clipped by last norm"
 
 
 @pytest.mark.parametrize("routed", [False, True])
