@@ -111,13 +111,13 @@ class GPTModule(PipelineModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the mean loss of ``batch`` (batch, time + 1), in nats per target, plus the auxiliary losses."""
-        with collecting() as said:
+        with collecting() as collected:
             loss = self._mean_loss(batch)
             if self._counts_itself:
-                for layer, counts in said.take_statistics().items():
+                for layer, counts in collected.take_statistics().items():
                     self._counted.add(layer, counts)
         self.log("train_loss", loss, prog_bar=True)
-        return loss + said.total_loss()
+        return loss + collected.total_loss()
 
     def optimizer_step(
         self,
