@@ -71,7 +71,7 @@ usage: asyncpp {name} RECIPE [--KEY VALUE ...]
 
 {does}. A recipe is a YAML file; --config RECIPE names it, too, and further ones change the first.
 
-Whatever a recipe says can be said here, last wins:
+Arguments override the values of the recipe; the last one wins:
   --trainer.max_steps 100             any argument of Lightning's Trainer
   --trainer.strategy async_pipeline   or sync_pipeline, delayed_gradient, or one of Lightning's
   --trainer.strategy.microbatches 8  any argument of the strategy

@@ -194,7 +194,7 @@ class GPTConfig:
         return 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width
 
     def mlp_weights(self, layer: int, all_experts: bool) -> int:
-        """Weights of a block's dense or MoE layer, of all experts or of those that a token goes to."""
+        """Return the number of weights of a dense or MoE layer, of all experts or of those that a token uses."""
         if self.moe is None or not self.moe.is_moe_layer(layer):
             return 3 * self.dim * self.mlp_width
         experts = self.moe.num_shared_experts + (self.moe.num_experts if all_experts else self.moe.top_k)

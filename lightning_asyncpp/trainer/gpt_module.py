@@ -106,7 +106,7 @@ class GPTModule(PipelineModule):
         return self.config.flops_per_token()
 
     def microbatch_weight(self, microbatch: Tensor) -> float:
-        """Number of targets that count in ``microbatch`` (batch, time + 1)."""
+        """Return the number of targets that count in ``microbatch`` (batch, time + 1)."""
         return float((microbatch[:, 1:] != IGNORED).sum())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
