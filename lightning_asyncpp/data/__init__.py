@@ -1,4 +1,4 @@
-"""Text, tokens, and the batches made of them."""
+"""Text, tokens, and batches made of them."""
 
 from lightning_asyncpp.data.chat_data_module import ChatDataModule
 from lightning_asyncpp.data.replica import use_replica

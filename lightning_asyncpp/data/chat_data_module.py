@@ -1,4 +1,4 @@
-"""The LightningDataModule that turns conversations into batches for fine-tuning."""
+"""LightningDataModule that turns conversations into batches for fine-tuning."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from litdata import StreamingDataLoader
 
 _FORM = 2
-"""Of what is kept in the cache; another number has it made again."""
+"""Version of the cached format; with another number the cache is rebuilt."""
 _SPLITS = ("train", "val")
-_FOUND = "found.json"  # how many conversations a split has, and the largest token id
+_FOUND = "found.json"  # number of conversations of each split, and the largest token id
 
 
 class ChatDataModule(L.LightningDataModule):
-    """Batches of conversations from JSON lines: ``messages``, or ``prompt`` and ``response``.
+    """LightningDataModule of conversations from JSON lines: ``messages``, or ``prompt`` and ``response``.
 
-    The tokenizer's chat template writes a conversation; targets are what the assistant says, with what ends its turn,
-    and all else is -100. A batch is padded on the right to its longest conversation: ``input_ids``, ``attention_mask``
-    and ``labels``, (batch, time) int64 each. The rows are tokenised once, by :meth:`prepare_data`, into a folder of
-    ``cache_dir`` that is named after all that decides it. The order depends on ``seed``, the epoch and the replicas,
-    and never on the number of pipeline stages.
+    The tokenizer's chat template writes a conversation. Targets are the assistant's texts, with the ends of their
+    turns; all other labels are -100. A batch is padded on the right to its longest conversation: ``input_ids``,
+    ``attention_mask`` and ``labels``, (batch, time) int64 each. :meth:`prepare_data` tokenises the rows once, into a
+    folder of ``cache_dir`` whose name is a hash of all that determines its content. The order depends on ``seed``, the
+    epoch and the replicas, and never on the number of pipeline stages.
 
     Args:
         source: a JSONL file.
-        tokenizer: folder or name on the Hugging Face Hub of the model that is trained.
-        max_length: most tokens of a conversation; longer ones are left out, and counted.
-        batch_size: conversations per replica and training step.
+        tokenizer: folder, or name on the Hugging Face Hub, of the trained model.
+        max_length: maximum number of tokens of a conversation; longer ones are left out, and counted.
+        batch_size: number of conversations per replica and training step.
         val_source: JSONL file to validate on.
         val_fraction: share of ``source`` to validate on instead, chosen by a hash of the rows.
-        cache_dir: folder for what is tokenised; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
-        num_workers: processes that load data, per training process; 0 loads in the training process.
-        shuffle: whether to train in another order in every epoch.
+        cache_dir: folder for tokenised data; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
+        num_workers: number of processes that load data, per training process; 0 loads in the training process.
+        shuffle: whether to shuffle the training data in every epoch.
         seed: seed of the order.
 
     Raises:
@@ -85,15 +85,15 @@ class ChatDataModule(L.LightningDataModule):
                 raise DataError(f"{name}={place!r}: there is no such file. Name one with JSON lines")
 
     def example_batch(self) -> dict[str, Tensor]:
-        """What the longest training batch looks like, without padding: (batch_size, max_length) int64 each."""
+        """Return an example of the longest training batch, without padding: (batch_size, max_length) int64 each."""
         names = ("input_ids", "attention_mask", "labels")
         return {name: torch.ones(self.batch_size, self.max_length, dtype=torch.int64, device="cpu") for name in names}
 
     def prepare_data(self) -> None:
-        """Tokenise the conversations unless that was done before; once per node.
+        """Tokenise the conversations, once per node, unless that was done before.
 
         Raises:
-            DataError: a row is no conversation, or all are too long; or a file cannot be read or written.
+            DataError: a row is not a conversation, or a file cannot be read or written.
         """
         tokenizer = read_tokenizer(self.tokenizer_name)
         folder = self._folder(tokenizer)
@@ -101,10 +101,10 @@ class ChatDataModule(L.LightningDataModule):
             self._write(tokenizer, folder)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open what was tokenised, and compare it with the trainer's model.
+        """Open the tokenised data, and compare it with the trainer's model.
 
         Raises:
-            DataError: it is not there, there are too few conversations, or the model has a smaller vocabulary.
+            DataError: the data is missing, has too few conversations, or does not fit the model's sizes.
         """
         tokenizer = read_tokenizer(self.tokenizer_name)
         folder = self._folder(tokenizer)
@@ -117,7 +117,7 @@ class ChatDataModule(L.LightningDataModule):
         self._check_sizes()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the tokenizer, which a module may compare with its model's."""
+        """Return the tokenizer for the checkpoint, which a module may compare with its model's."""
         return {} if self._definition is None else {"tokenizer": self._definition}
 
     def train_dataloader(self) -> StreamingDataLoader:
@@ -170,7 +170,7 @@ class ChatDataModule(L.LightningDataModule):
             yield from (("val", row) for row in read_rows(Path(self.val_source).expanduser()))
 
     def _folder(self, tokenizer: Any) -> Path:
-        """The folder of the cache: named after the rows and all that makes tokens of them."""
+        """Return the cache's folder, named by a hash of the rows and of all that determines their tokens."""
         decides = [_FORM, self.max_length, self.val_fraction, tokenizer.chat_template, tokenizer.eos_token]
         digest = hashlib.sha256(json.dumps(decides, default=str).encode())
         digest.update(tokenizer.backend_tokenizer.to_str().encode())
@@ -199,15 +199,15 @@ class ChatDataModule(L.LightningDataModule):
 
 
 def read_tokenizer(name: str) -> Any:
-    """The fast tokenizer of `transformers` in a folder, or of a repository of the hub.
+    """Return the fast tokenizer of `transformers` in a folder or in a repository of the hub.
 
     Raises:
-        DataError: there is none, or the hub cannot be reached.
+        DataError: it does not exist, or the hub cannot be reached.
         ImportError: `transformers` is not installed.
     """
     auto = optional_package("transformers", "ChatDataModule").AutoTokenizer
     if is_hub_name(name):
-        fetch(name, "tokenizer.json")  # which says in one line what is wrong with the network
+        fetch(name, "tokenizer.json")  # reports an error of the network in one line
     try:
         tokenizer = auto.from_pretrained(str(Path(name).expanduser()))
     except (OSError, ValueError) as error:
@@ -220,5 +220,5 @@ def read_tokenizer(name: str) -> Any:
 def _definition(name: str) -> str | None:
     try:
         return load_tokenizer(name).definition
-    except DataError:  # it is made of files of another form
+    except DataError:  # a tokenizer of another format
         return None

@@ -1,4 +1,4 @@
-"""Conversations as tokens: JSON lines, rendered by a chat template, with the responses as targets."""
+"""Conversations as tokens: JSON lines, rendered by a chat template, with responses as targets."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from lightning_asyncpp.errors import DataError
 IGNORED = -100
 ASSISTANT = "assistant"
 _FORMS = '{"messages": [{"role": "user", "content": ...}, ...]} or {"prompt": ..., "response": ...}'
-_MARKED = "{% generation", "{%- generation"  # a template that says itself what the assistant writes
+_MARKED = "{% generation", "{%- generation"  # templates with these tags mark the assistant's texts themselves
 Messages = list[dict[str, Any]]
 
 
 class Example(NamedTuple):
-    """One conversation: token ids, and which of them are to be learnt."""
+    """Token ids of a conversation, and whether each is a target."""
 
     tokens: list[int]
     is_target: list[bool]
 
     def sample(self) -> dict[str, Tensor]:
-        """What is kept of it: (length,) int32 each, -100 as a label where nothing is to be learnt."""
+        """Return the tensors to store: (length,) int32 each, with a label of -100 where there is no target."""
         tokens = torch.tensor(self.tokens, dtype=torch.int32)
         return {"input_ids": tokens, "labels": tokens.masked_fill(~torch.tensor(self.is_target), IGNORED)}
 
 
 class Row(NamedTuple):
-    """A line of a file: a conversation, or a text to go on from and how it goes on."""
+    """Line of a file: a conversation, or a prompt with its response."""
 
     where: str
     """File and line, for messages."""
     messages: Messages
     is_pair: bool
-    """Whether it was given as prompt and response."""
+    """Whether the line has a prompt and a response."""
     in_validation: bool
-    """Whether the share that is kept for validation holds it."""
+    """Whether the line belongs to the share for validation."""
 
 
 def read_rows(path: Path, val_fraction: float = 0.0) -> Iterator[Row]:
-    """Yield the rows of a JSONL file; empty lines are left out.
+    """Yield the rows of a JSONL file, without empty lines.
 
     Args:
         path: the file.
-        val_fraction: share of rows that are for validation; a hash of a row decides, so that equal ones are together.
+        val_fraction: share of rows for validation, chosen by a hash of the row, so that equal rows stay together.
 
     Raises:
-        DataError: a line is no JSON, or no conversation; with file and line.
+        DataError: a line is not JSON or not a conversation; the message names file and line.
     """
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -82,15 +82,15 @@ def _messages(content: Any, where: str) -> tuple[Messages, bool]:
 
 
 def encode(tokenizer: Any, row: Row) -> Example:
-    """The tokens of a conversation; targets are what the assistant says, with what ends its turn.
+    """Return the tokens of a conversation; targets are the assistant's texts, with the ends of their turns.
 
     Args:
-        tokenizer: a fast tokenizer of `transformers`. Without a chat template it takes pairs alone: prompt, response
-            and the token that ends a text, one after the other.
+        tokenizer: a fast tokenizer of `transformers`. Without a chat template only pairs work: prompt, response and the
+            token that ends a text are concatenated.
         row: the conversation.
 
     Raises:
-        DataError: the template refuses it, or does not say where responses begin and end.
+        DataError: the template refuses the conversation, or does not show where responses begin and end.
     """
     template = tokenizer.chat_template
     if template is None and not row.is_pair:
@@ -117,7 +117,7 @@ def _pair(tokenizer: Any, row: Row) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _conversation(tokenizer: Any, row: Row) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and from where to where the assistant speaks."""
+    """Return the text of a conversation, and the spans of the assistant's texts."""
     text = _rendered(tokenizer, row, row.messages)
     spans = []
     for place, message in enumerate(row.messages):
@@ -127,8 +127,8 @@ def _conversation(tokenizer: Any, row: Row) -> tuple[str, list[tuple[int, int]]]
         until = _rendered(tokenizer, row, row.messages[: place + 1])
         if not (text.startswith(before) and text.startswith(until)):
             raise DataError(
-                f"{row.where}: the chat template writes message {place + 1} otherwise once others follow, so it is not"
-                " known what the assistant says; give rows with one response, or a template with {% generation %}"
+                f"{row.where}: the chat template writes message {place + 1} otherwise once others follow, so the"
+                " assistant's text cannot be found; give rows with one response, or a template with {% generation %}"
             )
         spans.append((len(before), len(until)))
     return text, spans
@@ -137,22 +137,22 @@ def _conversation(tokenizer: Any, row: Row) -> tuple[str, list[tuple[int, int]]]
 def _rendered(tokenizer: Any, row: Row, messages: Messages, tokenize: bool = False, **how: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=tokenize, **how)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise any exception
         raise DataError(f"{row.where}: the tokenizer's chat template refuses it: {error}") from error
 
 
 class Padded:
-    """Makes a batch of conversations, each padded on the right to the longest one.
+    """Collate function for conversations, each padded on the right to the longest one.
 
     Args:
-        padding: token id that stands where nothing is.
+        padding: token id of the padding.
     """
 
     def __init__(self, padding: int) -> None:
         self.padding = padding
 
     def __call__(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """``input_ids``, ``attention_mask`` and ``labels``: (batch, longest) int64 each."""
+        """Return ``input_ids``, ``attention_mask`` and ``labels``: (batch, longest) int64 each."""
         tokens, labels = ([example[name].long() for example in examples] for name in ("input_ids", "labels"))
         pad = partial(pad_sequence, batch_first=True)
         return {

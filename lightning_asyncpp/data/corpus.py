@@ -1,4 +1,4 @@
-"""The text files of a corpus: which they are, what they hold, and which are kept for validation."""
+"""Text files of a corpus, and their split into training and validation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import TypeVar
 from lightning_asyncpp.errors import DataError
 
 LIBRARIES = {"stdlib": "stdlib", "packages": "purelib"}
-"""Name of a source -> what `sysconfig` calls its folder: the standard library, and what pip has installed."""
+"""Names of sources, mapped to `sysconfig`'s names of their folders: the standard library, and installed packages."""
 TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.tex", "**/*.html", "**/*.json", "**/*.jsonl")
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Named:
-    """Something with a name that is the same on every machine."""
+    """Item with a name that is the same on every machine."""
 
     name: str
 
     def draw(self, purpose: str) -> float:
-        """A number in [0, 1) that depends only on the name and on what it is drawn for."""
+        """Return a number in [0, 1) that depends only on the name and the purpose."""
         return int.from_bytes(hashlib.sha256(os.fsencode(f"{purpose}:{self.name}")).digest()[:6], "big") / 2**48
 
 
@@ -34,10 +34,10 @@ Item = TypeVar("Item", bound=Named)
 
 @dataclass(frozen=True)
 class TextFile(Named):
-    """One document of a corpus; its name is its path in the corpus's folder, with forward slashes."""
+    """Document of a corpus, named by its path in the corpus's folder, with forward slashes."""
 
     path: Path
-    """Where the file is."""
+    """Path of the file."""
     size: int
     """Length in bytes when the folder was listed."""
 
@@ -45,7 +45,7 @@ class TextFile(Named):
         """Return the text.
 
         Raises:
-            DataError: it is not UTF-8.
+            DataError: the text is not UTF-8.
         """
         try:
             return self.path.read_bytes().decode()
@@ -62,14 +62,14 @@ def find_text_files(
     """List the documents of a corpus in an order that depends only on their names.
 
     Args:
-        source: a folder, ``"stdlib"`` for the running Python's standard library, or ``"packages"`` for the packages
-            that are installed beside it; both without tests.
-        patterns: globs of the files to take, relative to the folder; of the two libraries it is the Python files that
-            match. Hidden files and folders are left out.
-        max_bytes: take documents, in their order, as long as they fit into so many bytes.
+        source: a folder, ``"stdlib"`` for the running Python's standard library, or ``"packages"`` for the installed
+            packages; the last two without tests.
+        patterns: globs of the files, relative to the folder; in the two libraries only Python files match. Hidden files
+            and folders are left out.
+        max_bytes: maximum number of bytes; documents that do not fit are skipped.
 
     Raises:
-        DataError: ``source`` is no folder, or holds no file to take.
+        DataError: ``source`` is not a folder, or no file matches.
     """
     library = LIBRARIES.get(str(source))
     folder = Path(source).expanduser() if library is None else Path(sysconfig.get_path(library))
@@ -92,12 +92,12 @@ def find_text_files(
 
 
 def split(items: Sequence[Item], val_fraction: float) -> tuple[list[Item], list[Item]]:
-    """Divide documents into those to train on and those to validate on, by a hash of their names.
+    """Split documents into training and validation by a hash of their names.
 
-    A document stays on its side when others come and go, except that neither side is left empty.
+    A document keeps its split when others are added or removed, except that neither split is left empty.
 
     Raises:
-        DataError: there is only one.
+        DataError: there is only one document.
     """
     if val_fraction > 0 and len(items) < 2:
         raise DataError(

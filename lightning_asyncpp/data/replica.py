@@ -1,7 +1,7 @@
-"""Reading with litdata the share of the data that is this process's.
+"""Reading a replica's share of a litdata dataset.
 
 litdata divides a dataset by the world size. In a pipeline all stages of a replica must read the same batches, so the
-division has to go by replicas instead.
+dataset is divided by replicas instead.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from litdata import StreamingDataLoader
 
 
-_OTHER_NAMES = {"context_length": "max_position_embeddings"}  # of transformers
+_OTHER_NAMES = {"context_length": "max_position_embeddings"}  # names in transformers
 
 
 def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
-    """Classes of litdata, to ask whether something is one of theirs; none where nobody has imported litdata.
+    """Return classes of litdata for ``isinstance``; none if litdata was not imported.
 
-    Its import takes as long as all of this package's: who does not read its datasets is spared it.
+    Importing litdata takes as long as importing this package, so it is left to code that reads its datasets.
     """
     litdata = sys.modules.get("litdata")
     return () if litdata is None else tuple(getattr(litdata, name) for name in names)
@@ -38,7 +38,7 @@ def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
 
 @contextmanager
 def replica_environment(num_replicas: int, rank: int) -> Iterator[None]:
-    """Let litdata detect a world of replicas: it trusts these environment variables before torch.distributed."""
+    """Set the environment variables in which litdata finds the world size and rank, to those of replicas."""
     seen_by_litdata = {"WORLD_SIZE": str(num_replicas), "GLOBAL_RANK": str(rank), "NNODES": "1"}
     before = {name: os.environ.get(name) for name in seen_by_litdata}
     os.environ.update(seen_by_litdata)
@@ -53,17 +53,17 @@ def replica_environment(num_replicas: int, rank: int) -> Iterator[None]:
 
 
 def replica_of(trainer: Any) -> tuple[int, int]:
-    """Number of replicas, and the index of this process's; a single one without a trainer."""
+    """Return the number of replicas and the index of this process's; one replica without a trainer."""
     sampler = None if trainer is None else trainer.distributed_sampler_kwargs
     return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
 
 
 def size_of_model(trainer: Any, name: str) -> int | None:
-    """Read a size from the ``config`` of a trainer's model; ``None`` if there is no such size.
+    """Return a size from the ``config`` of a trainer's model; ``None`` if it has none.
 
     Args:
-        trainer: of the data module; ``None`` for none.
-        name: ``"vocab_size"`` or ``"context_length"``, as ``GPTConfig`` calls them.
+        trainer: trainer of the data module; ``None`` for none.
+        name: ``"vocab_size"`` or ``"context_length"``, the name in ``GPTConfig``.
     """
     model = None if trainer is None else getattr(trainer, "lightning_module", None)
     config = getattr(model, "config", None)
@@ -80,7 +80,7 @@ def use_replica(source: Any, num_replicas: int, rank: int) -> None:
     all replicas have the same number of batches.
 
     Args:
-        source: a loader of a ``StreamingDataset`` or of a combination of such datasets, or these themselves.
+        source: a ``StreamingDataset``, a combination of such datasets, or a loader of either.
         num_replicas: number of data-parallel replicas, at least 1.
         rank: index of this process's replica, below ``num_replicas``.
     """
@@ -96,12 +96,12 @@ def use_replica(source: Any, num_replicas: int, rank: int) -> None:
 
 
 def is_litdata(loader: object) -> bool:
-    """Whether it is a loader of one streaming dataset."""
+    """Return whether a loader reads one streaming dataset."""
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, classes_of_litdata("StreamingDataset"))
 
 
 def reads_streams(loader: object) -> bool:
-    """Whether it is a loader of a streaming dataset, or of several, of which one may not know how long they are."""
+    """Return whether a loader reads one or several streaming datasets; the length of several may be unknown."""
     combinations = classes_of_litdata("CombinedStreamingDataset", "ParallelStreamingDataset")
     return is_litdata(loader) or (isinstance(loader, DataLoader) and isinstance(loader.dataset, combinations))
 
@@ -124,21 +124,23 @@ def replica_loader(
 
     Args:
         split: folder or URI of the dataset.
-        batch_size: samples per replica and batch.
+        batch_size: number of samples per replica and batch.
         replica: number of replicas, and the index of this one.
-        num_workers: processes that load; 0 loads in this one.
-        shuffle: whether the order differs from epoch to epoch.
+        num_workers: number of processes that load data; 0 loads in this process.
+        shuffle: whether to shuffle in every epoch.
         drop_last: whether to leave out an incomplete last batch.
-        seed: of the order.
-        download_folder: where the chunks of a URI go.
-        item_loader, transform, collate_fn: as litdata takes them.
+        seed: seed of the order.
+        download_folder: folder for the downloaded chunks of a URI.
+        item_loader: item loader of litdata's ``StreamingDataset``.
+        transform: transform of litdata's ``StreamingDataset``.
+        collate_fn: collate function of the loader.
 
     Raises:
-        DataError: a chunk lies outside of the dataset.
+        DataError: a chunk lies outside of the dataset's folder.
     """
     from litdata import StreamingDataLoader, StreamingDataset  # see classes_of_litdata
 
-    # litdata reads tensors from a read-only map, which torch warns of, and copies them at once.
+    # litdata reads tensors from a read-only map, at which torch warns, but copies them at once.
     warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
     windows = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
     with replica_environment(*replica):
@@ -150,7 +152,7 @@ def replica_loader(
             drop_last=drop_last,
             seed=seed,
             transform=transform,
-            # Newer releases shuffle sequences within windows of neighbours: batches of one document's pieces.
+            # Newer releases shuffle only within windows, so that batches would hold pieces of one document.
             **({"item_shuffle_window": 0} if windows else {}),
         )
         _check_names(dataset, split)
@@ -167,15 +169,15 @@ def _parts(source: Any) -> list[Any]:
 
 
 def _distributed_env(num_replicas: int, rank: int) -> Any:
-    """Build litdata's private description of the world; the only place where the private name is used."""
+    """Return litdata's private description of the world; only this function uses the private name."""
     from litdata.utilities.env import _DistributedEnv
 
-    # One node whatever the cluster: with more, litdata's order would depend on how the replicas are placed.
+    # One node on any cluster: with more, litdata's order would depend on the nodes of the replicas.
     return _DistributedEnv(world_size=num_replicas, global_rank=rank, num_nodes=1)
 
 
 def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:
-    """Let a loader that resumes compare a checkpoint with the world of replicas, and not with the writer's folders."""
+    """Make a loader that resumes compare a checkpoint with the world of replicas, and not with the writer's folders."""
     load_state_dict = type(loader).load_state_dict
 
     def load_for_replica(state: dict[str, Any]) -> None:
@@ -186,9 +188,9 @@ def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:
 
 
 def _with_own_place(dataset: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of a dataset, or of each of several, with this one's folders and URLs, which litdata compares.
+    """Return the state of one or several datasets with this process's folders and URLs, which litdata compares.
 
-    That it reads the same data is for the caller to know.
+    The caller must make sure that the data is the same.
     """
     if not isinstance(dataset, classes_of_litdata("StreamingDataset")):
         parts = ((str(number), part) for number, part in enumerate(_parts(dataset)))
@@ -196,22 +198,22 @@ def _with_own_place(dataset: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]
     if "input_dir_path" not in saved:
         return saved
     own = dataset.input_dir
-    # A remote dataset is cached in a folder of each process; the checkpoint names the one of its writer.
+    # Each process caches a remote dataset in its own folder; the checkpoint names the writer's.
     path = own.path if own.url is None else None
     place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
-    # Without shuffling the seed decides nothing, and litdata compares it, too.
+    # litdata also compares the seed, which has no effect without shuffling.
     return {**saved, **place, **({} if dataset.shuffle else {"seed": dataset.seed})}
 
 
 def _check_names(dataset: Any, split: str) -> None:
-    # Before a chunk is read, or downloaded: litdata joins their names to its folders.
+    # Checked before a chunk is read or downloaded: litdata joins the names to its folders.
     for name in dataset.subsampled_files:
         if name != os.path.basename(name):
             raise DataError(f"{split} names a chunk {name!r} outside of its folder. Do not use this dataset")
 
 
 def _shuffle_as_everywhere(dataset: Any) -> None:
-    # Where files are on NFS, Lustre or the like, newer releases deal out whole chunks, nearly in their order, and cut
-    # all shares to the smallest: replicas may get nothing, windows are lost, a chunk without a window is an IndexError.
+    # On NFS, Lustre and the like, newer releases distribute whole chunks, nearly in their order, and cut all shares to
+    # the smallest: replicas may get no data, sequences are lost, and a chunk without a sequence is an IndexError.
     if (profile := getattr(dataset, "posix_fast", None)) is not None:
         dataset.posix_fast = replace(profile, kind="posix")

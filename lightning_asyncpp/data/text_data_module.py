@@ -1,4 +1,4 @@
-"""The LightningDataModule that turns text into batches of token sequences."""
+"""LightningDataModule that turns text into batches of token sequences."""
 
 from __future__ import annotations
 
@@ -30,39 +30,38 @@ from lightning_asyncpp.errors import DataError
 if TYPE_CHECKING:
     from litdata import StreamingDataLoader
 
-_FORMAT = 3  # of a prepared folder; raised whenever an older one must not be taken for a new one
+_FORMAT = 3  # version of a prepared folder, increased when older folders must not be used
 _log = logging.getLogger(__name__)
 
 
 class TextDataModule(L.LightningDataModule):
-    """Batches of token sequences from a folder of text, Python's standard library, or a litdata token dataset.
+    """LightningDataModule of token sequences from text files, Python's standard library, or a litdata token dataset.
 
-    Corpora of some size are tokenised before, by ``asyncpp prepare``; its folder is the ``source``. Other text is
-    tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` that is named after its content, which every
-    process reads for that (1.1 s per GB). A batch is (batch, context_length + 1) int64; sequences do not overlap. The
-    order depends on ``seed``, the epoch, the replica, ``batch_size`` and ``num_workers``, and never on the number of
-    pipeline stages.
+    Large corpora are tokenised before the training by ``asyncpp prepare``, whose folder is the ``source``. Other text
+    is tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` named by a hash of the text, which every
+    process reads to compute the name (1.1 s per GB). A batch is (batch, context_length + 1) int64; sequences do not
+    overlap. The order depends on ``seed``, the epoch, the replica, ``batch_size`` and ``num_workers``, and never on the
+    number of pipeline stages.
 
     Args:
-        source: a folder of text files; ``"stdlib"`` for the running Python's standard library, ``"packages"`` for what
-            is installed beside it; a folder that ``asyncpp prepare`` wrote; or a litdata dataset that was written with
+        source: a folder of text files; ``"stdlib"`` for the running Python's standard library, ``"packages"`` for the
+            installed packages; a folder written by ``asyncpp prepare``; or a litdata dataset written with
             ``TokensLoader``, as a folder or a URI such as ``s3://bucket/tokens``.
         tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, the path of a ``tokenizer.json``, or the
-            name of a repository of models on the Hugging Face Hub. ``None`` stands for ``"byte"`` with text; with
-            tokens it stands for whatever they were made with.
-        vocab_size: number of token ids: of the vocabulary to train with ``"bpe"``, or of tokens that others wrote.
-        context_length: tokens that the model sees per sequence; a sample has one more, the last target.
-        batch_size: sequences per replica and training step.
-        val_fraction: share of the text files that are kept for validation, chosen by a hash of their names; 0 for no
-            validation.
+            name of a repository of models on the Hugging Face Hub. ``None`` for ``"byte"`` with text, and for the
+            tokenizer of the tokens with a token dataset.
+        vocab_size: number of token ids of the vocabulary to train with ``"bpe"``, or of a litdata dataset.
+        context_length: number of tokens that the model sees per sequence; a sample has one more, the last target.
+        batch_size: number of sequences per replica and training step.
+        val_fraction: share of the text files for validation, chosen by a hash of their names; 0 for no validation.
         val_source: folder or URI of the tokens to validate on, if ``source`` is a litdata dataset.
-        patterns: globs of the text files to take, relative to the folder.
-        max_bytes: most bytes of text to take; ``None`` for all.
+        patterns: globs of the text files, relative to the folder.
+        max_bytes: maximum number of bytes of text; ``None`` for all.
         cache_dir: folder for prepared datasets; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
-        num_workers: processes that load data, per training process; 0 loads in the training process.
-        shuffle: whether to train in another order in every epoch.
-        drop_last: whether to leave out an incomplete last training batch. With several replicas, which must all have
-            the same number of batches, it is left out anyway, in validation, too.
+        num_workers: number of processes that load data, per training process; 0 loads in the training process.
+        shuffle: whether to shuffle the training data in every epoch.
+        drop_last: whether to leave out an incomplete last training batch. With several replicas it is always left out,
+            also in validation, since all replicas must have the same number of batches.
         seed: seed of the order.
     """
 
@@ -104,18 +103,18 @@ class TextDataModule(L.LightningDataModule):
         self.seed = seed
         self.tokens: TokenSource | None = None
         self._definition: str | None = None
-        # For a checkpoint, which says so what its model was trained with. Not for loggers: they would refuse names that
-        # the model's hyper-parameters have, too.
+        # Saved in checkpoints to document the training data, but not sent to loggers, which would refuse names that the
+        # model's hyper-parameters have, too.
         self.save_hyperparameters(logger=False)
 
     @property
     def sequence_length(self) -> int:
-        """Tokens per sample: the context and the last target."""
+        """Number of tokens per sample: the context and the last target."""
         return self.context_length + 1
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids; known before :meth:`setup` unless it is a property of the data."""
+        """Number of token ids; known only after :meth:`setup` if the data determines it."""
         if self.tokens is not None and self.tokens.metadata is not None:
             return self.tokens.metadata.vocab_size
         if self.expected_vocab_size is not None:
@@ -126,7 +125,7 @@ class TextDataModule(L.LightningDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the data; a trained one exists after :meth:`setup`."""
+        """Tokenizer of the data; a trained one exists after :meth:`setup`."""
         if self.tokens is not None and self.tokens.folder is not None:
             return load_tokenizer(str(self.tokens.folder))
         if self.tokenizer_name == "bpe":
@@ -134,14 +133,14 @@ class TextDataModule(L.LightningDataModule):
         return load_tokenizer(self.tokenizer_name or "byte")
 
     def example_batch(self) -> torch.Tensor:
-        """What a training batch looks like: token 0 everywhere, (batch_size, context_length + 1) int64."""
+        """Return an example of a training batch: zeros of shape (batch_size, context_length + 1), int64."""
         return torch.zeros(self.batch_size, self.sequence_length, dtype=torch.int64, device="cpu")
 
     def check_source(self) -> None:
-        """Find out whether the data are there, without reading them.
+        """Check that the data exists, without reading it.
 
         Raises:
-            DataError: they are not, or are too few.
+            DataError: the data is missing or too short.
         """
         if not is_token_source(self.source):
             find_text_files(self.source, self.patterns)
@@ -149,7 +148,7 @@ class TextDataModule(L.LightningDataModule):
         self._check_length(existing_tokens(self.source, self.val_source))
 
     def prepare_data(self) -> None:
-        """Tokenise the text unless that was done before; once per node."""
+        """Tokenise the text, once per node, unless that was done before."""
         if is_token_source(self.source):
             return
         files = find_text_files(self.source, self.patterns, self.max_bytes)
@@ -168,7 +167,7 @@ class TextDataModule(L.LightningDataModule):
         """Find the token dataset, and compare it with the arguments and the trainer's model.
 
         Raises:
-            DataError: it is missing or damaged, or does not fit them.
+            DataError: the dataset is missing or damaged, or does not fit them.
         """
         if is_token_source(self.source):
             self.tokens = existing_tokens(self.source, self.val_source)
@@ -179,13 +178,13 @@ class TextDataModule(L.LightningDataModule):
             self.tokens = prepared_tokens(folder)
         self._check_length(self.tokens)
         self._check_vocabulary(self.tokens)
-        # Now, and not when the first checkpoint is written: a tokenizer that is not there is known before. Tokens that
-        # others wrote do not say what made them.
+        # Read now and not for the first checkpoint, so that a missing tokenizer is an error before training. Tokens
+        # without metadata do not name their tokenizer.
         is_known = self.tokens.metadata is not None or self.tokenizer_name is not None
         self._definition = self.tokenizer.definition if is_known else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the tokenizer, so that the model can be used where its data is not."""
+        """Return the tokenizer for the checkpoint, so that the model can be used without its data."""
         return {} if self._definition is None else {"tokenizer": self._definition}
 
     def train_dataloader(self) -> StreamingDataLoader:
@@ -226,8 +225,8 @@ class TextDataModule(L.LightningDataModule):
         )
 
     def _download_folder(self) -> str:
-        # One folder per process: litdata deletes chunks behind a reader, and counts the other readers by world size,
-        # where the other stages of a replica do not appear.
+        # One folder per process: litdata deletes chunks after reading them, and counts other readers by its world size,
+        # which does not include the other stages of a replica.
         rank = 0 if self.trainer is None else self.trainer.global_rank
         folder = self.cache_dir / "streamed" / f"rank-{rank}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +238,7 @@ class TextDataModule(L.LightningDataModule):
         return self.tokens
 
     def _folder(self, files: Sequence[TextFile]) -> Path:
-        """The folder for tokens of text: named after the documents' names and contents, and the tokenizer."""
+        """Return the folder for the tokens, named by a hash of the documents' names and contents and the tokenizer."""
         name = self.tokenizer_name or "byte"
         given = f"bpe-{self.expected_vocab_size}" if name == "bpe" else load_tokenizer(name).fingerprint
         name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
@@ -287,5 +286,5 @@ def _check_sequences(split: str, length: int, needed: int) -> None:
 
 
 def as_int64(tokens: torch.Tensor) -> torch.Tensor:
-    """Return tokens as embeddings take them; a function of a module, since litdata's workers are sent a pickled one."""
+    """Return tokens as int64 for embeddings; a module-level function, since litdata's workers receive it pickled."""
     return tokens.long()

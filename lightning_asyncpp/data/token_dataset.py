@@ -1,4 +1,4 @@
-"""Token datasets on disk: in litdata's format, with what is known about them in ``metadata.json`` beside the chunks."""
+"""Token datasets on disk, in litdata's format with a ``metadata.json``."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _GROUP = 256
 
 @dataclass(frozen=True)
 class Metadata:
-    """What is known about a token dataset with the splits ``train`` and ``val``."""
+    """Metadata of a token dataset with the splits ``train`` and ``val``."""
 
     vocab_size: int
     """Number of token ids of the tokenizer."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
     train_tokens: int
-    """Tokens to train on, ends of documents included."""
+    """Number of training tokens, ends of documents included."""
     val_tokens: int
-    """Tokens to validate on; 0 without validation."""
+    """Number of validation tokens; 0 without validation."""
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Let a folder be filled that is there whole or not at all; if another process was faster, its folder stays."""
+    """Fill a temporary folder and rename it when it is complete; if another process was faster, its folder stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp keeps other users out, who may share the cache
+        temporary.chmod(0o755)  # mkdtemp denies access to other users, who may share the cache
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -60,12 +60,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_split(folder: Path, samples: Iterable[Any], item_loader: Any = None) -> None:
-    """Write a litdata dataset, in this process.
+    """Write a litdata dataset in this process.
 
-    ``litdata.optimize`` would spawn others, which run the user's script once more where it has no ``if __name__ ==
+    ``litdata.optimize`` would spawn processes, which run a user's script again unless it has an ``if __name__ ==
     "__main__"``.
     """
-    # Imported where it is used: litdata brings clients of object stores, which take as long as the rest of the package.
+    # Imported here, since litdata imports clients of object stores, which take as long as this package.
     from litdata.streaming import Cache
 
     with replica_environment(num_replicas=1, rank=0):
@@ -79,7 +79,7 @@ def write_split(folder: Path, samples: Iterable[Any], item_loader: Any = None) -
 def write_token_dataset(
     folder: Path, train: Sequence[TextFile], validation: Sequence[TextFile], tokenizer: Tokenizer
 ) -> None:
-    """Tokenise the files and write ``folder``; a crash leaves no half dataset behind."""
+    """Tokenise the files and write ``folder``; a crash leaves no incomplete dataset."""
     from litdata import TokensLoader
 
     with new_folder(folder) as partial:
@@ -91,7 +91,7 @@ def write_token_dataset(
 
 
 def finish_token_dataset(folder: Path, tokenizer: Tokenizer) -> Metadata:
-    """Write the tokenizer and ``metadata.json``, which makes a folder with its splits a token dataset."""
+    """Write the tokenizer and ``metadata.json``, which complete a folder with splits to a token dataset."""
     tokenizer.save(folder)
     counts = {
         name: sum(chunk["dim"] for chunk in read_index(folder / name)["chunks"]) if (folder / name).is_dir() else 0
@@ -106,7 +106,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Read ``metadata.json`` of a token dataset.
 
     Raises:
-        DataError: it is not there, or damaged.
+        DataError: the file is missing or damaged.
     """
     content = _read_json(folder / METADATA)
     try:
@@ -119,7 +119,7 @@ def read_index(split: Path) -> dict[str, Any]:
     """Read litdata's index of a split of tokens.
 
     Raises:
-        DataError: it is not there, damaged, or of something else than tokens.
+        DataError: the index is missing or damaged, or the dataset does not hold tokens.
     """
     index = _read_json(split / INDEX)
     kind = (index.get("config") or {}).get("data_format")
@@ -132,18 +132,18 @@ def read_index(split: Path) -> dict[str, Any]:
 
 
 def count_sequences(split: Path, length: int) -> int:
-    """Number of sequences of ``length`` tokens in a split."""
+    """Return the number of sequences of ``length`` tokens in a split."""
     return sum(chunk["dim"] // length for chunk in read_index(split)["chunks"])
 
 
 def smallest_dtype(vocab_size: int) -> torch.dtype:
-    """Return the integer type that tokens below ``vocab_size`` are stored in."""
+    """Return the smallest integer dtype for tokens below ``vocab_size``."""
     limits = ((2**8, torch.uint8), (2**16, torch.uint16), (2**31, torch.int32))
     return next(dtype for limit, dtype in limits if vocab_size <= limit)
 
 
 def joined(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
-    """Token ids of documents one after the other, each followed by the end of a document: (length,)."""
+    """Return the concatenated token ids of documents, each followed by the end of a document: (length,)."""
     dtype = smallest_dtype(tokenizer.vocab_size)
     end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
     ending = torch.tensor(end, dtype=dtype)
@@ -152,7 +152,7 @@ def joined(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
 
 
 def token_groups(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tensor]:
-    """Token ids of documents, of many at a time, which are encoded in parallel: (length,) each."""
+    """Yield the token ids of groups of documents, which are encoded in parallel: (length,) each."""
     texts = iter(texts)
     while group := list(islice(texts, _GROUP)):
         if (tokens := joined(group, tokenizer)).numel():
@@ -161,25 +161,25 @@ def token_groups(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tensor]
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Where the tokens of both splits are."""
+    """Locations of the tokens of both splits."""
 
     train: str
     """Folder or URI of the training split."""
     validation: str | None
     """Folder or URI of the validation split; ``None`` for none."""
     folder: Path | None = None
-    """Prepared folder with the metadata and the tokenizer; ``None`` for a dataset that others wrote."""
+    """Prepared folder with the metadata and the tokenizer; ``None`` for other litdata datasets."""
     metadata: Metadata | None = None
-    """What is known about the dataset; ``None`` if nothing is."""
+    """Metadata of the dataset; ``None`` if it has none."""
 
 
 def is_uri(source: str) -> bool:
-    """Whether ``source`` names a place that litdata streams from, such as ``s3://bucket/folder``."""
+    """Return whether ``source`` is a URI from which litdata streams, such as ``s3://bucket/folder``."""
     return "://" in source or source.startswith("local:")
 
 
 def is_token_source(source: str) -> bool:
-    """Whether ``source`` is a litdata dataset or a folder that was prepared from text, and not text."""
+    """Return whether ``source`` is a litdata dataset or a folder that was prepared from text."""
     path = Path(source).expanduser()
     return is_uri(source) or (path / INDEX).exists() or (path / METADATA).exists()
 
@@ -192,10 +192,10 @@ def prepared_tokens(folder: Path) -> TokenSource:
 
 
 def existing_tokens(source: str, val_source: str | None) -> TokenSource:
-    """Return the splits of a token dataset that is there already.
+    """Return the splits of an existing token dataset.
 
     Raises:
-        DataError: ``val_source`` is none.
+        DataError: ``val_source`` is not a token dataset.
     """
     if val_source is not None and not is_token_source(val_source):
         raise DataError(f"val_source={val_source!r} has no {INDEX}. Name the folder of a litdata dataset")
@@ -206,7 +206,7 @@ def existing_tokens(source: str, val_source: str | None) -> TokenSource:
 
 
 def default_cache_dir() -> Path:
-    """Folder for prepared datasets: ``lightning_asyncpp`` in the user's cache folder."""
+    """Return the folder for prepared datasets: ``lightning_asyncpp`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_asyncpp"
 
 
@@ -219,7 +219,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} cannot be read ({error}). Delete the dataset and have it prepared again, or restore it from where"
-            " it came"
+            f"{path} cannot be read ({error}). Delete the dataset and have it prepared again, or restore it from its"
+            " source"
         ) from error
     return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or whatever the `tokenizers` package reads from a tokenizer.json."""
+"""Tokenizers between text and token ids: bytes, or a tokenizer.json of the `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_asyncpp.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
-_CONFIG = "tokenizer_config.json"  # beside a tokenizer.json, as the Hugging Face Hub has it
+_CONFIG = "tokenizer_config.json"  # beside a tokenizer.json, as on the Hugging Face Hub
 _WITH_END = '{"end_of_text": '
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2", "HuggingFaceTB/SmolLM-360M"
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer`` for pretraining: documents are encoded whole, and an id ends each.
+    """``tokenizers.Tokenizer`` for pretraining, which encodes whole documents, each ended by a token.
 
-    A text that spells a special token ("<|endoftext|>") is encoded as the characters that it is: what a stranger wrote
-    ends no document.
+    A text that spells a special token ("<|endoftext|>") is encoded as plain characters, so that it does not end the
+    document.
 
     Args:
-        backend: what it says of truncation and padding is taken out.
-        end_of_text: the token that ends a document; ``None`` for the usual one of the vocabulary, if it has one.
+        backend: tokenizer whose truncation and padding are disabled.
+        end_of_text: token that ends a document; ``None`` for the usual one of the vocabulary, if it has one.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, end_of_text: str | None = None) -> None:
@@ -44,7 +44,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn a byte-level byte-pair encoding of at most ``vocab_size`` ids (at least 257)."""
+        """Train a byte-level byte-pair encoding of at most ``vocab_size`` ids (at least 257)."""
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -64,13 +64,13 @@ class Tokenizer:
 
     @property
     def end_of_document(self) -> int | None:
-        """Id written after every document; ``None`` to write nothing."""
+        """Id written after every document; ``None`` for no id."""
         found = None if self.end_of_text is None else self.backend.token_to_id(self.end_of_text)
         return None if found is None else int(found)
 
     @property
     def definition(self) -> str:
-        """Text from which :func:`tokenizer_of_definition` builds it again: its tokenizer.json, and an unusual end."""
+        """Text for :func:`tokenizer_of_definition`: the tokenizer.json, and the end of a document if it is unusual."""
         content = str(self.backend.to_str())
         if not self._ends_unusually:
             return content
@@ -78,32 +78,32 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """A name that differs whenever the ids of some text differ."""
+        """Name that differs between tokenizers that encode some text differently."""
         return "tokenizer-" + hashlib.sha256(self.definition.encode()).hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tensor]:
-        """Token ids of each text, without the end of the document: (length,) int32."""
+        """Return the token ids of each text, without the end of the document: (length,) int32."""
         encoded = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [torch.tensor(one.ids, dtype=torch.int32) for one in encoded]
 
     def decode(self, tokens: Tensor) -> str:
-        """Text of ``tokens`` (length,), special tokens left out; what is no valid text is replaced."""
+        """Return the text of ``tokens`` (length,) without special tokens; invalid text is replaced."""
         return str(self.backend.decode(tokens.tolist()))
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and what ends a document beside it if that is unusual."""
+        """Write ``tokenizer.json``, and the token that ends a document into another file if it is unusual."""
         self.backend.save(str(folder / "tokenizer.json"))
         if self._ends_unusually:
             (folder / _CONFIG).write_text(json.dumps({"eos_token": self.end_of_text}) + "\n", encoding="utf-8")
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 values of the UTF-8 bytes; byte 0, which no text file holds, ends a document."""
+    """Tokenizer of UTF-8 bytes, 256 ids; byte 0, which text files do not contain, ends a document."""
 
     definition = fingerprint = "byte"
 
     def __init__(self) -> None:
-        # A byte-pair encoding without pairs, for what reads a tokenizer.json; here bytes are taken as they are.
+        # A byte-pair encoding without pairs, for readers of a tokenizer.json; this class encodes bytes directly.
         vocabulary = {"\0" if byte == 0 else character: byte for byte, character in enumerate(_alphabet())}
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -112,32 +112,32 @@ class ByteTokenizer(Tokenizer):
         super().__init__(backend, "\0")
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tensor]:
-        """Token ids of each text: (length,) uint8."""
+        """Return the token ids of each text: (length,) uint8."""
         return [torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)[:-1] for text in texts]
 
     def decode(self, tokens: Tensor) -> str:
-        """Text of ``tokens`` (length,); broken UTF-8 is replaced by U+FFFD."""
+        """Return the text of ``tokens`` (length,); invalid UTF-8 is replaced by U+FFFD."""
         return bytes(tokens.tolist()).decode(errors="replace")
 
 
 def _alphabet() -> list[str]:
-    """The character that stands for each byte in GPT-2's vocabulary: itself if it can be printed, else from 256 on."""
+    """Return the character of each byte in GPT-2's vocabulary: itself if it is printable, else from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
-    """Build the tokenizer that ``name`` stands for.
+    """Load a tokenizer by its name.
 
     Args:
         name: ``"byte"``, the path of a tokenizer.json or of a folder with one, or the name of a repository of models on
             the Hugging Face Hub, from which the file is fetched once.
-        end_of_text: the token that ends a document; ``None`` for what the ``tokenizer_config.json`` beside it says, or
-            else for the usual one of the vocabulary.
+        end_of_text: token that ends a document; ``None`` for that of the ``tokenizer_config.json`` beside it, or else
+            for the usual one of the vocabulary.
 
     Raises:
-        DataError: there is no such file, or it is no tokenizer.json.
+        DataError: the file does not exist, or is not a tokenizer.json.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -154,14 +154,14 @@ def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
 
 
 def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> Tokenizer:
-    """Build the tokenizer that has this ``definition``.
+    """Build a tokenizer from its definition.
 
     Args:
-        definition: of a tokenizer, or the content of a tokenizer.json.
-        end_of_text: the token that ends a document, where the definition does not say so.
+        definition: definition of a tokenizer, or the content of a tokenizer.json.
+        end_of_text: token that ends a document, if the definition does not name it.
 
     Raises:
-        DataError: none has.
+        DataError: the definition is not a tokenizer's.
     """
     if definition == ByteTokenizer.definition:
         return ByteTokenizer()
@@ -180,7 +180,7 @@ def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> 
 
 
 def end_of_text_in(folder: Path) -> str | None:
-    """The token that ends a text by the ``tokenizer_config.json`` of ``folder``; ``None`` if it does not say so."""
+    """Return the token that ends a text by the ``tokenizer_config.json`` of ``folder``; ``None`` without one."""
     try:
         content = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -191,21 +191,21 @@ def end_of_text_in(folder: Path) -> str | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether ``name`` reads like a repository of the hub, and like no file of this machine."""
+    """Return whether ``name`` looks like a repository of the hub and is not a local path."""
     return _HUB_NAME.fullmatch(name) is not None and not name.endswith(".json") and not Path(name).exists()
 
 
 def fetch(name: str, file: str) -> Path:
-    """Return the path of a file of a repository of models, from the hub's cache where it is there already.
+    """Download a file of a repository of models unless it is in the hub's cache, and return its path.
 
     Raises:
         DataError: the hub cannot be reached, or has no such file.
     """
-    import huggingface_hub  # it takes as long as half of this package
+    import huggingface_hub  # its import takes half as long as this package's
 
     try:
         return Path(huggingface_hub.hf_hub_download(name, file))
-    except Exception as error:  # the client's HTTP library, and with it its exceptions, changed twice already
+    except Exception as error:  # the client has changed its HTTP library, and with it its exceptions, twice
         reason = next(iter(str(error).strip().splitlines()), "")
         raise DataError(
             f"{name!r} is no file or folder here, and the Hugging Face Hub gives no {file} of it"
@@ -215,15 +215,15 @@ def fetch(name: str, file: str) -> Path:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Token ids to continue; of an empty prompt the end of a document, behind which another begins.
+    """Return the token ids of a prompt; for an empty one the end of a document, after which another begins.
 
     Raises:
-        DataError: the prompt is empty, and the tokenizer has no such token; or it is no text.
+        DataError: the prompt is empty and the tokenizer has no such token, or the prompt is not valid text.
     """
     if prompt:
         try:
             prompt.encode()
-        except UnicodeEncodeError as error:  # an argument of a command whose bytes are no text
+        except UnicodeEncodeError as error:  # an argument of a command may hold bytes that are not text
             raise DataError(f"the prompt {prompt!r} is no text in UTF-8") from error
         return [int(token) for token in tokenizer.encode_batch([prompt])[0]]
     if tokenizer.end_of_document is None:
@@ -232,11 +232,11 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def hf_tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """Name -> content of the files of a tokenizer, as `transformers` reads them.
+    """Return the contents of a tokenizer's files by name, as `transformers` reads them.
 
     Args:
-        tokenizer: what to write.
-        context_length: longest sequence that the model takes, in tokens.
+        tokenizer: the tokenizer.
+        context_length: maximum length of a sequence, in tokens.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

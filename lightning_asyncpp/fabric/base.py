@@ -1,4 +1,4 @@
-"""What the Fabric strategies share: a hand-written training loop over pipeline stages."""
+"""Base class of the Fabric strategies: a hand-written training loop over pipeline stages."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ StepFunction = Callable[[Any], Any]
 
 
 class PipelineStrategy(PipelineCheckpoints):
-    """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
+    """Base class of the asynchronous and the synchronous strategy; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
-    to Fabric's calls. What a LightningModule says of its batches, the model may say by attributes of the same names:
+    to Fabric's calls. The model may define the attributes that describe the batches of a LightningModule:
     ``split_batch``, ``microbatch_weight``, ``loss_reduction``, ``example_input_array``.
 
     Arguments as for :class:`PipelineStrategyMixin`.
 
     Attributes:
         gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
-        layer_metrics: numbers for the logger of what layers counted (:class:`StatisticsLayer`), from the newest update;
-            the same on all ranks.
+        layer_metrics: statistics of layers (:class:`StatisticsLayer`) of the newest update, for the logger; the same on
+            all ranks.
     """
 
     @override
@@ -68,7 +68,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Build on the meta device if ``empty_init``, else on the CPU: this rank's stage alone goes to its device."""
+        """Build on the meta device if ``empty_init``, else on the CPU; only this rank's stage moves to its device."""
         stack = ExitStack()
         stack.enter_context(torch.device("meta" if empty_init else "cpu"))
         stack.enter_context(self.precision.module_init_context())
@@ -76,7 +76,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def module_to_device(self, module: Module) -> None:
-        """Move a module; the model to be cut, the first that trains, stays until :meth:`setup_module` has cut it."""
+        """Move a module to the device, but leave the pipeline's model, the first with gradients, until it is cut."""
         on_meta = any(p.is_meta for p in module.parameters())
         to_be_cut = has_layers(module) or any(p.requires_grad for p in module.parameters())
         if not on_meta and not (to_be_cut and self.session.stage is None):
@@ -87,7 +87,7 @@ class PipelineStrategy(PipelineCheckpoints):
         """Cut the model to this rank's stage and initialise what is on the meta device; a collective call.
 
         Raises:
-            ConfigurationError: on every rank, with the problems of all ranks.
+            ConfigurationError: the model cannot be cut or trained; raised on every rank, with all problems.
         """
         self._hooks = self._hooks_of(module)
         precision = str(self.precision.precision)
@@ -105,19 +105,19 @@ class PipelineStrategy(PipelineCheckpoints):
             self._cut(module, None if is_cut else module, example=example)
             module.to(self.root_device)
             self.session.start(self._hooks, self.root_device, training=False)
-            self.session.whole_model.pruned.show(True)  # until there is an optimizer, which is made from all parameters
+            self.session.whole_model.pruned.show(True)  # for the optimizer, which is made from all parameters
         return module
 
     def _is_cut(self, module: Module) -> bool:
-        """Whether a model is cut between its layers."""
+        """Return whether a model is cut between its layers."""
         return True
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Take this stage's part of the whole model's optimizer and make room for the second weights; collective.
+        """Reduce the optimizer to this stage and allocate the second weight version; a collective call.
 
         Raises:
-            ConfigurationError: on every rank, with the problems of all ranks.
+            ConfigurationError: the model or optimizer does not fit; raised on every rank, with all problems.
         """
         if self.session.stage is None or self.session.optimizer is not None:
             raise ConfigurationError(ONE_MODEL_ONE_OPTIMIZER)
@@ -133,12 +133,12 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Set up the model, and then its optimizer, which may have been made before."""
+        """Set up the model, and then its optimizer, which may be made before."""
         module = self.setup_module(module)
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def _hooks_of(self, module: Module) -> UserHooks:
-        # What the user computes around the model is not Fabric's business; the wrapped model converts its output.
+        # Fabric sets no precision context around the user's step; the wrapped model converts its own output.
         around = {"context_around_step": False, "model_name": "model"}
         return UserHooks.of(module, forward_context=self._forward_context, **around)
 
@@ -162,7 +162,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let all stages of a replica read the same; the middle ones read nothing if the loader has a length."""
+        """Return a loader of the replica's batches; middle stages read no data if the loader has a length."""
         mesh = self._mesh
         loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
         return resumable(loader, dataloader)
@@ -170,19 +170,21 @@ class PipelineStrategy(PipelineCheckpoints):
     # -- training -------------------------------------------------------------------------------------------------
 
     def training_step(self, step_fn: StepFunction, batch: Any) -> Tensor | None:
-        """Run a training batch: its forwards, and the backwards that the schedule has by then.
+        """Run a training batch: its forwards, and the backwards that are due by the schedule.
 
         Several calls before one ``optimizer.step()`` accumulate their gradients.
 
         Args:
-            step_fn: microbatch -> loss, or a dictionary with it under ``"loss"``; it calls the model once.
-            batch: the batch; it is cut into microbatches along the first dimension. Middle stages ignore it.
+            step_fn: function of a microbatch that calls the model once and returns the loss, or a dictionary with it
+                under ``"loss"``.
+            batch: the batch, which is cut into microbatches along the first dimension. Middle stages ignore it.
 
         Returns:
-            The mean loss of this replica's batch, detached, on the last stage (rank 0 among them); ``None`` on others.
+            The mean loss of this replica's batch, detached, on the last stage (which includes rank 0); ``None`` on
+            others.
 
         Raises:
-            ConfigurationError: the first time, on every rank, if a rank found that the step cannot be run right.
+            ConfigurationError: a pipeline cannot run the step; raised at the first call, on every rank.
         """
         engine = self._trained_engine("strategy.training_step")
         if self._recorder is not None:
@@ -195,11 +197,11 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
-        """Close this mini-batch with the hyper-parameters of now, and apply the update whose time has come.
+        """Close this mini-batch with the current hyper-parameters, and apply the update that is due.
 
         Raises:
-            ConfigurationError: there is no optimizer yet.
-            NonFiniteGradientError: under ``nonfinite_gradients="stop"``, on every rank.
+            ConfigurationError: no optimizer was set up.
+            NonFiniteGradientError: a gradient is not finite under ``nonfinite_gradients="stop"``; raised on every rank.
         """
         self._trained_engine("optimizer.step()")
         with self._driving():
@@ -209,7 +211,7 @@ class PipelineStrategy(PipelineCheckpoints):
             self._recorder.end_batch()
 
     def _drop(self) -> None:
-        """Drop the gradient of the batches since the last step, on every stage: they belong to no update."""
+        """Drop the gradient of the batches since the last step, on every stage."""
         self._trained_engine("optimizer.zero_grad()").drop()
         self._note = MiniBatchNote()
 
@@ -239,9 +241,9 @@ class PipelineStrategy(PipelineCheckpoints):
         self._note.clip(Clipping(algorithm, limit))
 
     def flush(self) -> None:
-        """Finish what is in flight and apply every update; changes the clock, never the trajectory. A collective call.
+        """Finish all microbatches in flight and apply every update; a collective call.
 
-        Batches that no ``optimizer.step()`` followed are not trained on.
+        This changes the run time, never the trajectory. Batches after the last ``optimizer.step()`` are not trained on.
         """
         self._settle()
         if self._recorder is not None:
@@ -270,7 +272,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self._applied(self.session.drain())
 
     def _settle(self) -> None:
-        """Drain, between two mini-batches."""
+        """Drain between two mini-batches."""
         self._check_drain()
         self.session.running()
         with self._driving():
@@ -289,7 +291,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
-        """The engine runs here: backwards are its own, and after a failure this rank waits for no other one again."""
+        """Let the engine run backwards, and after a failure keep this rank from waiting for others."""
         try:
             with backward_allowed():
                 yield
@@ -302,16 +304,16 @@ class PipelineStrategy(PipelineCheckpoints):
     def evaluation_step(self, step_fn: StepFunction, batch: Any) -> Any:
         """Run a batch forward on the newest weights, without gradients; the pipeline is drained first. Collective.
 
-        The model runs in the mode that it is in: call ``model.eval()`` before and ``model.train()`` after.
+        The model keeps its mode: call ``model.eval()`` before and ``model.train()`` after.
 
         Args:
-            step_fn: microbatch -> anything; it calls the model once.
+            step_fn: function of a microbatch that calls the model once.
             batch: the batch; middle stages ignore it.
 
         Returns:
-            On the last stage what ``step_fn`` would have returned for the whole batch: tensors of the microbatches are
-            joined along the first dimension, tensors of one element averaged with the microbatches' weights. ``None``
-            on others.
+            On the last stage the result of ``step_fn`` for the whole batch: tensors of the microbatches are joined
+            along the first dimension, tensors of one element averaged with the microbatches' weights. ``None`` on
+            others.
         """
         self._check_drain()
         engine = self.session.running()
@@ -326,20 +328,20 @@ class PipelineStrategy(PipelineCheckpoints):
     # -- recording ------------------------------------------------------------------------------------------------
 
     def record_trace(self, dirpath: str | Path, first_mini_batch: int = 0, mini_batches: int | None = None) -> Recorder:
-        """Record from here on what every stage does when, for ``asyncpp trace``; a collective call.
+        """Record the timeline of every stage from here on, for ``asyncpp trace``; a collective call.
 
-        What passes between ``optimizer.step()`` and the next ``training_step`` counts as waiting for data.
+        The time between ``optimizer.step()`` and the next ``training_step`` counts as waiting for data.
 
         Args:
-            dirpath: folder of the files, one per process; with a recording in it the next goes to ``<dirpath>-2``, ...
-            first_mini_batch: the first mini-batch to record, counted over the run from 0.
-            mini_batches: how many to record; default: all that follow.
+            dirpath: folder of the files, one per process; if it holds a recording, ``<dirpath>-2``, ... is used.
+            first_mini_batch: first mini-batch to record, counted over the run from 0.
+            mini_batches: number of mini-batches to record; ``None`` for all that follow.
 
         Returns:
-            The recording: its ``close()``, the end of a ``with`` block, or the end of the process ends the files.
+            The recorder, whose files end with its ``close()``, with a ``with`` block, or with the process.
 
         Raises:
-            ConfigurationError: on every rank; a rank cannot write there.
+            ConfigurationError: a rank cannot write to the folder; raised on every rank.
         """
         if self.session.optimizer is None:
             raise ConfigurationError(not_set_up("strategy.record_trace()"))
@@ -355,7 +357,7 @@ class PipelineStrategy(PipelineCheckpoints):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Ask all ranks to end soon; may be called on any rank, at any moment after set-up, in a signal's handler too.
+        """Ask all ranks to end soon; safe to call on any rank, at any time, and in a signal handler.
 
         Before ``setup_optimizers`` it does nothing.
         """
@@ -364,7 +366,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @property
     def stop_agreed(self) -> bool:
-        """Whether some rank asked to end and all know: it becomes True on all ranks in the same ``optimizer.step()``.
+        """Whether all ranks know that one asked to end; it becomes True on all in the same ``optimizer.step()``.
 
         That is one of the next two mini-batches after :meth:`request_stop`.
         """
@@ -381,7 +383,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
 
 def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Optimizer]:
-    """A class of optimizers with another ``zero_grad``, which Fabric takes from the class and not from the object."""
+    """Return an optimizer class with another ``zero_grad``, which Fabric takes from the class, not from the object."""
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         drop()
@@ -392,10 +394,10 @@ def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Opt
 
 @contextmanager
 def backward_allowed() -> Iterator[None]:
-    """Let the engine run backward passes: of a model that it wrapped, Fabric allows them in ``fabric.backward`` alone.
+    """Let the engine run backwards; for wrapped models Fabric allows them only in ``fabric.backward``.
 
     Raises:
-        PrivateNameError: Fabric has another way to tell by now.
+        PrivateNameError: Fabric has changed the private name that allows them.
     """
     before = required(wrappers, "_in_fabric_backward", "run backward passes")
     wrappers._in_fabric_backward = True

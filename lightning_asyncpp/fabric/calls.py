@@ -1,4 +1,4 @@
-"""What calls of Fabric ask for an update that comes one call later, and those that a pipeline cannot follow."""
+"""Fabric's calls that concern an update one call later, and checks of the model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ONE_MODEL_ONE_OPTIMIZER = (
 
 @dataclass(frozen=True)
 class Clipping:
-    """What ``fabric.clip_gradients`` asked for.
+    """Arguments of ``fabric.clip_gradients``.
 
     Attributes:
-        algorithm: ``"max_norm"`` for the 2-norm over all stages, ``"clip_val"`` for every element alone.
-        limit: the largest norm, or the largest absolute value.
+        algorithm: ``"max_norm"`` for the 2-norm over all stages, ``"clip_val"`` for every element by itself.
+        limit: largest norm, or largest absolute value.
     """
 
     algorithm: str
@@ -41,10 +41,10 @@ class Clipping:
 
 @dataclass
 class MiniBatchNote:
-    """What the loop did for a mini-batch that its update, one call later, must know of.
+    """Calls for a mini-batch that concern its update, one call later.
 
     Attributes:
-        clipping: of its gradient; None for none.
+        clipping: clipping of the gradient; None for none.
     """
 
     clipping: Clipping | None = None
@@ -53,7 +53,7 @@ class MiniBatchNote:
         """Note a clipping; a second one of the same kind replaces the first.
 
         Raises:
-            ConfigurationError: both kinds are asked for.
+            ConfigurationError: both kinds of clipping are requested.
         """
         before = self.clipping
         if before is not None and before.algorithm != clipping.algorithm:
@@ -65,7 +65,7 @@ class MiniBatchNote:
 
 
 def not_set_up(caller: str) -> str:
-    """Message for a call before the optimizer was set up."""
+    """Return the message for a call before the optimizer was set up."""
     return (
         f"{caller} needs a model and an optimizer: call model = fabric.setup_module(model) and then"
         " optimizer = fabric.setup_optimizers(make_optimizer(model)) first"
@@ -73,7 +73,7 @@ def not_set_up(caller: str) -> str:
 
 
 def module_problems(session: PipelineSession, module: nn.Module, precision: str, loss_reduction: str) -> list[str]:
-    """What is wrong with the model that is set up, or with how it is to be trained."""
+    """Return the problems of a model that is set up, and of the settings of its training."""
     problems = []
     if session.stage is not None:
         problems.append(

@@ -1,4 +1,4 @@
-"""Fabric checkpoints of a pipeline, in one file or sharded, and training data that goes on where one was."""
+"""Fabric checkpoints of a pipeline, in one file or sharded, and loaders that resume from them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderBatch, Plac
 
 
 class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
-    """Saves the whole run, and loads this stage's part of one."""
+    """Strategy that saves the whole run and loads this stage's part of a checkpoint."""
 
     _note: MiniBatchNote
-    _resumed_at: int | None = None  # the microbatch that followed when an optimizer was loaded
+    _resumed_at: int | None = None  # next microbatch when an optimizer was loaded
 
     @abstractmethod
     def _driving(self) -> AbstractContextManager[None]:
-        """The engine runs here."""
+        """Return a context in which the engine may run."""
 
     @abstractmethod
     def _check_drain(self) -> None:
@@ -43,14 +43,14 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @abstractmethod
     def _drain(self) -> None:
-        """Finish what is in flight and apply every update."""
+        """Finish all microbatches in flight and apply every update."""
 
     @abstractmethod
     def _settle(self) -> None:
-        """Drain, between two mini-batches."""
+        """Drain between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's ``state_dict`` on rank 0, this stage's part on others; a collective that drains first."""
+        """Drain, and return the whole model's ``state_dict`` on rank 0, this stage's part on others; collective."""
         self._check_drain()
         self.session.running()
         with self._driving():
@@ -65,12 +65,12 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write the model, the optimizer and the older weights of all stages, and what else is given; collective.
+        """Write the model, the optimizer and the older weights of all stages, and all else in ``state``; collective.
 
-        Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage its part of a folder.
+        Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage writes its part of a folder.
 
         Raises:
-            StorageError: it cannot be written; what had its name is intact.
+            StorageError: the checkpoint cannot be written; an earlier one of its name is intact.
         """
         parts: dict[str, Any] = {}
         if self.session.stage is not None:
@@ -85,9 +85,9 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self.checkpoints.save(path, content, lambda it: files.save_checkpoint(it, path, storage_options))
 
     def _parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a state that are the pipeline's: model, optimizer, averages of weights; collective.
+        """Return the pipeline's entries of a state: model, optimizer, averages of weights; collective.
 
-        With the optimizer comes what else the run needs to go on, under ``"pipeline"``.
+        With the optimizer comes the rest of the run's state, under ``"pipeline"``.
         """
         session, collected = self.session, self.checkpoints.collected
         parts: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file that :meth:`save_checkpoint` wrote, on every rank; the run goes on as if it had not ended.
+        """Load a checkpoint of :meth:`save_checkpoint` on every rank; the run then continues as if uninterrupted.
 
         Raises:
             ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
@@ -126,10 +126,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         progress = remainder.pop(PIPELINE, None)
         state.update(others)
         if self._has_resumed and any(value is self._trained_model for value in others.values()):
-            load_pipeline_state(self.session, progress)  # its optimizer came first, and it makes all versions equal
+            load_pipeline_state(self.session, progress)  # the optimizer was loaded before; all versions become equal
         for name in state.keys() - others.keys():
             if name in remainder:
-                load_pipeline_state(self.session, progress)  # tells the optimizer the delay, under which it loads
+                load_pipeline_state(self.session, progress)  # sets the delay before the optimizer is loaded
                 self.session.stage_optimizer.load_state_dict(remainder.pop(name))
                 self._note = MiniBatchNote()
                 self._resumed_at = self.session.running().next_forward
@@ -139,7 +139,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @property
     def _has_resumed(self) -> bool:
-        """Whether an optimizer was loaded and nothing was trained since: the model may come by another call."""
+        """Whether an optimizer was loaded and nothing was trained since; the model may be loaded by another call."""
         return self._resumed_at is not None and self.session.running().next_forward == self._resumed_at
 
     @property
@@ -148,7 +148,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a whole model's ``state_dict`` into this stage, or any module beside the pipeline."""
+        """Load a whole model's ``state_dict`` into this stage, or a state into a module outside of the pipeline."""
         if module is self._trained_model:
             load_model_state(self.session, module, state_dict, strict)
         else:
@@ -159,13 +159,13 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
 
 class FabricLoader(ResumableLoader):
-    """What a loop over Fabric iterates: in a state for ``fabric.save`` it says where it is.
+    """Loader of a Fabric loop whose position ``fabric.save`` stores if it is part of the state.
 
-    After ``fabric.load`` the next loop over it reads the rest of its epoch, and those after it read the next ones. In
-    which epoch it is, it counts itself: Fabric, which tells samplers, counts from the start of the process.
+    After ``fabric.load`` the next loop over it reads the rest of its epoch, and later loops read the next epochs. It
+    counts epochs itself, since Fabric counts them for samplers from the start of the process.
 
     Args:
-        loader: of this replica; on a middle stage a :class:`PlaceholderLoader`.
+        loader: loader of this replica; on a middle stage a :class:`PlaceholderLoader`.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -178,8 +178,8 @@ class FabricLoader(ResumableLoader):
         self._rest: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: after the last batch that the loop has got, or between two epochs."""
-        if self._rest is not None:  # loaded, and not gone on from yet
+        """Return the position after the last batch that the loop received, or between two epochs."""
+        if self._rest is not None:  # loaded, and not iterated since
             return dict(self._rest)
         if self._resumed is not None:
             return {**self._resumed[0], "is_over": True}
@@ -187,7 +187,7 @@ class FabricLoader(ResumableLoader):
         return {**here, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`."""
+        """Load a state of :meth:`state_dict` for the next iteration."""
         if self._has_rest(state):
             warn_if_inexact(self._given, state)
         self._rest = state
@@ -200,7 +200,7 @@ class FabricLoader(ResumableLoader):
         goes_on = rest is not None and not self._is_over
         if rest is not None and not (goes_on and self._has_rest(rest)):
             self.resume(rest, ended=True)
-            if goes_on:  # nothing is left of its epoch; the next iteration is the next one's
+            if goes_on:  # nothing is left of the epoch; the next iteration begins the next epoch
                 self._is_over = True
                 return
         elif rest is not None:
@@ -210,7 +210,7 @@ class FabricLoader(ResumableLoader):
         try:
             yield from self._batches_of_epoch(int(rest["batches"]) if rest is not None and goes_on else 0)
         finally:
-            if newest is self._newest:  # an older one may be given up later
+            if newest is self._newest:  # an older iterator may be closed later
                 self._is_over = True
 
     def _batches_of_epoch(self, begun: int) -> Iterator[Any]:
@@ -223,7 +223,7 @@ class FabricLoader(ResumableLoader):
             yield PlaceholderBatch()
 
     def _has_rest(self, state: Mapping[str, Any]) -> bool:
-        """Whether batches are left of the epoch in which a state was saved."""
+        """Return whether batches are left of the epoch in which a state was saved."""
         if state["is_over"] or state["exhausted"]:
             return False
         length = state["length"]
@@ -231,20 +231,20 @@ class FabricLoader(ResumableLoader):
 
 
 def resumable(loader: Any, given: Any) -> FabricLoader:
-    """A loader that goes on where a checkpoint was, with the attributes (``dataset``, ``batch_size``) of the one given.
+    """Return a resumable loader with the attributes (``dataset``, ``batch_size``) of the user's loader.
 
     Args:
-        loader: what this rank iterates.
-        given: what the user gave.
+        loader: loader that this rank iterates.
+        given: loader of the user.
     """
     wrapped = FabricLoader(loader)
     attributes = {name: value for name, value in vars(given).items() if name not in ("state_dict", "load_state_dict")}
-    vars(wrapped).update({**attributes, **vars(wrapped)})  # Fabric's wrapper shows those that are here
+    vars(wrapped).update({**attributes, **vars(wrapped)})  # Fabric's wrapper copies the attributes in vars()
     return wrapped
 
 
 def _converted(state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
-    """What ``fabric.save`` writes of its arguments: states of modules and optimizers in their place, filtered."""
+    """Return a state for ``fabric.save``, filtered, with modules and optimizers replaced by their states."""
     converted = {name: value.state_dict() if _has_state(value) else value for name, value in state.items()}
     for name, keep in filter.items():
         converted[name] = {key: value for key, value in converted[name].items() if keep(key, value)}

@@ -15,10 +15,11 @@ from lightning_asyncpp.fabric.base import PipelineStrategy
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
-    """Asynchronous pipeline parallelism: no flush, gradients as fresh as PipeDream-2BW can have them.
+    """Asynchronous pipeline parallelism without a flush: PipeDream-2BW with only a share of each gradient delayed.
 
     Raises:
-        ConfigurationError: when Fabric launches or a model is set up, on every rank, with every problem found.
+        ConfigurationError: problems were found when Fabric launches or a model is set up; raised on every rank, with
+            all problems.
 
     Example::
 
@@ -51,14 +52,14 @@ class SyncPipelineStrategy(PipelineStrategy):
 
 
 class DelayedGradientStrategy(PipelineStrategy):
-    """Trains on one device what an asynchronous pipeline would train: is that safe for my model?
+    """Simulation of a pipeline on one device, to find out whether delayed gradients suit a model.
 
-    The loop is that of the pipeline strategies, and so is the engine: it runs all stages in this process, on one whole
-    model. With one stage any model will do: it is not cut, and each gradient is one update old.
+    The training loop is that of the pipeline strategies. Their engine runs all stages in this process, one after the
+    other, on one whole model.
 
     Args:
-        stages: number of stages. With one, any module will do: it is not cut, and its whole step runs on older weights.
-        delay: 1 for what an asynchronous pipeline trains, 0 for what a synchronous one does.
+        stages: number of stages. With one, any module works: it is not cut, and its whole step runs on older weights.
+        delay: 1 to train as an asynchronous pipeline does, 0 as a synchronous one.
         microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
         staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
     """

@@ -1,1 +1,1 @@
-"""Lightning's part of the command: ``fit``, ``validate``, ``test`` and ``predict`` on YAML recipes."""
+"""Subcommands of LightningCLI: ``fit``, ``validate``, ``test`` and ``predict`` on YAML recipes."""

@@ -1,6 +1,6 @@
-"""What stands for other arguments, or goes before them, until LightningCLI reads them; nothing heavy is imported.
+"""Shorthands of the command's arguments, expanded before LightningCLI reads them; cheap to import.
 
-Recipes that come with the package go by their names: ``asyncpp fit quickstart``.
+Recipes of the package have names: ``asyncpp fit quickstart``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.help import did_you_mean
 
-_LIKE_A_NAME = re.compile(r"[\w./-]*\w")  # --config takes YAML, "-" and URLs, too
+_LIKE_A_NAME = re.compile(r"[\w./-]*\w")  # --config also accepts YAML, "-" and URLs
 
 
 def package_recipes() -> dict[str, Path]:
-    """Name -> file: ``quickstart`` and so on."""
+    """Return the files of the package's recipes by their names, such as ``quickstart``."""
     package = Path(__file__).parents[1]
     installed, of_checkout = package / "recipes", package.parent / "recipes"
     folder = installed if installed.is_dir() else of_checkout
@@ -27,10 +27,10 @@ def package_recipes() -> dict[str, Path]:
 
 
 def package_recipe(name: str) -> Path:
-    """The file of a recipe of the package.
+    """Return the file of a recipe of the package.
 
     Raises:
-        ConfigurationError: there is none of this name.
+        ConfigurationError: no recipe has this name.
     """
     recipes = package_recipes()
     if name not in recipes:
@@ -42,17 +42,17 @@ def package_recipe(name: str) -> Path:
 
 
 def recipe_path(given: str) -> str:
-    """The recipe's file, of what a command was given as one.
+    """Return the file of a recipe given by path or name.
 
     Args:
-        given: a path, or the name of a recipe of the package, ``quickstart``, which may be written as the documents
-            write it, ``recipes/quickstart.yaml``. A file comes before a recipe of its name.
+        given: a path, or the name of a recipe of the package: ``quickstart``, or ``recipes/quickstart.yaml`` as in the
+            documentation. A file takes precedence over a recipe of the same name.
 
     Returns:
-        What was given, where it can be no name: whoever opens it says so.
+        The path; ``given`` itself if it cannot be a name.
 
     Raises:
-        ConfigurationError: there is neither such a file nor such a recipe.
+        ConfigurationError: neither a file nor a recipe has this name.
     """
     if not _LIKE_A_NAME.fullmatch(given) or (os.path.exists(given) and not os.path.isdir(given)):
         return given
@@ -64,31 +64,31 @@ STRATEGIES = {
     "sync_pipeline": "lightning_asyncpp.SyncPipelineStrategy",
     "delayed_gradient": "lightning_asyncpp.DelayedGradientStrategy",
 }
-"""Name of a strategy for the Trainer -> its class, which takes options where the name alone would not."""
+"""The Trainer's names of strategies, mapped to their classes, which accept options."""
 _CLASS_NAME = re.compile(r"(\w+\.)*[A-Z]\w*")
 _CONFIG, _STRATEGY, _OPTIMIZER, _TRACE = ("--config", "-c"), "--trainer.strategy", "--optimizer", "--trace"
 
-# Optimizers known by the name of their rule for matrices; torch.optim.Muon takes nothing but matrices, and no model.
+# Optimizers named by their algorithm for matrices; torch.optim.Muon accepts only matrices and not a whole model.
 _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 
 
 def find_own_modules() -> None:
-    """Let recipes name classes of the folder that the command is called in, as ``python -m`` does.
+    """Add the current folder to the path, as ``python -m`` does, so that recipes can name its classes.
 
-    It comes last: what is installed stays what it is.
+    It comes last, so that it does not shadow installed packages.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def written_out(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a subcommand of LightningCLI, without this command's shorthands.
+    """Return the arguments of a subcommand of LightningCLI with this command's shorthands expanded.
 
-    These are recipes by their names and by their place, strategies by their names, ``--optimizer`` for the model's, and
-    ``--trace [FOLDER]`` for a ``PipelineTrace`` among the callbacks.
+    The shorthands are recipes by name and as positional arguments, strategies by name, ``--optimizer`` for the model's
+    optimizer, and ``--trace [FOLDER]`` for a ``PipelineTrace`` among the callbacks.
 
     Raises:
-        ConfigurationError: there is no recipe that they name.
+        ConfigurationError: an argument names a recipe that does not exist.
     """
     left = list(arguments)
     written: list[str] = []
@@ -107,7 +107,7 @@ def written_out(arguments: Sequence[str]) -> list[str]:
         if not equals and left and not (name == _TRACE and left[0].startswith("-")):
             value = left.pop(0)
         if short == _TRACE:
-            # Last, so that no --config takes the place of the list that it is added to.
+            # Last, so that no --config replaces the list to which it is added.
             trace = trace or ["--trainer.callbacks+=lightning_asyncpp.PipelineTrace"]
             trace += [f"--trainer.callbacks{name.removeprefix(_TRACE) or '.dirpath'}={value}"] if value else []
         else:
@@ -125,8 +125,8 @@ def _written(name: str, value: str) -> str:
 
 
 def class_of_strategy(value: str) -> str | None:
-    """The class that a strategy's value stands for; ``None`` for a name that only the Trainer knows, and for no name.
+    """Return the class that a strategy's value names; ``None`` for names that only the Trainer knows.
 
-    The Trainer takes names without options, and jsonargparse takes any text for such a name.
+    The Trainer accepts names only without options, and jsonargparse takes any text for such a name.
     """
     return STRATEGIES.get(value) or (value if _CLASS_NAME.fullmatch(value) else None)

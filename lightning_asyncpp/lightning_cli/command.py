@@ -1,4 +1,4 @@
-"""``asyncpp fit`` and the other subcommands of LightningCLI, on YAML recipes; and recipes read for the tools."""
+"""``asyncpp fit`` and the other subcommands of LightningCLI, and reading of recipes for the tools."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from lightning_asyncpp.trainer.set_up import trainer_problems
 
 
 def check_start(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
-    """Refuse what every process that is to be started would refuse, with all that is wrong.
+    """Raise the errors that every process would raise, before processes start.
 
     Raises:
-        ConfigurationError: the data are not there, or strategy, number of devices and layers do not fit together.
+        ConfigurationError: the data is missing, or strategy, Trainer and number of devices do not fit together; the
+            message has all problems.
     """
     problems = []
     if isinstance(data, TextDataModule):
@@ -50,19 +51,19 @@ def check_start(trainer: L.Trainer, module: L.LightningModule, data: L.Lightning
 
 
 def processes_of(trainer: L.Trainer) -> str:
-    """How many processes a Trainer runs on, and under which strategy."""
+    """Return a text with the number of a Trainer's processes, its strategy and its kind of device."""
     count, kind = trainer.num_nodes * trainer.num_devices, type(trainer.strategy).__name__
     device = type(trainer.accelerator).__name__.removesuffix("Accelerator")
     return f"{count} {'process' if count == 1 else 'processes'} ({kind}, {device})"
 
 
 class AsyncppCLI(LightningCLI):
-    """LightningCLI that says what is wrong with a recipe, and ends a training with a line on what to look at next."""
+    """LightningCLI with short error messages for recipes, and a line on checkpoint and logs after a training."""
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Make the parser, of the subcommand alone that is asked for: describing all takes four times as long."""
+        """Make the parser of the requested subcommand only: all of them would take four times as long."""
         asked = {name: skipped for name, skipped in self.subcommands().items() if [name] == sys.argv[1:2]}
         if asked:
             self.subcommands = lambda: asked  # type: ignore[method-assign]
@@ -74,10 +75,10 @@ class AsyncppCLI(LightningCLI):
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the model to recipe and command line: Lightning would import and call what a checkpoint names."""
+        """Do not read the model's class from a checkpoint: Lightning would import and call what the file names."""
 
     def before_instantiate_classes(self) -> None:
-        """Keep what classes raise: where a key takes several types, jsonargparse tells of another one that it tried."""
+        """Keep the errors of classes: if a key has several types, jsonargparse may report that of another type."""
         self._raised: list[Exception] = []
         self.parser.add_instantiator(self._instantiated, object)
 
@@ -89,11 +90,11 @@ class AsyncppCLI(LightningCLI):
             raise
 
     def instantiate_classes(self) -> None:
-        """Make what the recipe asks for.
+        """Make the objects of the recipe.
 
         Raises:
             ConfigurationError: a class of this package refused its arguments.
-            Exception: what another class raised, without jsonargparse's account of all that it tried.
+            Exception: another class raised it; jsonargparse's report of all types that it tried is left out.
         """
         try:
             super().instantiate_classes()
@@ -105,10 +106,10 @@ class AsyncppCLI(LightningCLI):
             say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer, with a progress bar that fits a terminal where the recipe names none.
+        """Make the Trainer, with a progress bar that fits a terminal unless the recipe names one.
 
         Raises:
-            ConfigurationError: Lightning refused its arguments, as where there are not as many devices.
+            ConfigurationError: Lightning refused the arguments, for instance for lack of devices.
         """
         section = self.config_init[self.subcommand]["trainer"] if self.subcommand else self.config_init["trainer"]
         given = section["callbacks"]
@@ -123,7 +124,7 @@ class AsyncppCLI(LightningCLI):
             raise ConfigurationError(f"the Trainer refuses its arguments: {error}") from None
 
     def after_fit(self) -> None:
-        """Name the checkpoint and the logs."""
+        """Print the paths of the checkpoint and the logs."""
         callback = self.trainer.checkpoint_callback
         checkpoint = getattr(callback, "best_model_path", "") or ("none yet" if callback else "none was configured")
         logs = next((x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)), None)
@@ -141,28 +142,28 @@ def run() -> None:
     """Run the subcommand that the arguments of the process name.
 
     Raises:
-        ConfigurationError: what was asked for does not fit together.
-        SystemExit: it cannot even be read.
+        ConfigurationError: the arguments do not fit together.
+        SystemExit: the arguments cannot be parsed.
     """
     say_what_is_logged()
     sys.argv[1:] = written_out(sys.argv[1:])
     try:
         make_cli(save_config_kwargs={"overwrite": True})
-    except DataError as error:  # as it is prepared
+    except DataError as error:  # raised while data is prepared
         raise ConfigurationError(str(error)) from error
 
 
 def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
-    """Read the arguments of a subcommand as the command does, recipes and overrides; nothing is built.
+    """Read the arguments of a subcommand, recipes and overrides, as the command does, without making objects.
 
     Args:
-        arguments: what would follow ``asyncpp``: ``["fit", "recipe.yaml", "--trainer.max_steps", "7"]``.
+        arguments: arguments after ``asyncpp``: ``["fit", "recipe.yaml", "--trainer.max_steps", "7"]``.
 
     Returns:
-        The whole configuration of the subcommand, defaults filled in, in plain values.
+        The whole configuration of the subcommand, with defaults, in plain values.
 
     Raises:
-        SystemExit: something is wrong with them; what, stands on the standard error output.
+        SystemExit: the arguments are wrong; the message is on the standard error output.
     """
     before = list(sys.argv)
     sys.argv = ["asyncpp", *written_out(arguments)]
@@ -176,7 +177,7 @@ def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
     raise RuntimeError("LightningCLI read its arguments without calling parse_arguments")
 
 
-class _Read(Exception):  # noqa: N818  (no error: everything was read)
+class _Read(Exception):  # noqa: N818  (not an error: it ends the reading)
     def __init__(self, configuration: dict[str, Any]) -> None:
         super().__init__()
         self.configuration = configuration
@@ -189,14 +190,14 @@ class _Reader(AsyncppCLI):
 
 
 def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
-    """Read a recipe and what overrides it, and do what it asks for.
+    """Read a recipe and its overrides, and run the subcommand.
 
     Args:
-        cli: what reads and does it.
-        **how: further arguments of ``LightningCLI``: with ``run=False`` it makes module, data and Trainer alone.
+        cli: class that reads and runs the subcommand.
+        **how: further arguments of ``LightningCLI``; with ``run=False`` it only makes module, data and Trainer.
     """
     _quiet()
-    # They are in the sources, whose reading takes a third of the time that a recipe's does.
+    # Docstrings of attributes are read from the sources, which adds a third to the time of reading a recipe.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=_shows_docstrings(sys.argv[1:]))
     return cli(
         LightningModule,
@@ -210,12 +211,12 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
 
 
 def _shows_docstrings(arguments: Sequence[str]) -> bool:
-    """Whether a help screen or a recipe with comments may be asked for."""
+    """Return whether the arguments may request a help screen or a recipe with comments."""
     return any("help" in argument or "print_config" in argument or argument == "-h" for argument in arguments)
 
 
 def _quiet() -> None:
-    # Remarks of Lightning on its own internals and on loaders that are as they should be.
+    # Lightning's warnings about its own internals and about loaders that are correct.
     for message in (
         ".*isinstance\\(treespec, LeafSpec\\).*",
         ".*does not have many workers.*",
@@ -228,11 +229,11 @@ def _quiet() -> None:
 
 
 def _is_no_tip(record: logging.LogRecord) -> bool:
-    """Whether Lightning says something of this run, and not of a package that could be installed."""
+    """Return whether a record of Lightning is about this run and not a tip to install a package."""
     return not record.getMessage().startswith("💡 Tip: ")
 
 
 @rank_zero_only
 def _print(text: Any) -> None:
-    encoding = sys.stdout.encoding or "utf-8"  # which may not have the bytes of a path
+    encoding = sys.stdout.encoding or "utf-8"  # may not be able to encode a path
     print(str(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)

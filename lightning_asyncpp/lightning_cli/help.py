@@ -1,7 +1,4 @@
-"""The help of the command: every subcommand in a line, and names near to one that does not exist.
-
-Nothing heavy is imported.
-"""
+"""Help texts of the command, and suggestions for misspelt names; cheap to import."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that does not exist, after a semicolon; empty if nothing is like it.
+    """Return a suggestion for a name that does not exist, after a semicolon; empty if no known name is similar.
 
     Args:
-        name: what was given; of dotted names the last part is compared, hyphens and underscores make no difference.
-        known: all that could have been; of those that are equally near, the first is named.
+        name: the given name; only the last part of dotted names is compared, with hyphens equal to underscores.
+        known: all known names; of equally similar ones the first is suggested.
     """
     ends: dict[str, str] = {}
     for candidate in known:
@@ -51,11 +48,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "checkpoint": "look into one (info), write it in another form (convert)",
     },
 }
-"""Title -> subcommand -> what it does."""
+"""Titles, mapped to subcommands and their descriptions."""
 SUBCOMMANDS = GROUPS["train"]
-"""LightningCLI's own."""
+"""Subcommands of LightningCLI."""
 FULL_HELP = "--help=full"
-"""Lists all options that Lightning finds."""
+"""Option that lists all options of LightningCLI."""
 
 _USAGE = """\
 usage: asyncpp COMMAND ...
@@ -74,7 +71,7 @@ usage: asyncpp {name} RECIPE [--KEY VALUE ...]
 
 {does}. A recipe is a YAML file; --config RECIPE names it, too, and further ones change the first.
 
-Whatever a recipe says can be said here, last wins:
+Arguments override the values of the recipe; the last one wins:
   --trainer.max_steps 100             any argument of Lightning's Trainer
   --trainer.strategy async_pipeline   or sync_pipeline, delayed_gradient, or one of Lightning's
   --trainer.strategy.microbatches 8  any argument of the strategy
@@ -104,7 +101,7 @@ _OTHER_EXAMPLE = "  asyncpp {name} quickstart --ckpt_path last.ckpt\n"
 
 
 def overview() -> str:
-    """The help of the command: its subcommands in groups, a line each."""
+    """Return the help of the command: its subcommands in groups, a line each."""
     blocks = [
         "\n".join([f"{title}:", *(f"  {name:<12}{text}" for name, text in commands.items())])
         for title, commands in GROUPS.items()
@@ -113,7 +110,7 @@ def overview() -> str:
 
 
 def help_of(name: str) -> str:
-    """The help of a subcommand of LightningCLI, without the options that Lightning finds."""
+    """Return the help of a subcommand of LightningCLI, without the options that Lightning finds."""
     is_fit = name == "fit"
     does = SUBCOMMANDS[name]
     return _TRAINING.format(

@@ -1,4 +1,4 @@
-"""What the command says at its start and its end, on the standard error output; nothing heavy is imported."""
+"""Messages of the command on the standard error output; cheap to import."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
 def is_first_process() -> bool:
-    """Whether this process was started by hand, or as the first of those that torchrun, Slurm or Lightning start."""
+    """Return whether this process is the first of those that the user, torchrun, Slurm or Lightning started."""
     return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 
 def say(text: str) -> None:
-    """Say what is done now, unless another process does."""
+    """Print a message in the first process."""
     if is_first_process():
         sys.stderr.write(f"asyncpp: {text}\n")
         sys.stderr.flush()
 
 
-class _Said(logging.Handler):
+class _SayHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
 
 
 def say_what_is_logged() -> None:
-    """Have what the package logs as information said as well, as by the data that are prepared."""
+    """Print what the package logs as information, such as the preparation of data."""
     logger = logging.getLogger("lightning_asyncpp")
     if logger.handlers or logger.level:
-        return  # whoever called this has chosen
-    logger.addHandler(_Said())
+        return  # the caller has configured the logger
+    logger.addHandler(_SayHandler())
     logger.setLevel(logging.INFO)
 
 
 _PACKAGE = "lightning_asyncpp."
 _ARGUMENTS = (ValueError, TypeError, ImportError)
-"""What is raised where an argument is wrong, or a package is missing; also by Python."""
+"""Exceptions for wrong arguments and missing packages, which Python also raises."""
 
 
 def end_with(error: Exception) -> None:
-    """End the process with what the package refuses; return where the error is another, or its traceback is wanted.
+    """End the process with a short message for an error of the package; return for others, or to show a traceback.
 
     Raises:
-        SystemExit: with code 2 where something else has to be asked for, with 1 for what went wrong as it ran.
+        SystemExit: code 2 for wrong arguments, 1 for a failure of the run.
     """
     if os.environ.get(TRACEBACK):
         return
@@ -67,12 +67,12 @@ def end_with(error: Exception) -> None:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End with what is wrong; where it was found, among Lightning's frames and on every rank, would hide it."""
-    _end(_shortened(str(error)) if _rank() else str(error), 2)  # they all raise the same
+    """End with the message only: tracebacks through Lightning's frames on every rank would hide it."""
+    _end(_shortened(str(error)) if _rank() else str(error), 2)  # all ranks raise the same error
 
 
 def is_raised_by(error: BaseException, package: str = _PACKAGE) -> bool:
-    """Whether code of the package raised an error, and not code that it calls."""
+    """Return whether code of the package raised an error itself, and not code that it calls."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith(package)
 

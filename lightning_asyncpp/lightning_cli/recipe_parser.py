@@ -1,4 +1,4 @@
-"""The parser of `asyncpp fit`'s recipes, which says what is wrong, and objects of what they say, one key at a time."""
+"""Parser of recipes with short error messages, and instantiation of single keys of a recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SECTIONS = {
     "model.": "lightning_asyncpp.GPTModule",
     "data.": "lightning_asyncpp.data.TextDataModule",
 }
-"""Where a name without a section may belong, with the class that most recipes have there."""
+"""Sections to which a name without a section may belong, with the class that most recipes have there."""
 _PLACES = (
     "lightning_asyncpp", "lightning_asyncpp.data", "lightning_asyncpp.optim", "torch.optim",
     "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
@@ -34,11 +34,11 @@ _PLACES = (
 
 
 def explained(message: str, keys: Iterable[str]) -> str:
-    """What to say: a line for each name that does not exist and is near to one that does, and the message.
+    """Return a message with a line before it for each unknown name that is similar to a known one.
 
     Args:
-        message: jsonargparse's.
-        keys: of the parser.
+        message: message of jsonargparse.
+        keys: keys of the parser.
     """
     if "arguments are required" in message:
         return f"{message} (give a recipe; `asyncpp recipes` lists some that have all that is needed)"
@@ -49,7 +49,7 @@ def explained(message: str, keys: Iterable[str]) -> str:
 
 
 def _of_classes(message: str) -> Iterator[str]:
-    """The arguments of the classes that a message names."""
+    """Yield the arguments of the classes that a message names."""
     for path in dict.fromkeys(_CLASS.findall(message)):
         yield from _arguments_of(path)
 
@@ -65,24 +65,24 @@ def _class_names() -> Iterator[str]:
 
 
 def _arguments_of(class_path: str) -> list[str]:
-    """The arguments of a class, with those of dataclasses among them; none if they cannot be found."""
+    """Return the arguments of a class, with the fields of dataclasses; none if they cannot be found."""
     parser = ArgumentParser(exit_on_error=False)
     try:
         parser.add_class_arguments(pkgutil.resolve_name(class_path), fail_untyped=False)
         return [str(key) for key in parser.get_defaults(skip_validation=True).keys(branches=True) if key != "params"]
-    except Exception:  # of somebody's class, whose signature is what it is: nothing is suggested
+    except Exception:  # a user's class may have a signature that cannot be parsed: no suggestions then
         return []
 
 
 class RecipeParser(LightningArgumentParser):
-    """Says what is wrong, and which name may have been meant."""
+    """Parser with short error messages that suggest similar names."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # A name cut short would be taken for one that begins so: ``--trainer.max_step`` for ``max_steps``.
+        # With abbreviations a misspelt name may be taken for a longer one: ``--trainer.max_step`` for ``max_steps``.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End with what is wrong; the usage, a screen of options, would hide it."""
+        """End with the message only: the usage, a screen of options, would hide it."""
         if not self.exit_on_error:
             super().error(message, ex)
         parser: RecipeParser = getattr(ex, "subcommand_parser", None) or self
@@ -90,7 +90,7 @@ class RecipeParser(LightningArgumentParser):
         self.exit(2, f"asyncpp: error: {explained(message, known)}\n(`asyncpp fit --help=full` lists the options)\n")
 
     def parse_string(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Read a recipe; arguments are jsonargparse's. A strategy's name stands for its class: options can follow."""
+        """Read a recipe, and replace a strategy's name by its class, which accepts options; arguments as the base's."""
         configuration: Namespace = super().parse_string(*args, **kwargs)
         strategy = configuration.get("trainer.strategy")
         if isinstance(strategy, str) and (found := class_of_strategy(strategy)):
@@ -99,12 +99,12 @@ class RecipeParser(LightningArgumentParser):
 
 
 def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> Any:
-    """The object that ``value``, class and arguments, describes.
+    """Return the object that ``value``, a class and its arguments, describes.
 
     Args:
-        parser: one that takes ``key``.
-        key: of the recipe.
-        value: known to be accepted by it.
+        parser: parser of ``key``.
+        key: key of the recipe.
+        value: value that the parser accepts.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer versions of jsonargparse call it `instantiate`

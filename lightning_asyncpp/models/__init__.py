@@ -1,4 +1,4 @@
-"""Language models that a pipeline can be cut from, and their saved weights."""
+"""Language models that a pipeline can cut, and their saved weights."""
 
 from lightning_asyncpp.models.config import GPTConfig, MoEConfig
 from lightning_asyncpp.models.gpt import GPT

@@ -1,7 +1,7 @@
-"""How classes of `transformers` name what a GPT is made of: one table per class, read in both directions.
+"""Names of a GPT's tensors and config values in classes of `transformers`: one table per class, for both directions.
 
 Nothing here imports `transformers`. The names are those of the files on the Hugging Face hub, which other programs read
-too: `transformers` renames some of them when it loads a file.
+too; `transformers` renames some of them when it loads a file.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import WeightsError
 
 LAYER = "{layer}"
-EXPERT = "{expert}"  # a tensor that a GPT holds for all experts is one tensor per expert there
+EXPERT = "{expert}"  # the files hold one tensor per expert, a GPT one for all experts
 _BLOCK = re.compile(r"^blocks\.(\d+)\.")
 
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """A class of `transformers`, and what of a GPT it can express."""
+    """A class of `transformers`, and the GPTs that it can represent."""
 
     class_name: str
-    """What ``architectures`` in config.json says."""
+    """Value of ``architectures`` in config.json."""
     model_type: str
-    """What ``model_type`` there says."""
+    """Value of ``model_type`` in config.json."""
     tensors: Mapping[str, str]
-    """Name in the GPT -> name in the files."""
+    """Names in the GPT, mapped to names in the files."""
     values: Mapping[str, str]
-    """Value of the GPT's config -> its key in config.json."""
+    """Fields of the GPT's config, mapped to keys in config.json."""
     required: Mapping[str, Any] = field(default_factory=dict)
-    """Value of the GPT's config -> the only one that the class has."""
+    """Fields of the GPT's config, mapped to the only value that the class supports."""
     least: Mapping[str, int] = field(default_factory=dict)
-    """Value of the GPT's config -> the smallest that the class has."""
+    """Fields of the GPT's config, mapped to the smallest value that the class supports."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Key in config.json -> the only value that a GPT has."""
+    """Keys in config.json, mapped to the only value that a GPT supports."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key in config.json -> what the class takes where it is missing."""
+    """Keys in config.json, mapped to the class's default."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Another name of a key in config.json, which some releases write -> the key."""
+    """Other names of keys in config.json, which some releases write, mapped to the keys."""
     unused: frozenset[str] = frozenset()
-    """Values of the GPT's config that nothing in such a model depends on."""
+    """Fields of the GPT's config that do not affect such a model."""
     always_fp32: tuple[str, ...] = ()
-    """Ends of names of the GPT's tensors that the class keeps in fp32 whatever the others are in."""
+    """Suffixes of the GPT's tensors that the class keeps in fp32 whatever the dtype of the others."""
 
 
 _COMMON = {
@@ -209,12 +209,12 @@ ARCHITECTURES = (LLAMA, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE)
 
 
 def name_there(architecture: Architecture, name: str, config: GPTConfig) -> str | list[str]:
-    """What the files call a tensor: a name, or one per expert for what a GPT holds stacked for all of them.
+    """Return the name of a tensor in the files, or one name per expert for tensors that a GPT stacks over experts.
 
     Args:
-        architecture: whose files.
-        name: of the tensor in the GPT.
-        config: the GPT's.
+        architecture: class of `transformers` that names the tensors.
+        name: name of the tensor in the GPT.
+        config: config of the GPT.
 
     Raises:
         WeightsError: the class has no such tensor.
@@ -232,5 +232,5 @@ def name_there(architecture: Architecture, name: str, config: GPTConfig) -> str 
 
 
 def number_of_experts(config: GPTConfig) -> int:
-    """Experts per layer; 0 for a dense model."""
+    """Return the number of experts per layer; 0 for a dense model."""
     return 0 if config.moe is None else config.moe.num_experts

@@ -13,7 +13,7 @@ _PER_LOGIT = 10.0
 
 @dataclass
 class MoEConfig:
-    """Which blocks have experts, how a token chooses among them, and what keeps their load even.
+    """Blocks with experts, the routing of tokens, and the balancing of the experts' load.
 
     The formulas: docs/guides/moe.md; which settings are those of Mixtral and of GLM-4.5: research/notes/experts.md.
     """

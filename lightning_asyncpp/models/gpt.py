@@ -1,4 +1,4 @@
-"""A GPT: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts."""
+"""GPT with RMSNorm, rotary positions, grouped-query attention, and SwiGLU or experts."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _EXPENSIVE = (
     *("aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention"),
     *("aten._scaled_dot_product_attention_math", "aten._scaled_dot_product_fused_attention_overrideable"),
 )
-"""Operators whose results are kept; a release of torch that lacks one of them never calls it."""
+"""Operators whose results selective checkpointing keeps; some releases of torch lack some of them."""
 
 
 class Execution:
-    """How the blocks of a GPT are computed; neither choice changes what they compute, so they are no part of the shape.
+    """Settings of a GPT's blocks that do not change their results: activation checkpointing and compilation.
 
     Args:
         activation_checkpointing: ``"none"`` keeps all activations for the backward; ``"block"`` keeps the input of each
-            block and computes the block once more in the backward; ``"selective"`` keeps the results of matrix products
-            and of attention as well, and computes the rest once more.
-        compile_blocks: compile each block with ``torch.compile``; a mapping has arguments for it.
+            block and recomputes the block in the backward; ``"selective"`` keeps the results of matrix products and of
+            attention as well, and recomputes the rest.
+        compile_blocks: compile each block with ``torch.compile``; a mapping holds its arguments.
 
     Raises:
-        ValueError: there is no such checkpointing.
+        ValueError: ``activation_checkpointing`` is none of these.
     """
 
     def __init__(
@@ -53,7 +53,13 @@ class Execution:
         self.compiles = isinstance(compile_blocks, Mapping) or compile_blocks
 
     def run(self, function: Callable[..., Any], *args: Any, random: bool) -> Any:
-        """Call ``function``, which has no side effects; ``random``: it draws random numbers."""
+        """Call a function without side effects.
+
+        Args:
+            function: function to call.
+            args: its arguments.
+            random: whether the function draws random numbers.
+        """
         how = self.activation_checkpointing if torch.is_grad_enabled() else "none"
         if self.compiles:
             return _compiled(function, how, random, self.compile_options)(*args)
@@ -61,15 +67,15 @@ class Execution:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream.
+    """Attention and feed-forward layer, each with a norm before it and added to the residual stream.
 
     Args:
-        config: the model's shape.
-        layer: which block it is, 0 first: the config says whether it has experts.
-        execution: how it is computed; default: plainly.
+        config: shape of the model.
+        layer: number of the block, from 0, by which the config decides whether it has experts.
+        execution: settings of the computation; ``None`` for no checkpointing and no compilation.
 
     Attributes:
-        mlp: a :class:`SwiGLU`, or a :class:`MoE`.
+        mlp: a :class:`SwiGLU` or a :class:`MoE`.
     """
 
     def __init__(self, config: GPTConfig, layer: int = 0, execution: Execution | None = None) -> None:
@@ -96,7 +102,7 @@ class Block(nn.Module):
             outputs += [mlp.down]
         for linear in linears:
             nn.init.normal_(linear.weight, std=self.init_std)
-        # 2 * num_layers branches add up on the residual stream: scaled so, their sum does not grow with the depth.
+        # 2 * num_layers branches add up on the residual stream; with this scale their sum does not grow with the depth.
         for linear in outputs:
             nn.init.normal_(linear.weight, std=self.output_std)
         attention.rotary.reset_parameters()
@@ -104,10 +110,10 @@ class Block(nn.Module):
             mlp.initialize(self.init_std, self.output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform ``x`` (batch, time, dim); returns the same shape.
+        """Transform ``x`` (batch, time, dim); return the same shape.
 
-        In training, experts have auxiliary losses and counts, which they say here, outside of what is compiled or
-        computed a second time: whoever runs the model collects them (:mod:`lightning_asyncpp.auxiliary`).
+        In training, auxiliary losses and statistics of experts are reported here, outside of the compiled or recomputed
+        code; the caller of the model collects them (:mod:`lightning_asyncpp.auxiliary`).
         """
         random = self.training and self.dropout.p > 0
         if isinstance(self.mlp, SwiGLU):
@@ -139,7 +145,7 @@ def _attend(block: Block, x: Tensor) -> Tensor:
 
 
 class TokenEmbedding(nn.Module):
-    """First unit: token ids to vectors. It refuses sequences that are too long for the units behind it."""
+    """First layer, from token ids to vectors; it refuses sequences that are too long for the layers after it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -154,12 +160,12 @@ class TokenEmbedding(nn.Module):
         nn.init.normal_(self.token.weight, std=self.init_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up ``tokens`` (batch, time) int64; returns (batch, time, dim).
+        """Look up ``tokens`` (batch, time) int64; return (batch, time, dim).
 
         Raises:
             ValueError: ``time`` is above the model's ``context_length``.
         """
-        # Here and not in the model: a pipeline calls the units, and the model's own forward never.
+        # Checked here, since a pipeline calls the layers and never the model's own forward.
         if tokens.shape[-1] > self.context_length:
             raise ValueError(
                 f"sequences of {tokens.shape[-1]} tokens do not fit context_length={self.context_length}; "
@@ -170,28 +176,28 @@ class TokenEmbedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Last unit: final norm and the logits.
+    """Last layer: final norm and logits.
 
     Args:
-        config: the model's shape.
-        tied_to: the embedding whose matrix the head shares; ``None`` for a matrix of its own.
+        config: shape of the model.
+        tied_to: embedding whose matrix the head shares; ``None`` for a separate matrix.
     """
 
     def __init__(self, config: GPTConfig, tied_to: TokenEmbedding | None = None) -> None:
         super().__init__()
         self.init_std = config.init_std
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        # A Parameter of the head itself: an nn.Linear's own reset_parameters() would overwrite a shared matrix.
+        # A Parameter of the head and not an nn.Linear, whose reset_parameters() would overwrite a shared matrix.
         self.weight: Tensor = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         # In a tuple, or the embedding would be registered as a submodule of the head.
         self._tied_to: tuple[TokenEmbedding, ...] = () if tied_to is None else (tied_to,)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights from the global generator; a shared matrix is taken from the embedding as it is now.
+        """Draw the weights from the global generator, or take a shared matrix from the embedding.
 
-        ``to_empty`` gives every module parameters of its own and so breaks the tie: when it is used, the embedding's
-        ``to_empty`` and ``reset_parameters`` come first, then the head's.
+        ``to_empty`` gives every module its own parameters and so breaks the tie. After it, call the embedding's
+        ``reset_parameters`` before the head's.
         """
         nn.init.ones_(self.norm.weight)
         if self._tied_to:
@@ -200,7 +206,7 @@ class Head(nn.Module):
             nn.init.normal_(self.weight, std=self.init_std)
 
     def tie_weights(self) -> None:
-        """Make the head's matrix the very Parameter of the embedding it is tied to, if it is tied to one."""
+        """Set the head's matrix to the Parameter of the embedding that it is tied to, if any."""
         for embedding in self._tied_to:
             self.weight = embedding.token.weight
 
@@ -210,16 +216,17 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT, made of units that a pipeline may be cut between.
+    """GPT of layers between which a pipeline may cut.
 
     Args:
-        config: the model's shape.
-        activation_checkpointing: what the blocks keep for the backward: ``"none"``: everything; ``"block"``: their
-            inputs; ``"selective"``: the results of matrix products and of attention. The rest is computed once more.
-        compile_blocks: compile each block with ``torch.compile``; a mapping has arguments for it.
+        config: shape of the model.
+        activation_checkpointing: activations that the blocks keep for the backward: ``"none"`` keeps all of them,
+            ``"block"`` the inputs of the blocks, ``"selective"`` the results of matrix products and of attention. The
+            rest is recomputed.
+        compile_blocks: compile each block with ``torch.compile``; a mapping holds its arguments.
 
     Raises:
-        ValueError: there is no such checkpointing.
+        ValueError: ``activation_checkpointing`` is none of these.
     """
 
     def __init__(
@@ -237,18 +244,18 @@ class GPT(nn.Module):
         self.head = Head(config, tied_to=self.embedding if config.tie_embeddings else None)
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """Return the units in their order: embedding, blocks, head. Each takes the tensor that the last one returned.
+        """Return the layers in their order: embedding, blocks, head; each takes the previous one's result.
 
-        Every unit has a ``reset_parameters()`` that initialises all of its parameters and buffers, also after
-        ``to_empty``, from nothing but the global generator.
+        Every layer has a ``reset_parameters()`` that initialises all of its parameters and buffers, also after
+        ``to_empty``, from the global generator alone.
         """
         return [self.embedding, *self.blocks, self.head]
 
     pipeline_costs_unit = "FLOPs/token"
-    """What the numbers of :meth:`pipeline_costs` are, for the table of stages."""
+    """Unit of :meth:`pipeline_costs`, for the table of stages."""
 
     def pipeline_costs(self) -> list[float]:
-        """Return what each unit costs, in floating-point operations per token: by it a pipeline balances its stages."""
+        """Return the cost of each layer in floating-point operations per token, by which a pipeline balances stages."""
         return self.config.unit_flops(self._recomputes_blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -270,7 +277,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all units in their order."""
+        """Initialise all layers in their order."""
         for unit in self.pipeline_layers():
             unit.reset_parameters()  # type: ignore[operator]
 
@@ -292,9 +299,9 @@ _known: dict[tuple, Callable[..., Any]] = {}
 
 
 def _compiled(function: Callable[..., Any], how: str, random: bool, options: dict[str, Any]) -> Callable[..., Any]:
-    """The compiled function, one for all blocks and models alike: their weights are its inputs, not part of it.
+    """Return the compiled function, one for all blocks and models, whose weights are its inputs.
 
-    It is kept here and not with a model, which may be copied or pickled.
+    It is not an attribute of a model, which may be copied or pickled.
     """
     key = function, how, random and how != "none", repr(sorted(options.items()))
     if key not in _known:

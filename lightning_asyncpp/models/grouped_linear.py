@@ -1,9 +1,9 @@
-"""One linear map per group of rows, in two ways: torch's grouped matmul, and a loop over the groups.
+"""One linear map per group of rows, by torch's grouped matmul or by a loop over the groups.
 
-Which one runs is decided by a trial of the grouped matmul on the device and in the dtype at hand, with groups of all
-sizes and both gradients: it takes some dtypes only, and rows of a multiple of 16 bytes, and what it does not refuse
-must be right. The loop is an operator of its own, so that a compiler need not look into it, although it reads the sizes
-of the groups on the host; on a GPU it therefore waits, which the grouped matmul in bf16 does not.
+A trial on the device and in the dtype decides between the two, with groups of several sizes and both gradients: the
+grouped matmul supports only some dtypes and rows of a multiple of 16 bytes, and its results must be right. The loop is
+a custom operator, into which a compiler does not look, because it reads the sizes of the groups on the host. On a GPU
+the host therefore waits in the loop, but not in the grouped matmul in bf16.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, grouped: bool) -> Tensor:
-    """Multiply rows of ``x`` with the transposed weight of their group, as ``F.linear`` does with one.
+    """Multiply each row of ``x`` with the transposed weight of its group, as ``F.linear`` does with one weight.
 
     Args:
-        x: (rows, in), those of a group next to each other, the groups in their order.
-        weight: (groups, out, in), of the dtype of ``x``.
-        ends: (groups,) int32: where each group ends; the last one with the rows.
-        grouped: use torch's grouped matmul; see :func:`serves_grouped`.
+        x: (rows, in), the rows of each group together, the groups in their order.
+        weight: (groups, out, in), in the dtype of ``x``.
+        ends: (groups,) int32, the end of each group's rows.
+        grouped: whether to use torch's grouped matmul; see :func:`serves_grouped`.
 
     Returns:
         (rows, out).
@@ -36,7 +36,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, grouped: bool) -> Te
 
 @torch.library.custom_op("lightning_asyncpp::loop_linear", mutates_args=())
 def loop_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The same, by a loop over the groups."""
+    """Compute :func:`grouped_linear` by a loop over the groups."""
     y = x.new_empty(x.shape[0], weight.shape[1])
     for group, rows in enumerate(_slices(ends)):
         torch.mm(x[rows], weight[group].T, out=y[rows])
@@ -45,7 +45,7 @@ def loop_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("lightning_asyncpp::loop_linear_backward", mutates_args=())
 def _loop_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of rows (rows, in) and weights (groups, out, in) from that of the result (rows, out)."""
+    """Return the gradients of rows (rows, in) and weights (groups, out, in) from that of the result (rows, out)."""
     grad = grad.contiguous()
     grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
     for group, rows in enumerate(_slices(ends)):
@@ -82,8 +82,8 @@ loop_linear.register_autograd(_backward, setup_context=_keep)
 
 
 def serves_grouped(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> bool:
-    """Whether torch's grouped matmul gives the loop's results for such weights; found out once by trying."""
-    # What matters of a width is what is left over 16 bytes; a trial with all of it would cost the memory of experts.
+    """Return whether torch's grouped matmul gives the loop's results for such weights, by one trial."""
+    # Only a width's remainder modulo 16 bytes matters; a trial with full widths would take the memory of experts.
     small = (width if width < 128 else 64 + width % 64 for width in (in_features, out_features))
     return _trial(device, dtype, *small)
 
@@ -92,7 +92,7 @@ def serves_grouped(device: torch.device, dtype: torch.dtype, in_features: int, o
 def _trial(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> bool:
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            tried = _results(torch.device("meta"), dtype, in_features, out_features, grouped=True)  # a compiler's view
+            tried = _results(torch.device("meta"), dtype, in_features, out_features, grouped=True)  # as compilers do
             if device.type != "meta":
                 tried = _results(device, dtype, in_features, out_features, grouped=True)
         except (RuntimeError, NotImplementedError):
@@ -104,7 +104,7 @@ def _trial(device: torch.device, dtype: torch.dtype, in_features: int, out_featu
 def _results(
     device: torch.device, dtype: torch.dtype, in_features: int, out_features: int, grouped: bool
 ) -> list[Tensor]:
-    """The product and both gradients of three groups of rows; a fourth is empty, and one is of a single row."""
+    """Return the product and both gradients for four groups of rows, one of them empty and one of a single row."""
     ends = torch.tensor([3, 3, 8, 9], dtype=torch.int32, device=device)
     x = _numbers((9, in_features), device, dtype).requires_grad_()
     weight = _numbers((4, out_features, in_features), device, dtype).requires_grad_()
@@ -118,6 +118,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Values between -1 and 1 that take no random numbers."""
+    """Return values between -1 and 1 without drawing random numbers."""
     size = torch.Size(shape).numel()
     return torch.arange(size, device=device, dtype=torch.float32).mul(0.7).sin().view(shape).to(dtype)

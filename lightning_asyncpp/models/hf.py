@@ -1,6 +1,6 @@
-"""Models of this package as folders of `transformers`, and back; `transformers` itself is not imported.
+"""Conversion between models of this package and folders of `transformers`, which itself is not imported.
 
-Reading is one tensor at a time: every stage reads its own.
+Tensors are read one at a time, so that every stage reads only its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"
 _IGNORED = "rotary_emb.inv_freq"  # a table that old releases saved
 _ROPE = ("rope_type", "rope_theta", "partial_rotary_factor")
-_FOLLOWING = ("num_key_value_heads", "head_dim")  # where they are missing, they follow from num_attention_heads
+_FOLLOWING = ("num_key_value_heads", "head_dim")  # by default they follow from num_attention_heads
 _ABSENT = object()
 
 
@@ -37,17 +37,17 @@ _ABSENT = object()
 
 
 class HFTensors(Mapping[str, Tensor]):
-    """The tensors of a GPT by its own names, each read from the folder when it is asked for, in fp32.
+    """Tensors of a GPT by its own names, each read from the folder when it is accessed, in fp32.
 
-    It holds names and paths alone: a copy can be sent to other processes.
+    It holds only names and paths, so that a copy can be sent to other processes.
 
     Args:
-        config: the GPT's shape.
-        architecture: whose names the files have.
-        files: name of a tensor there -> the file that holds it.
+        config: shape of the GPT.
+        architecture: class of `transformers` that names the tensors in the files.
+        files: file of each tensor, by its name in the files.
 
     Attributes:
-        shapes: name -> shape; tensors that no GPT has keep the name that they have there.
+        shapes: shapes by name; tensors that a GPT does not have keep their names in the files.
     """
 
     def __init__(self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path]) -> None:
@@ -77,19 +77,19 @@ class HFTensors(Mapping[str, Tensor]):
         there = _shapes_there(self._files)
         shapes = {name: shape for name, theirs in self._names.items() if (shape := _shape(theirs, there)) is not None}
         known = {name for theirs in self._names.values() for name in ([theirs] if isinstance(theirs, str) else theirs)}
-        known.add(architecture.tensors["head.weight"])  # some keep a copy of a shared matrix
+        known.add(architecture.tensors["head.weight"])  # some files hold a copy of a shared matrix
         unknown = {name: s for name, s in there.items() if name not in known and not name.endswith(_IGNORED)}
         return shapes | unknown
 
 
 def read_hf(folder: Path) -> SavedGPT:
-    """Read what a folder of `transformers` says, and where its tensors lie; they are read when they are asked for.
+    """Read a folder of `transformers`; its tensors are read when they are accessed.
 
     Args:
-        folder: with ``config.json`` and ``model.safetensors``, or shards of it with their index.
+        folder: folder with ``config.json`` and ``model.safetensors``, or shards of it with their index.
 
     Raises:
-        WeightsError: it is none, or its model is no GPT; the reasons are named.
+        WeightsError: the folder is not a model's, or its model is not a GPT; the reasons are named.
     """
     content = _json(folder / CONFIG)
     try:
@@ -108,7 +108,7 @@ def _name_there(architecture: Architecture, name: str, config: GPTConfig) -> str
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Name of a tensor -> the file that holds it."""
+    """Return the file of each tensor, by its name in the files."""
     if (folder / INDEX).is_file():
         content = _json(folder / INDEX).get("weight_map")
         if not isinstance(content, dict):
@@ -131,7 +131,7 @@ def _shapes_there(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
 
 
 def _headers(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors of a file."""
+    """Return the shapes of the tensors of a file, by name."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -140,7 +140,7 @@ def _headers(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shape(name: str | list[str], there: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Shape of a tensor of the GPT; ``None`` if it is not there, or its parts do not fit together."""
+    """Return the shape of a tensor of the GPT; ``None`` if it is missing or its parts have different shapes."""
     if isinstance(name, str):
         return there.get(name)
     shapes = {there.get(part) for part in name}
@@ -166,19 +166,19 @@ def write_hf(
     """Write config.json, generation_config.json and the weights of a model.
 
     Args:
-        model: what to write.
-        folder: where to; it must not exist, or be empty.
-        dtype: of the weights; ``None`` for the one that they have, or the widest that any has.
-        max_shard_bytes: most bytes of tensors per file, as long as a single tensor is not larger.
+        model: model to write.
+        folder: new or empty folder.
+        dtype: dtype of the weights; ``None`` for their own, or the widest of them.
+        max_shard_bytes: maximum bytes of tensors per file; a single tensor may be larger.
         end: id of the token that ends a document; ``None`` if there is none.
-        files: further files to write, name -> content.
+        files: contents of further files to write, by name.
 
     Returns:
-        The class of `transformers` that loads it.
+        The class of `transformers` that loads the folder.
 
     Raises:
-        WeightsError: no class computes what the model computes, the weights are not those of its config, or the folder
-            is in use.
+        WeightsError: no class can represent the model, the weights are not those of its config, or the folder is in
+            use.
     """
     architecture = architecture_of(model.config)
     model.check()
@@ -196,11 +196,11 @@ def write_hf(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Write a folder under another name, and give it its own at the end; nothing is left behind otherwise.
+    """Write a folder under a temporary name and rename it at the end; nothing remains after an error.
 
     Raises:
-        WeightsError: there is something of that name.
-        StorageError: it cannot be written.
+        WeightsError: the folder exists and is not empty.
+        StorageError: the folder cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already; name another folder, or remove it")
@@ -214,7 +214,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def _tensors(model: SavedGPT, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name in expected_shapes(model.config):
         if name == "head.weight" and model.config.tie_embeddings:
-            continue  # transformers shares the matrix by itself
+            continue  # transformers ties the matrix when it loads the folder
         tensor = model.tensors[name].to(_dtype_there(architecture, name, dtype)).contiguous()
         theirs = name_there(architecture, name, model.config)
         if isinstance(theirs, str):
@@ -228,7 +228,7 @@ def _dtype_there(architecture: Architecture, name: str, dtype: torch.dtype) -> t
 
 
 def _widest_dtype(model: SavedGPT, architecture: Architecture) -> torch.dtype:
-    """The dtype that all weights can be written in without rounding any."""
+    """Return the dtype in which all weights can be written without rounding."""
     names = [name for name in model.shapes if not name.endswith(architecture.always_fp32)]
     return functools.reduce(torch.promote_types, (model.tensors[name].dtype for name in names))
 
@@ -241,10 +241,10 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def architecture_of(config: GPTConfig) -> Architecture:
-    """The class of `transformers` that a GPT is.
+    """Return the class of `transformers` that can represent a GPT.
 
     Raises:
-        WeightsError: none is, with what each of them lacks.
+        WeightsError: no class can; the message says what each of them lacks.
     """
     values = values_of(config)
     lacking = {architecture: _lacking(architecture, values) for architecture in ARCHITECTURES}
@@ -256,18 +256,18 @@ def architecture_of(config: GPTConfig) -> Architecture:
 
 
 def config_json(config: GPTConfig, architecture: Architecture, dtype: str, end: int | None) -> dict[str, Any]:
-    """What config.json holds.
+    """Return the content of config.json.
 
     Args:
-        config: the GPT's.
-        architecture: what it is there.
-        dtype: of the weights, as torch names it.
+        config: config of the GPT.
+        architecture: class of `transformers` that represents the GPT.
+        dtype: torch's name of the weights' dtype.
         end: id of the token that ends a document; ``None`` if there is none.
     """
     values = values_of(config)
     flat = dict(architecture.constants) | {theirs: values[ours] for ours, theirs in architecture.values.items()}
-    # Two values have two names, `rope_theta` and `torch_dtype` for releases before 5. Ids of special tokens that are
-    # missing would be those of the class.
+    # `rope_theta` and `torch_dtype` are also written under their names of releases before 5. Special tokens are set to
+    # None explicitly, since the class has defaults for them.
     return {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -283,10 +283,10 @@ def config_json(config: GPTConfig, architecture: Architecture, dtype: str, end: 
 
 
 def config_from_json(content: Mapping[str, Any]) -> tuple[GPTConfig, Architecture]:
-    """The GPT that a config.json describes, and the class that it names.
+    """Return the config of the GPT that a config.json describes, and the class that it names.
 
     Raises:
-        WeightsError: it is of a class that is not known here, or of a model that no GPT is; all reasons are named.
+        WeightsError: the class is unknown, or its model is not a GPT; all reasons are named.
     """
     architecture = _named_architecture(content)
     flat = dict(architecture.defaults) | _flattened(content, architecture)
@@ -307,7 +307,7 @@ def config_from_json(content: Mapping[str, Any]) -> tuple[GPTConfig, Architectur
 
 
 def _lacking(architecture: Architecture, values: Mapping[str, Any]) -> list[str]:
-    """What a model has that a class of `transformers` lacks."""
+    """Return the features of a model that a class of `transformers` lacks."""
     has_experts = "moe.num_experts" in architecture.values
     if has_experts != ("moe.num_experts" in values):
         return ["has experts, and the model none" if has_experts else "has no experts, and the model has"]
@@ -340,7 +340,7 @@ def _named_architecture(content: Mapping[str, Any]) -> Architecture:
 
 
 def _flattened(content: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """config.json without nulls, and with what it says of rotary positions under keys of their own, as old releases."""
+    """Return config.json without nulls, and with the values of rotary positions as keys, as in old releases."""
     given = content.get("rope_parameters") or content.get("rope_scaling") or {}
     rope = dict(given) if isinstance(given, Mapping) else {"rope_type": given}
     if "type" in rope:
@@ -353,7 +353,7 @@ def _flattened(content: Mapping[str, Any], architecture: Architecture) -> dict[s
 
 
 def _built(values: Mapping[str, Any]) -> GPTConfig:
-    """A config from its values."""
+    """Return a config made from its values."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         outer, _, inner = name.partition(".")

@@ -1,4 +1,4 @@
-"""The layers of a dense block: grouped-query attention with rotary positions, and SwiGLU."""
+"""Layers of a dense block: grouped-query attention with rotary positions, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from lightning_asyncpp.models.config import GPTConfig
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns pairs of query and key features by an angle that grows with the position.
+    """Rotation of pairs of query and key features by an angle that grows with the position.
 
-    The tables stay in fp32 whatever the rest of the module is converted to: positions beyond 256 are not even whole
-    numbers in bf16.
+    The tables stay in fp32 when the module is converted: bf16 cannot represent all positions beyond 256.
 
     Args:
-        dim: features per head, an even number.
+        dim: number of features per head, even.
         context_length: number of positions in the tables.
         base: base of the wavelengths.
     """
@@ -39,10 +38,10 @@ class RotaryEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the tables, in fp32, on the device where they are."""
         device = self.cos.device
-        if device.type == "meta":  # nothing to fill, and the angles of a long context take half a second per block
+        if device.type == "meta":  # no data, and the angles of a long context would take half a second per block
             self.cos, self.sin = self.cos.float(), self.sin.float()
             return
-        # The angles are taken in fp64: in fp32 the product of position and frequency is off by 1e-4 at position 4096.
+        # Angles are computed in fp64: in fp32 the product of position and frequency is off by 1e-4 at position 4096.
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu") / self.dim
         positions = torch.arange(self.context_length, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, self.base**-exponents)
@@ -50,16 +49,16 @@ class RotaryEmbedding(nn.Module):
         self.sin = angles.sin().to(device, torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn ``x`` (batch, heads, time, head_dim), from position 0 on; returns the same shape and dtype."""
+        """Rotate ``x`` (batch, heads, time, head_dim), from position 0 on; return the same shape and dtype."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]  # (time, dim / 2)
         first, second = x.float().chunk(2, dim=-1)  # (batch, heads, time, dim / 2) each
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.to(x.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> RotaryEmbedding:
-        # `module.to(torch.bfloat16)` rounds every floating-point buffer; the tables are computed anew instead.
+        # `module.to(torch.bfloat16)` rounds every floating-point buffer; the tables are recomputed instead.
         super()._apply(fn, recurse)
-        if self.cos is not None and self.cos.dtype != torch.float32:  # on its stage
+        if self.cos is not None and self.cos.dtype != torch.float32:  # None on other stages
             self.reset_parameters()
         return self
 
@@ -85,7 +84,7 @@ class Attention(nn.Module):
         self.rotary = RotaryEmbedding(config.head_width, config.context_length, config.rope_base)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix the positions of ``x`` (batch, time, dim); returns the same shape."""
+        """Mix the positions of ``x`` (batch, time, dim); return the same shape."""
         query = self._split_heads(self.query(x), self.heads)  # (batch, heads, time, head_dim)
         key = self._split_heads(self.key(x), self.kv_heads)  # (batch, kv_heads, time, head_dim)
         value = self._split_heads(self.value(x), self.kv_heads)  # (batch, kv_heads, time, head_dim)
@@ -101,11 +100,11 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward layer: a linear map gated by the SiLU of another.
+    """Feed-forward layer: a linear map gated by the SiLU of another.
 
     Args:
         dim: width of input and output, in features.
-        width: inner width.
+        width: inner width, in features.
     """
 
     def __init__(self, dim: int, width: int) -> None:
@@ -121,6 +120,6 @@ class SwiGLU(nn.Module):
         nn.init.normal_(self.down.weight, std=output_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``x`` (..., dim) position by position; returns the same shape."""
+        """Map ``x`` (..., dim) position by position; return the same shape."""
         mapped: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return mapped

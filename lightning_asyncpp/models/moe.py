@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: a router, its experts, what every token goes through beside them, and their balance."""
+"""Mixture-of-experts layer: router, experts, shared experts, and the balancing of the load."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def _has_autocast(device_type: str) -> bool:
 
 
 has_autocast: Callable[[str], bool] = torch.compiler.assume_constant_result(_has_autocast)
-"""Whether ``torch.autocast`` knows a type of device; it does not know "meta". The compiler of torch 2.11 cannot look
-into torch's own function."""
+"""Return whether ``torch.autocast`` supports a type of device, unlike "meta". A constant for the compiler: that of
+torch 2.11 cannot trace torch's own function."""
 
 
 class Routing(NamedTuple):
-    """What a router says of T tokens, E experts and k choices; all floating-point tensors are fp32.
+    """Result of a router for T tokens, E experts and k choices; all floating-point tensors are fp32.
 
     Attributes:
-        experts: (T, k) int64, the experts of each token, the one with the highest score first.
-        weights: (T, k), what their outputs are multiplied with.
+        experts: (T, k) int64, the experts of each token, highest score first.
+        weights: (T, k), the weights of their outputs.
         probabilities: (T, E), the scores of a token divided by their sum.
     """
 
@@ -40,24 +40,24 @@ class Routing(NamedTuple):
 
 
 class Router(StatisticsLayer):
-    """Scores the experts for each token and chooses ``top_k`` of them.
+    """Router that scores the experts for each token and chooses ``top_k`` of them.
 
     With router "softmax" the scores are the softmax over all experts, as in Mixtral (arXiv 2401.04088) and Switch
-    (arXiv 2101.03961). With "sigmoid" they are sigmoids, and a bias that learns from the loads takes part in the choice
-    alone, as in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5; the bias and its update are those of Wang et al.,
+    (arXiv 2101.03961). With "sigmoid" they are sigmoids, and a bias that learns from the loads is added for the choice
+    only, as in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5; the bias and its update are those of Wang et al.,
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, Algorithm 1).
 
-    The arithmetic is in fp32, whatever the tokens, the weight or autocast are in: in bf16 two scores are often equal.
+    The arithmetic is in fp32 whatever the dtype of tokens, weight or autocast: in bf16 two scores are often equal.
 
     Args:
-        config: the model's shape, with experts.
+        config: shape of the model, with experts.
 
     Attributes:
         weight: (E, dim).
-        balance_bias: (E,) fp32, also when the module is converted to another dtype: steps of 0.001 vanish in bf16; None
-            with router "softmax".
-        num_statistics: E + 3: how many tokens went to each expert, the number of tokens, of choices (k per token), and
-            the sum of the entropies of the tokens' probabilities, in nats.
+        balance_bias: (E,), in fp32 even if the module is converted to another dtype, as steps of 0.001 vanish in bf16;
+            None with router "softmax".
+        num_statistics: E + 3: the number of tokens of each expert, of all tokens, and of choices (k per token), and the
+            sum of the entropies of the tokens' probabilities, in nats.
     """
 
     metrics: ClassVar[Mapping[str, Literal["mean", "max", "min", "sum"]]] = {
@@ -79,7 +79,7 @@ class Router(StatisticsLayer):
         self.versioned_buffers = ("balance_bias",) if has_bias else ()
 
     def initialize(self, std: float) -> None:
-        """Draw the weight from the global generator, normal with this standard deviation; no expert is preferred."""
+        """Draw the weight from the global generator, normal with this standard deviation, and set the biases to 0."""
         nn.init.normal_(self.weight, std=std)
         if self.balance_bias is not None:
             nn.init.zeros_(self.balance_bias)
@@ -97,7 +97,7 @@ class Router(StatisticsLayer):
         experts = preferences.topk(self.moe.top_k, dim=-1).indices  # (T, k)
         weights = scores.gather(-1, experts)  # (T, k)
         if self.moe.normalize_top_k:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # GLM-4.5's term: sigmoids may all vanish
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # as GLM-4.5: all sigmoids may vanish
         return Routing(experts, weights * self.moe.routed_scaling, probabilities)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Router(StatisticsLayer):
         """Move each expert's bias by ``balance_bias_rate`` towards the mean load.
 
         Args:
-            totals: (E + 3,), see above.
+            totals: (E + 3,), see :class:`Router`.
         """
         if self.balance_bias is None or not self.moe.balance_bias_rate:
             return
@@ -122,9 +122,12 @@ class Router(StatisticsLayer):
 
     @classmethod
     def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
-        """Largest and smallest load of an expert over the mean one, mean entropy in nats, and choices left undone."""
+        """Return the largest and smallest load of an expert over the mean load, the mean entropy, and dropped choices.
+
+        The entropy is in nats.
+        """
         counts, (tokens, choices, entropy) = totals[:-3], totals[-3:].tolist()
-        mean = float(counts.mean()) or 1.0  # of no token at all: loads of 0
+        mean = float(counts.mean()) or 1.0  # without any token the loads are 0
         return {
             "moe_load_max": float(counts.max()) / mean,
             "moe_load_min": float(counts.min()) / mean,
@@ -133,7 +136,7 @@ class Router(StatisticsLayer):
         }
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Router:
-        # `module.to(torch.bfloat16)` rounds every floating-point buffer; this one is put back as it was.
+        # `module.to(torch.bfloat16)` rounds every floating-point buffer; this one is restored in fp32.
         before = self.balance_bias
         super()._apply(fn, recurse)
         if before is not None and self.balance_bias is not None and self.balance_bias.dtype != torch.float32:
@@ -142,43 +145,44 @@ class Router(StatisticsLayer):
 
 
 def balance_loss(routing: Routing, counts: Tensor) -> Tensor:
-    """E * sum over experts of f * P; 1 with even loads, up to E where all tokens go to the same expert.
+    """Return E * sum over experts of f * P: 1 with even loads, up to E if all tokens are routed to the same expert.
 
-    f is the share of the T * k choices that fell on the expert, P its mean probability. With one choice per token it is
-    the loss of Switch (arXiv 2101.03961, equation 4) without its coefficient; with k choices f sums to 1 as well, as in
-    DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), so that the least value does not depend on k.
+    f is an expert's share of the T * k choices, P its mean probability. With one choice per token it is the loss of
+    Switch (arXiv 2101.03961, equation 4) without its coefficient. With k choices f also sums to 1, as in DeepSeek-V3
+    (arXiv 2412.19437, equations 17 to 20), so that the least value does not depend on k.
 
     Args:
-        routing: of T tokens.
-        counts: (E,), how many tokens went to each expert.
+        routing: routing of T tokens.
+        counts: (E,), number of tokens of each expert.
     """
     shares = counts / routing.experts.numel()  # (E,), f
     return len(counts) * torch.dot(shares.to(routing.probabilities.dtype), routing.probabilities.mean(dim=0))
 
 
 def count(routing: Routing, counts: Tensor) -> Tensor:
-    """What a :class:`Router` counts, (E + 3,) fp64 without a graph.
+    """Return the statistics of a :class:`Router`, (E + 3,) fp64 without a graph.
 
     Args:
-        routing: of T tokens.
-        counts: (E,), how many tokens each expert got.
+        routing: routing of T tokens.
+        counts: (E,), number of tokens of each expert.
     """
     probabilities = routing.probabilities.detach()
     entropy = torch.special.entr(probabilities).sum(dtype=torch.float64)
     counts = counts.double()
-    # Filled where they are: a copy from the host would wait for the GPU.
+    # Filled on the device: a copy from the host would wait for the GPU.
     tokens, choices = (counts.new_full((1,), size) for size in (probabilities.shape[0], routing.experts.numel()))
     return torch.cat((counts, tokens, choices, entropy.view(1)))
 
 
 class Experts(nn.Module):
-    """SwiGLU layers of equal shape, each for the tokens that were routed to it.
+    """SwiGLU layers of equal shape, each for the tokens that are routed to it.
 
     Args:
-        config: the model's shape, with experts.
+        config: shape of the model, with experts.
 
     Attributes:
-        gate, up: (E, width, dim); one after the other they are the weights of E ``nn.Linear``.
+        gate: (E, width, dim), the stacked weights of E ``nn.Linear``.
+        up: (E, width, dim).
         down: (E, dim, width).
     """
 
@@ -197,7 +201,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=output_std)
 
     def use_grouped(self, device: torch.device) -> bool:
-        """Whether the products run as torch's grouped matmul or by a loop over the experts."""
+        """Return whether the products run as torch's grouped matmul, and not as a loop over the experts."""
         _, width, dim = self.gate.shape
         dtype = self._dtype(device)
         return serves_grouped(device, dtype, dim, width) and serves_grouped(device, dtype, width, dim)
@@ -207,41 +211,41 @@ class Experts(nn.Module):
 
         Args:
             x: (T, dim), the tokens.
-            experts: (T, k) int64, where each goes.
-            weights: (T, k), fp32; the outputs are summed with them in their dtype.
+            experts: (T, k) int64, the experts of each token.
+            weights: (T, k) fp32, the weights of the outputs, which are summed in this dtype.
             grouped: see :meth:`use_grouped`.
 
         Returns:
-            The sum for each token, (T, dim), and the number of tokens that each expert got, (E,) int32.
+            The sum for each token, (T, dim), and the number of tokens of each expert, (E,) int32.
         """
         dtype = self._dtype(x.device)
         x, gate, up, down = (tensor.to(dtype) for tensor in (x, self.gate, self.up, self.down))
         order, back, ends = sort_by_expert(experts, len(self.gate))
-        rows = _Copy.apply(x, order, back, experts.shape[1])  # (T * k, dim), those of an expert next to each other
+        rows = _Copy.apply(x, order, back, experts.shape[1])  # (T * k, dim), sorted by expert
         inner = F.silu(grouped_linear(rows, gate, ends, grouped)) * grouped_linear(rows, up, ends, grouped)
         outputs = _Copy.apply(grouped_linear(inner, down, ends, grouped), back, order, 1)  # (T * k, dim)
         mixed = (outputs.view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)  # (T, dim), in fp32
         return mixed.to(dtype), ends.diff(prepend=ends.new_zeros(1))
 
     def _dtype(self, device: torch.device) -> torch.dtype:
-        # torch's grouped matmul is none of the operations that autocast knows.
+        # Autocast does not cover torch's grouped matmul.
         if has_autocast(device.type) and torch.is_autocast_enabled(device.type):
             return torch.get_autocast_dtype(device.type)
         return self.gate.dtype
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Put the choices of T tokens into the order of the experts, those of one expert in the order of the tokens.
+    """Sort the choices of T tokens by expert, and those of one expert by token.
 
-    Nothing is read on the host, and no two results depend on which of several threads was first.
+    The host reads nothing, and results do not depend on the order of threads.
 
     Args:
-        experts: (T, k) int64; choice c is that of token c // k.
+        experts: (T, k) int64; choice c belongs to token c // k.
         num_experts: E.
 
     Returns:
-        The choices in the new order, (T * k,) int64; where each choice is there, the inverse permutation; and where
-        each expert's choices end, (E,) int32.
+        The choices in the new order, (T * k,) int64; the inverse permutation; and the end of each expert's choices,
+        (E,) int32.
     """
     flat = experts.flatten()
     in_order, order = flat.sort(stable=True)
@@ -252,9 +256,9 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 
 
 class _Copy(torch.autograd.Function):
-    """Rows in another order, so many copies of each: choice c is of row c // copies.
+    """Copies of rows in another order, where choice c belongs to row c // copies.
 
-    ``back`` is the inverse of ``order``: the gradient is read, and summed over the copies, in a fixed order.
+    ``back`` is the inverse of ``order``, with which the gradient is summed over the copies in a fixed order.
     """
 
     @staticmethod
@@ -270,11 +274,11 @@ class _Copy(torch.autograd.Function):
 
 
 class MoEOutput(NamedTuple):
-    """What a layer computes; whoever runs it says the last two to whoever runs the model (``auxiliary``).
+    """Results of a layer, of which its caller reports the last two (:mod:`lightning_asyncpp.auxiliary`).
 
     Attributes:
-        output: the shape of the input.
-        loss: the layer's part of the auxiliary losses, with their coefficients, without dimensions.
+        output: output of the input's shape.
+        loss: the layer's part of the auxiliary loss, with its coefficient, a scalar.
         counts: (E + 3,) fp64, see :class:`Router`.
     """
 
@@ -284,10 +288,10 @@ class MoEOutput(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Takes the place of a block's SwiGLU. It is a pure function: it may be computed a second time for its backward.
+    """Experts in place of a block's SwiGLU; without side effects, so that the backward may recompute them.
 
     Args:
-        config: the model's shape, with experts.
+        config: shape of the model, with experts.
     """
 
     def __init__(self, config: GPTConfig) -> None:

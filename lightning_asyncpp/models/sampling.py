@@ -1,4 +1,4 @@
-"""Drawing the next token, again and again, from whatever computes its logits: one process or a pipeline."""
+"""Sampling of tokens from the logits of a model in one process or in a pipeline."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NextLogits = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from its probabilities; a wrong value is reported when this is built."""
+    """Settings of the sampling; wrong values raise a ValueError."""
 
     temperature: float = 1.0
-    """What logits are divided by; 0 takes the most likely token (greedy)."""
+    """Divisor of the logits; 0 takes the most likely token (greedy)."""
     top_k: int | None = None
-    """Draw among so many of the most likely tokens; ``None`` for all."""
+    """Number of most likely tokens to draw from; ``None`` for all."""
     top_p: float | None = None
-    """Draw among the most likely tokens that together have this probability (nucleus sampling, arXiv 1904.09751);
-    ``None`` for all."""
+    """Total probability of the most likely tokens to draw from (nucleus sampling, arXiv 1904.09751); ``None`` for
+    all."""
     seed: int = 0
     """Seed of the draws."""
 
@@ -51,22 +51,21 @@ def generate_tokens(
     vocab_size: int | None = None,
     agree: Callable[[int], int] = int,
 ) -> Iterator[int]:
-    """Yield the tokens that follow a prompt, each as soon as it is known.
+    """Yield the tokens that follow a prompt, each as soon as it is drawn.
 
-    What does not fit into the context slides out of it: the model then sees the last ``context_length`` tokens, at
-    positions that count from the first of them.
+    The model sees at most the last ``context_length`` tokens, with positions counted from the first of them.
 
     Args:
-        next_logits: (1, time) int64 -> logits of the token that follows, (1, vocab); ``None`` where another process has
-            them.
+        next_logits: function from tokens, (1, time) int64, to the logits of the next token, (1, vocab); it returns
+            ``None`` if another process has them.
         prompt: token ids, at least one.
-        context_length: most tokens that the model sees.
-        max_new_tokens: most tokens to yield.
-        sampling: how each is drawn.
-        end: token after which nothing follows; it is yielded. ``None`` to go on.
-        vocab_size: ids from here on are never drawn; ``None`` for all that the model has.
-        agree: token of this process -> that of the process that drew it, on all of them, such as a strategy's
-            ``broadcast``. Processes without logits hand in -1.
+        context_length: maximum number of tokens that the model sees.
+        max_new_tokens: maximum number of tokens to yield.
+        sampling: settings of the draws.
+        end: token that ends the text, which is yielded; ``None`` for no end.
+        vocab_size: number of ids that may be drawn; ``None`` for all of the model's.
+        agree: function from this process's token, -1 without logits, to that of the process that drew it, such as a
+            strategy's ``broadcast``.
 
     Raises:
         ValueError: the prompt is empty.
@@ -89,11 +88,11 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
     Args:
         logits: (vocab,), on any device; the draw is made in fp64 on the host.
-        sampling: how.
-        generator: on the host.
+        sampling: settings of the draw.
+        generator: generator on the host.
 
     Raises:
-        WeightsError: no logit is the highest: they are NaN or infinite.
+        WeightsError: the highest logit is NaN or infinite.
     """
     if not math.isfinite(highest := float(logits.max())):
         raise WeightsError(
@@ -113,11 +112,11 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 
 def logits_of(model: GPT, device: torch.device | str = "cpu") -> NextLogits:
-    """A model in one process as :func:`generate_tokens` wants it; every token costs a forward of the whole sequence.
+    """Return a function for :func:`generate_tokens` that runs a forward of the whole sequence for every token.
 
     Args:
-        model: in evaluation mode.
-        device: where it is.
+        model: model in evaluation mode, in this process.
+        device: device of the model.
     """
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""A GPT that was saved: its config, its weights under the names of its ``state_dict``, its tokenizer.
+"""Saved GPTs: config, weights under the names of the ``state_dict``, and tokenizer.
 
-Checkpoints that the Trainer and Fabric write are read without running code that they may hold.
+Checkpoints of the Trainer and of Fabric are read without running code that they may hold.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.gpt import GPT
 from lightning_asyncpp.storage import StorageError, is_sharded, load
 
-# Of no meaning to a model that was trained.
+# Values that do not matter to a trained model.
 TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.balance_bias_rate"})
-# Two models that differ in these can have the same weights.
+# Values in which two models with the same weights may differ.
 _FREE = TRAINING_ONLY | {"context_length", "init_std"}
 
-_MARK = "embedding.token.weight"  # what the state_dict of a GPT has and no other model
+_MARK = "embedding.token.weight"  # an entry of the state_dict of a GPT and of no other model
 _COMPILED = "_orig_mod."
 _HYPER_PARAMETERS = "hyper_parameters"
 _DATA_HYPER_PARAMETERS = "datamodule_hyper_parameters"
 
 
 class WeightsError(ValueError):
-    """Saved weights, or what was asked of them, are wrong; the message names the file and what to do."""
+    """Error of saved weights or of their use; the message names the file and what to do."""
 
     @classmethod
     def from_problems(cls, what: str, problems: Sequence[str]) -> WeightsError:
-        """One error with all problems of ``what``, a line each."""
+        """Return one error with all problems of ``what``, a line each."""
         return cls(f"{what}:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 @dataclass(frozen=True)
 class SavedGPT:
-    """A saved model; its tensors stay in their files until they are read."""
+    """Saved GPT whose tensors stay in their files until they are read."""
 
     origin: str
-    """Where it lies, for messages."""
+    """Path of the model, for messages."""
     config: GPTConfig
-    """The model's shape."""
+    """Shape of the model."""
     tensors: Mapping[str, Tensor]
-    """Name in the model's ``state_dict`` -> tensor, read when it is asked for."""
+    """Tensors by their names in the model's ``state_dict``, each read when it is accessed."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Name -> shape, known without reading the tensor."""
+    """Shapes by the same names, known without reading tensors."""
     tokenizer: str | None = None
-    """Definition of the tokenizer: ``"byte"``, or the content of a tokenizer.json; ``None`` if nobody wrote it down."""
+    """Definition of the tokenizer: ``"byte"``, or the content of a tokenizer.json; ``None`` if it was not saved."""
 
     def check(self) -> None:
         """Compare names and shapes with those of a GPT of this config.
@@ -65,14 +65,14 @@ class SavedGPT:
             raise WeightsError.from_problems(f"{self.origin} does not hold the weights of its config", problems)
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> GPT:
-        """Make the model, ready to evaluate; weights that need no conversion are mapped from their file.
+        """Build the model in evaluation mode; weights that need no conversion are mapped from their file.
 
         Args:
-            device: where to put it.
-            dtype: of its weights.
+            device: device of the model.
+            dtype: dtype of the weights.
 
         Raises:
-            WeightsError: as :meth:`check` says.
+            WeightsError: names or shapes differ, as in :meth:`check`.
         """
         self.check()
         with torch.device("meta"):
@@ -81,15 +81,15 @@ class SavedGPT:
         model.head.tie_weights()
         for module in model.modules():
             _fill_buffers(module)
-        # Not tensor by tensor: modules know what stays in fp32.
+        # By the module and not tensor by tensor: some modules keep tensors in fp32.
         return model.to(device, dtype).eval().requires_grad_(False)
 
 
 def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all that the ``state_dict`` of a GPT holds.
+    """Return the shapes of all tensors in the ``state_dict`` of a GPT, by name.
 
     Raises:
-        WeightsError: torch has no tensors of such sizes.
+        WeightsError: torch cannot make tensors of such sizes.
     """
     try:
         with torch.device("meta"):
@@ -102,7 +102,7 @@ def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 def tensor_problems(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], limit: int = 8
 ) -> list[str]:
-    """How tensors differ from those that there should be, the first of them by name and shape."""
+    """Return the differences between the found and the expected tensors, the first ones by name and shape."""
     problems = [f"lacks: {name}" for name in expected if name not in found]
     problems += [f"holds what the model has not: {name}" for name in found if name not in expected]
     problems += [
@@ -114,14 +114,14 @@ def tensor_problems(
 
 
 def _fill_buffers(module: nn.Module) -> None:
-    """Give a module its buffers that are in no ``state_dict``, such as rotary tables."""
+    """Fill a module's buffers that are not in its ``state_dict``, such as rotary tables."""
     if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
         module.to_empty(device="cpu", recurse=False)
         module.reset_parameters()  # type: ignore[operator]
 
 
 def values_of(config: GPTConfig) -> dict[str, Any]:
-    """All values of a config; those of a nested one have its name before a dot."""
+    """Return all values of a config by name; names of nested values have the outer name and a dot before them."""
     values: dict[str, Any] = {}
     for name, value in asdict(config).items():
         nested = {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
@@ -131,9 +131,9 @@ def values_of(config: GPTConfig) -> dict[str, Any]:
 
 
 def differences(config: GPTConfig, saved: GPTConfig) -> list[str]:
-    """Where a model of ``config`` cannot take the weights of a model of ``saved``, with both values."""
+    """Return the values that keep a model of ``config`` from loading the weights of a model of ``saved``."""
     wanted, found = values_of(config), values_of(saved)
-    free = _FREE | ({"mlp_dim"} if 0 < config.num_moe_layers == config.num_layers else set())  # no block is that wide
+    free = _FREE | ({"mlp_dim"} if 0 < config.num_moe_layers == config.num_layers else set())  # no block is dense
     return [
         f"{name}={wanted.get(name)!r}, and the weights are those of a model with {name}={found.get(name)!r}"
         for name in dict.fromkeys((*wanted, *found))
@@ -146,10 +146,10 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
 
     Args:
         path: the file or folder.
-        config: the shape of a model whose checkpoint does not say it.
+        config: shape of the model, if the checkpoint does not hold it.
 
     Raises:
-        WeightsError: it is neither, or holds no GPT.
+        WeightsError: the path is neither, or holds no GPT.
     """
     path = Path(path).expanduser()
     if path.is_file() or is_sharded(path):
@@ -165,7 +165,7 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
 
 
 def start_problems(config: GPTConfig, path: str | Path) -> list[str]:
-    """What keeps a model of a config from starting with the weights at ``path``: files, sizes, tensors."""
+    """Return the reasons why a model of a config cannot start from the weights at ``path``."""
     try:
         saved = open_saved(path)
         problems = differences(config, saved.config)
@@ -177,14 +177,14 @@ def start_problems(config: GPTConfig, path: str | Path) -> list[str]:
 
 
 def start_from(model: GPT, path: str | Path) -> None:
-    """Let a model start with the weights of a checkpoint, or of a folder of `transformers`, in fp32.
+    """Load the initial weights of a model from a checkpoint, or from a folder of `transformers`, in fp32.
 
-    A unit that is on the meta device takes them when its ``reset_parameters()`` is called, from its own tensors alone:
-    under a pipeline every stage reads what it holds. A unit with real weights takes them at once.
+    A layer on the meta device loads its tensors when its ``reset_parameters()`` is called, so that under a pipeline
+    every stage reads only its own. A layer with real weights loads them at once.
 
     Args:
-        model: whose weights are replaced.
-        path: the checkpoint or folder.
+        model: model whose weights are replaced.
+        path: path of the checkpoint or folder.
 
     Raises:
         WeightsError: the weights are not those of such a model; all differences are named.
@@ -195,7 +195,7 @@ def start_from(model: GPT, path: str | Path) -> None:
     for unit in model.pipeline_layers():
         take = partial(_take, unit, names[id(unit)], path)
         if any(parameter.is_meta for parameter in unit.parameters()):
-            # In the place of the method of its class: whoever materialises a unit calls it, and nothing else.
+            # Overrides the class's method, since materialising a layer calls reset_parameters() and nothing else.
             unit.__dict__["reset_parameters"] = take
         else:
             take()
@@ -203,8 +203,8 @@ def start_from(model: GPT, path: str | Path) -> None:
 
 @torch.no_grad()
 def _take(unit: nn.Module, name: str, path: str | Path) -> None:
-    """Initialise a unit, and put the saved tensors in the place of the random ones."""
-    type(unit).reset_parameters(unit)  # type: ignore[attr-defined]  # tables and the like are in no file
+    """Initialise a layer, and replace its random weights by the saved ones."""
+    type(unit).reset_parameters(unit)  # type: ignore[attr-defined]  # fills buffers that are in no file
     tensors = open_saved(path).tensors
     unit.load_state_dict({own: tensors[f"{name}.{own}"] for own in unit.state_dict()})
 
@@ -213,12 +213,12 @@ def read_checkpoint(path: Path, config: GPTConfig | None = None) -> SavedGPT:
     """Read a checkpoint of a ``GPTModule``, or one of Fabric that holds a GPT; its tensors are mapped, not copied.
 
     Args:
-        path: the file, or the folder of a sharded one.
-        config: the model's shape; ``None`` takes it from the checkpoint: from the module's hyper-parameters, or under
-            ``"config"`` among what ``fabric.save`` was given.
+        path: path of the file, or of a sharded checkpoint's folder.
+        config: shape of the model; ``None`` reads it from the module's hyper-parameters, or from ``"config"`` in a
+            checkpoint of ``fabric.save``.
 
     Raises:
-        WeightsError: the file cannot be read, or holds something else; the message says what.
+        WeightsError: the file cannot be read, or does not hold a GPT.
     """
     content = _load(path)
     prefix, state = _state_of_gpt(path, content)
@@ -245,7 +245,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The ``state_dict`` that a GPT is in, and what its names begin with there."""
+    """Return the prefix of a GPT's names in a ``state_dict``, and that ``state_dict``."""
     values = [content.get("state_dict"), content, *content.values()]
     candidates = [value for value in values if isinstance(value, Mapping)]
     for state in candidates:
@@ -265,7 +265,7 @@ def _plain(name: object) -> str:
 
 
 def _recorded_values(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The fields of the model's config, if the checkpoint has them."""
+    """Return the fields of the model's config, if the checkpoint has them."""
     values = content.get("config")
     hyper_parameters = content.get(_HYPER_PARAMETERS)
     if isinstance(hyper_parameters, Mapping):
@@ -286,7 +286,7 @@ def _config(path: Path, values: Mapping[str, Any] | None) -> GPTConfig:
 
 
 def _tokenizer(content: Mapping[str, Any]) -> str | None:
-    """The definition that a ``TextDataModule`` wrote down, or that is among what ``fabric.save`` was given."""
+    """Return the definition that a ``TextDataModule`` saved, or that is in a checkpoint of ``fabric.save``."""
     arguments = (_HYPER_PARAMETERS, _DATA_HYPER_PARAMETERS)
     for value in (content, *(value for name, value in content.items() if name not in arguments)):
         if isinstance(value, Mapping) and isinstance(definition := value.get("tokenizer"), str):

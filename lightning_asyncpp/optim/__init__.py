@@ -1,6 +1,6 @@
-"""Optimizers and corrections for training with delayed gradients: plain torch optimizers, usable anywhere.
+"""Optimizers and corrections for training with delayed gradients: plain torch optimizers for any training loop.
 
-Nothing here imports Lightning, or knows of strategies and pipelines.
+Nothing here imports Lightning or depends on strategies and pipelines.
 """
 
 from lightning_asyncpp.optim.correction import WeightPrediction

@@ -1,4 +1,4 @@
-"""What corrections for delayed gradients share, an optimizer around another one; and prediction of the weights."""
+"""Base class of corrections for delayed gradients, which wrap an optimizer; and weight prediction."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ def _of_base(name: str) -> Any:
 
 
 class DelayCorrection(Optimizer):
-    """An optimizer around another one, which changes its steps because its gradients are old.
+    """Optimizer that wraps another one and corrects its steps for delayed gradients.
 
-    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and whoever sets
-    ``group["lr"]`` or takes parameters out of a group act on it. What a correction remembers of a parameter is in
-    ``state`` too, under the names in ``keys``; during its step the base does not see it.
+    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and code that
+    sets ``group["lr"]`` or removes parameters from a group act on it. The correction's own state of a parameter is in
+    ``state`` too, under the names in ``keys``; it is hidden from the base during its step.
 
-    A strategy sets how old the gradients are (:meth:`set_delay`); where they are fresh the base steps as it would
-    alone.
+    A strategy sets the delay of the gradients (:meth:`set_delay`); without delay the base steps as it would alone.
 
     Args:
-        params: what the base optimizer takes: tensors, (name, tensor) pairs or groups.
-        base: makes the optimizer from ``params``: a class, ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or in a
-            YAML file ``class_path`` and ``init_args``.
+        params: parameters as the base optimizer takes them: tensors, (name, tensor) pairs or groups.
+        base: function that makes the optimizer from ``params``: a class,
+            ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or in a YAML file ``class_path`` and ``init_args``.
 
     Attributes:
         base: the wrapped optimizer.
-        delay: of all gradients in updates, or parameter -> delay.
+        delay: delay of all gradients in updates, or a mapping of parameters to delays.
     """
 
     keys: ClassVar[tuple[str, ...]]
@@ -44,71 +43,71 @@ class DelayCorrection(Optimizer):
     def __init__(self, params: ParamsT, base: Callable[[Iterable], Optimizer]) -> None:
         self.base = base(params)
         self.delay: float | Mapping[Tensor, float] = 1
-        self._lent: Weights | None = None
+        self._provided: Weights | None = None
         self._compute: Weights | None = None
-        self.__setstate__({})  # what an optimizer needs beside groups and state
+        self.__setstate__({})  # sets the attributes of an optimizer beside groups and state
 
     def __getattr__(self, name: str) -> Any:
-        """Pass on names of parameters, and the modes of schedule-free optimizers, where the base takes them."""
+        """Return the base's methods for parameter names and for the modes of schedule-free optimizers."""
         if name in ("train", "eval", "name_parameters"):
             return getattr(self.base, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # -- what a subclass does -------------------------------------------------------------------------------------
+    # -- for subclasses -------------------------------------------------------------------------------------------
 
     def _correct(self, params: list[Tensor], before: Weights, remembered: Entries) -> None:
-        """Change weights after the base stepped, and put what is to be remembered into ``state``.
+        """Correct weights after the base's step, and put the correction's state into ``state``.
 
         Args:
-            params: all of the optimizer.
-            before: the weights before the step of those that have a gradient and are delayed.
-            remembered: what was put into ``state`` at the last update.
+            params: all parameters that the correction acts on.
+            before: weights before the step, of those parameters that have a gradient.
+            remembered: the correction's state of the last update.
         """
         raise NotImplementedError
 
     def _acts_on(self, p: Tensor) -> bool:
-        """Tell whether the steps of ``p`` are changed."""
+        """Return whether the steps of ``p`` are corrected."""
         return self.delay_of(p) > 0
 
     def _weights_before(self, moving: list[Tensor], remembered: Entries) -> Weights:
-        """Return the weights of ``moving`` in memory that the step leaves alone: lent, or a copy."""
-        lent = self._lent or {}
-        return {p: lent[p] if p in lent and self.delay_of(p) else p.detach().clone() for p in moving}
+        """Return the weights of ``moving`` before the step: the tensors of :meth:`weights_before`, or copies."""
+        provided = self._provided or {}
+        return {p: provided[p] if p in provided and self.delay_of(p) else p.detach().clone() for p in moving}
 
     def _write(self, weights: Weights) -> None:
-        """Write the weights that gradients are taken at from the masters: by default these, rounded."""
+        """Write the weights of forwards and backwards from the masters: by default the rounded masters."""
         for p, tensor in weights.items():
             tensor.copy_(p)
 
-    # -- what a strategy calls -------------------------------------------------------------------------------------
+    # -- for strategies --------------------------------------------------------------------------------------------
 
     def set_delay(self, delay: float | Mapping[Tensor, float]) -> None:
-        """Set how many updates old the gradients are: all alike (1 is the default), or each parameter's.
+        """Set the delay of the gradients in updates: one for all (the default is 1), or one per parameter.
 
-        A fraction below 1 is the share of the microbatches that was taken at the weights before the last update.
+        A fraction below 1 is the share of the microbatches that ran on the weights before the last update.
         """
         self.delay = delay
 
     def delay_of(self, p: Tensor) -> float:
-        """Return how many updates old the gradients of ``p`` are."""
+        """Return the delay of the gradients of ``p`` in updates."""
         return self.delay.get(p, 0) if isinstance(self.delay, Mapping) else self.delay
 
     @contextmanager
     def weights_before(self, weights: Weights) -> Iterator[None]:
-        """Lend the weights as they are before the step: ``with ef.weights_before({p: copy, ...}): ef.step()``.
+        """Provide the weights before the step: ``with ef.weights_before({p: copy, ...}): ef.step()``.
 
         Args:
-            weights: parameter -> a tensor of its shape, dtype and value, in memory of its own; only read.
+            weights: for each parameter a tensor of its shape, dtype and value that shares no memory with it; only read.
         """
-        self._lent = weights
+        self._provided = weights
         try:
             yield
         finally:
-            self._lent = None
+            self._provided = None
 
     @contextmanager
     def compute_weights(self, weights: Weights) -> Iterator[None]:
-        """Step masters: ``with ef.compute_weights({p: tensor, ...}): ef.step()`` writes what gradients are taken at.
+        """Write compute weights from the masters: ``with ef.compute_weights({p: tensor, ...}): ef.step()``.
 
         Args:
             weights: for every parameter a tensor of its shape, in the dtype of forwards and backwards.
@@ -148,18 +147,18 @@ class DelayCorrection(Optimizer):
         self.base.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base optimizer's, whose state has what is remembered of each parameter."""
+        """Return the base optimizer's state, which includes the correction's state of each parameter."""
         return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, or a state of the base alone: then the correction begins anew."""
+        """Load a result of :meth:`state_dict`, or a state of the base alone, with which the correction begins anew."""
         self.base.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if not key.startswith("_optimizer_") and key != "step"}
 
     def _take_remembered(self, params: list[Tensor]) -> Entries:
-        """Take what is remembered out of ``state``: a base may go by its emptiness."""
+        """Remove the correction's state from ``state``: a base may test whether it is empty."""
         remembered: Entries = {}
         for p in params:
             state = self.state.get(p, {})
@@ -169,31 +168,31 @@ class DelayCorrection(Optimizer):
 
 
 class WeightPrediction(DelayCorrection):
-    """Extrapolate the weights by the last steps, as far as the gradients are old.
+    """Optimizer that extrapolates the weights by the last step, as far as the gradients are delayed.
 
     Sources: SpecTrain (Chen et al., arXiv 1809.02839) and XPipe (Guan et al., arXiv 1911.04610), which predict with
     the optimizer's momentum: for SGD with momentum and for AdamW without weight decay that is the last step, here for
     any optimizer. With u_t the base optimizer's step, h the horizon and a ``ahead``::
 
         Y_{t+1} = Y_t - u_t                               the trajectory of the base, Y_0 = W_0
-        W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here; h = 0 where they are fresh
+        W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here; h = 0 without delay
 
-    h may change in mid-run, at the end of a synchronous start: Y goes on.
+    h may change during a run, at the end of a synchronous start; Y continues.
 
     In terms of W alone: W_{t+1} = W_t - u_t - (h + a) * (u_t - u_{t-1}), with u_{-1} = 0. With h + a = s this is
-    :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s but for the first update, where it predicts at once.
-    So a strength of 2 under a delay of one is ``ahead=1``: it makes up for the delay, and looks one step ahead. The
-    base steps on W: its weight decay acts on W.
+    :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s, except that it already predicts at the first update.
+    So a strength of 2 under a delay of one is ``ahead=1``: it compensates the delay and looks one step ahead. The base
+    steps on W, so its weight decay acts on W.
 
     Memory: one buffer per parameter, u_t, in the parameter's dtype, and the weights before the step as for
     ErrorFeedback.
 
     Args:
-        params: what the base optimizer takes: tensors, (name, tensor) pairs or groups.
-        base: makes the optimizer from ``params``.
-        horizon: steps ahead, at least 0; None: as many updates as the parameter's gradients are old.
-        ahead: steps to look ahead of the present, at least 0; where gradients are fresh, too. There ``ahead=1`` steps
-            by 2 u_t - u_{t-1}, as optimistic methods do (Daskalakis et al., arXiv 1711.00141).
+        params: parameters as the base optimizer takes them: tensors, (name, tensor) pairs or groups.
+        base: function that makes the optimizer from ``params``.
+        horizon: number of steps to extrapolate, at least 0; None for the delay of the parameter's gradients.
+        ahead: number of further steps to look ahead, at least 0, also without delay. Without delay ``ahead=1`` steps by
+            2 u_t - u_{t-1}, as optimistic methods do (Daskalakis et al., arXiv 1711.00141).
     """
 
     keys = ("predicted_step", "predicted_horizon")

@@ -1,4 +1,4 @@
-"""Error Feedback under delay: correct each step by what the previous one turned out to lack."""
+"""Error Feedback for delayed gradients: each step is corrected by the error of the previous one."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from lightning_asyncpp.optim.correction import DelayCorrection, Entries, Weights
 
 CPU_CHUNK_ELEMENTS = 2**17
-"""Elements handled at a time on a CPU: what the operations share stays in its cache, and memory is read once. The
-arithmetic is element by element, so results do not depend on it."""
+"""Elements of a piece on a CPU, small enough for its cache, so that memory is read once. The arithmetic is
+elementwise, so results do not depend on it."""
 
 CHUNK_ELEMENTS = 2**23
-"""The same elsewhere, where every piece costs a few kernel launches."""
+"""Elements of a piece on other devices, where every piece costs a few kernel launches."""
 
 
 class ErrorFeedback(DelayCorrection):
-    """Wrap any optimizer so that it makes up for gradients that are one update old.
+    """Wrapper of any optimizer that compensates gradients that are one update old.
 
     Source: "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous Pipeline Parallel LLM Pretraining",
     arXiv 2606.30634. With u_t the whole step of the base optimizer at update t (weights before minus after)::
 
         W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at a parameter's first update
 
-    Where only the share phi of a gradient is an update old, as with the least staleness, a strategy scales strength by
+    If only the share phi of a gradient is an update old, as with the least staleness, a strategy scales strength by
     phi, stage by stage (:meth:`set_delay`; docs/research/theory.md, section 7).
 
-    In words: the step at t-1 was computed from a stale gradient; one update later the step that it should have been is
-    known, and the difference is fed back. It has nothing to do with the "error feedback" of the dion optimizers,
-    which returns what a low-rank compression of the gradient lost.
+    In words: the step at t-1 was computed from a stale gradient; one update later the correct step is known, and the
+    difference is fed back. This is not the "error feedback" of the dion optimizers, which feeds back what a low-rank
+    compression of the gradient lost.
 
-    An identity to know: with Y_0 = W_0 and Y_{t+1} = Y_t - u_t, strength s gives W_{t+1} = Y_{t+1} - s * (u_t - u_0),
-    so EF is weight prediction: gradients are taken at the base trajectory, extrapolated by s times its last step. For
-    gradients that are d updates old, strength d extrapolates by d steps at the price of one buffer. What is beyond d
-    looks ahead of the present, which synchronous training can do as well (``WeightPrediction(ahead=...)``).
+    An identity: with Y_0 = W_0 and Y_{t+1} = Y_t - u_t, strength s gives W_{t+1} = Y_{t+1} - s * (u_t - u_0). So EF is
+    weight prediction: gradients are taken at the base trajectory, extrapolated by s times its last step. For gradients
+    that are d updates old, strength d extrapolates by d steps at the price of one buffer. A strength above d looks
+    ahead of the current weights, which synchronous training can do as well (``WeightPrediction(ahead=...)``).
 
-    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and whoever sets
-    ``group["lr"]`` act on it. Names of parameters are passed through to the base.
+    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and code that
+    sets ``group["lr"]`` act on it. Names of parameters are passed through to the base.
 
-    A parameter without a gradient is not moved by the base: u_t = 0, and the formula holds as for all others, so its
-    last step's extrapolation is taken back. One that never had a gradient costs nothing and never moves.
+    The base does not move a parameter without a gradient: u_t = 0, and the formula holds as for all others, so the
+    extrapolation of its last step is undone. A parameter that never had a gradient costs nothing and never moves.
 
     With masters (``compute_weights``, the strategies' ``weight_dtype="bf16"``) the identity is the rule: the masters
     hold Y, to which s * u_0 is added once, after the first update, and W_{t+1} = Y_{t+1} - s * u_t is only ever written
@@ -51,17 +51,17 @@ class ErrorFeedback(DelayCorrection):
     needed. Decoupled weight decay then acts on Y, a difference of the order of lr * weight_decay * u. With a
     ``buffer_dtype``, which the identity does not cover, the masters hold W instead, as without.
 
-    Memory: one buffer per parameter, u_{t-1}, in the parameter's dtype or ``buffer_dtype``. In :meth:`step` the weights
-    before the step are needed too; lend them with :meth:`weights_before` where they are alive anyway, otherwise
-    they are copied for the length of the step.
+    Memory: one buffer per parameter, u_{t-1}, in the parameter's dtype or ``buffer_dtype``. :meth:`step` also needs the
+    weights before the step; provide them with :meth:`weights_before` if they are in memory anyway, otherwise they are
+    copied for the duration of the step.
 
     Args:
-        params: what the base optimizer takes: tensors, (name, tensor) pairs or groups.
-        base: makes the optimizer from ``params``: a class, ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or in a
-            YAML file ``class_path`` and ``init_args``.
+        params: parameters as the base optimizer takes them: tensors, (name, tensor) pairs or groups.
+        base: function that makes the optimizer from ``params``: a class,
+            ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or in a YAML file ``class_path`` and ``init_args``.
         strength: factor on the difference of the steps, at least 0; 1 is the published rule, 0 keeps the base step.
-        buffer_dtype: of the stored steps; None: the parameter's, else "bfloat16" or "float32". The same rounded value
-            is subtracted that was stored, so rounding errors do not add up: over a run they telescope.
+        buffer_dtype: dtype of the stored steps, "bfloat16" or "float32"; None for the parameter's. The rounded value
+            that is stored is also the one that is subtracted, so rounding errors do not add up: they telescope.
 
     Raises:
         ValueError: an option cannot be used.
@@ -82,7 +82,7 @@ class ErrorFeedback(DelayCorrection):
 
     @property
     def _moves_the_base_trajectory(self) -> bool:
-        """Whether the parameters hold Y, and W is written beside them."""
+        """Whether the parameters hold Y, and W is written into the compute weights."""
         return self._compute is not None and not self.buffer_dtype
 
     def _weights_before(self, moving: list[Tensor], remembered: Entries) -> Weights:
@@ -100,14 +100,14 @@ class ErrorFeedback(DelayCorrection):
             self.state[p]["previous_step"] = correct(p.detach(), before.get(p), known, self._strength(p))
 
     def _feed_back(self, weight: Tensor, before: Tensor | None, known: Tensor | None, strength: float) -> Tensor:
-        """Correct a weight, and return its step: 0 where it has no gradient."""
+        """Correct a weight, and return its step, which is 0 without a gradient."""
         dtype = getattr(torch, self.buffer_dtype) if self.buffer_dtype else weight.dtype
         previous = torch.zeros_like(weight, dtype=dtype) if known is None else known
         feed_back(weight, before, previous, 0.0 if known is None else strength)
         return previous
 
     def _take_step(self, weight: Tensor, before: Tensor | None, known: Tensor | None, strength: float) -> Tensor:
-        """Return the step of Y; after the first one strength * u_0 is added to Y."""
+        """Return the step of Y; at the first step, add strength * u_0 to Y."""
         if before is None:
             return torch.zeros_like(weight) if known is None else known.zero_()
         step = torch.sub(before, weight, out=before)
@@ -127,11 +127,11 @@ class ErrorFeedback(DelayCorrection):
                 extrapolate(p.detach(), step, self._strength(p), tensor)
 
     def _strength(self, p: Tensor) -> float:
-        """Less where only a share of the gradient is delayed."""
+        """Return the strength, scaled by the share of the gradient that is delayed."""
         return self.strength * min(1.0, self.delay_of(p))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; torch gives what it loads the dtype of the parameter."""
+        """Load a state, and restore ``buffer_dtype``: torch casts state to the dtype of the parameter."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if self.buffer_dtype and "previous_step" in state:
@@ -143,15 +143,15 @@ class ErrorFeedback(DelayCorrection):
 
 @torch.no_grad()
 def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength: float) -> None:
-    """Correct ``weight``, which the base optimizer has just stepped, and remember the step.
+    """Correct ``weight``, which the base optimizer has just stepped, and store the step.
 
         u = before - weight;  weight -= strength * (u - previous);  previous = u
 
     Args:
         weight: the weights after the base step; changed in place.
-        before: the weights before it, of the same shape and dtype; None: the base did not move them, u = 0.
-        previous: u of the update before, in the dtype in which u is rounded; changed in place.
-        strength: 0 only remembers the step.
+        before: the weights before it, of the same shape and dtype; None if the base did not move them: u = 0.
+        previous: u of the previous update, in the dtype in which u is rounded; changed in place.
+        strength: factor on the difference; 0 only stores the step.
     """
     tensors = [weight, previous] if before is None else [weight, previous, before]
     if all(t.is_contiguous() for t in tensors):  # rows may be long: pieces of one dimension are never too large
@@ -170,10 +170,10 @@ def extrapolate(weight: Tensor, step: Tensor, strength: float, out: Tensor) -> N
     """Write ``weight - strength * step`` into ``out``, which may have another dtype; rounded once.
 
     Args:
-        weight: of any shape.
-        step: the same shape and dtype.
-        strength: how far.
-        out: the same shape; its memory is no other's.
+        weight: tensor of any shape.
+        step: tensor of the same shape and dtype.
+        strength: factor on the step.
+        out: tensor of the same shape that shares no memory with the others.
     """
     tensors = [weight, step, out]
     if all(t.is_contiguous() for t in tensors):
@@ -192,8 +192,8 @@ def _set_step(step: Tensor, weight: Tensor, before: Tensor | None) -> None:
 
 def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: float) -> None:
     if step.dtype != previous.dtype:
-        # Rounded once: what is subtracted now is to the bit what will be taken back at the next update. The
-        # difference of two rounded steps is taken in the weights' dtype, not in the buffer's.
+        # Rounded once: the next update adds back exactly the bits that are subtracted now. The difference of two
+        # rounded steps is taken in the weights' dtype, not in the buffer's.
         rounded = step.to(previous.dtype)
         if strength != 0:
             weight.sub_(torch.sub(rounded.to(weight.dtype), previous), alpha=strength)
@@ -206,7 +206,7 @@ def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: f
 
 
 def _chunks(t: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) along the first dimension: works for any strides without a copy."""
+    """Yield (start, length) along the first dimension, which needs no copy for any strides."""
     size = t.size(0)
     elements = CPU_CHUNK_ELEMENTS if t.device.type == "cpu" else CHUNK_ELEMENTS
     length = max(1, elements * size // max(1, t.numel()))

@@ -1,7 +1,7 @@
-"""One optimizer for a whole model: Muon or NorMuon for hidden matrices, AdamW for everything else.
+"""One optimizer for a whole model: Muon or NorMuon for hidden matrices, AdamW for all other parameters.
 
-Muon orthogonalises a matrix that maps hidden features to hidden features. Embeddings and output heads are matrices by
-shape only (their rows are independent vectors), so the rule needs names besides shapes.
+Muon orthogonalises the update of a matrix that maps hidden features to hidden features. Embeddings and output heads are
+matrices by shape only (their rows are independent vectors), so the choice needs names besides shapes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, orthogonalize
 DEFAULT_ADAMW_NAMES = (
     r"embed|(^|[._])emb([._]|$)"  # embedding, tok_embeddings, pos_emb
     r"|(^|\.)(wte|wpe|lm_head|head|unembed|classifier)(\.|$)|(^|\.)output(\.weight)?$"
-    # of transformers: heads of classifiers and of BERT, the embedding of T5 and BART, T5's biases of distances
+    # in transformers: heads of classifiers and of BERT, the embedding of T5 and BART, T5's relative position biases
     r"|(^|\.)(score|decoder|shared)\.weight$|relative_attention_bias"
     r"|bias(es)?$|norm[^.]*(\.[^.]*)?$"  # stacked biases and norm scales of experts and heads are matrices by shape
 )
-"""Searched in the dotted parameter name; a match sends the parameter to AdamW."""
+"""Regular expression searched in dotted parameter names; AdamW updates the parameters that match."""
 
 FUSED_DEVICES = ("cpu", "cuda")
-"""Where the fused step of AdamW is known to equal the plain one."""
+"""Devices on which the fused step of AdamW is known to equal the plain one."""
 
 RMS = 0.2
-"""Root mean square of the entries of an update with ``match_rms_adamw``, in units of the learning rate."""
+"""Root mean square of an update's entries with ``match_rms_adamw``, in units of the learning rate."""
 
 DTYPES = ("bfloat16", "float32", "float64")
 LR_ADJUSTMENTS = ("match_rms_adamw", "original")
@@ -41,10 +41,13 @@ BATCH_ELEMENTS = 2**25
 
 
 class Stack(NamedTuple):
-    """Views of a weight, its gradient and its state, each of shape (matrices, rows, columns): a row is a neuron.
+    """Views of a weight, its gradient and its state, each of shape (matrices, rows, columns); a row is a neuron.
 
     Attributes:
-        second_moment: (matrices, rows, 1), of rules that scale single neurons.
+        weight: the weight.
+        grad: its gradient.
+        momentum: its momentum.
+        second_moment: (matrices, rows, 1), the mean square of each neuron; None for Muon.
     """
 
     weight: Tensor
@@ -58,10 +61,10 @@ class MuonAdamW(Optimizer):
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; ``torch.optim.Muon``): the momentum of each
     matrix is orthogonalised by a few Newton-Schulz iterations, so that a step moves all directions alike. A matrix is
-    updated as ``torch.optim.Muon`` does it; a 3-D weight (experts, out, in) as its experts' ``nn.Linear`` weights
-    (out, in) one by one; the rest exactly as ``torch.optim.AdamW``. Parameters whose gradient is None are left alone.
+    updated as by ``torch.optim.Muon``, a 3-D weight (experts, out, in) as one matrix (out, in) per expert, and all
+    other parameters exactly as by ``torch.optim.AdamW``. Parameters whose gradient is None do not change.
 
-    The rule is chosen for each parameter, whatever group it is in; groups stay as they are given:
+    The algorithm is chosen for each parameter, whatever its group; groups keep their parameters:
 
     ======================================================  ========================
     parameter                                               updated by
@@ -74,12 +77,12 @@ class MuonAdamW(Optimizer):
     any other 3-D weight (experts, out, in): per matrix     Muon
     ======================================================  ========================
 
-    Names come with ``module.named_parameters()``, or later, before the first step, from :meth:`name_parameters`, which
-    strategies call.
+    Names come from ``module.named_parameters()``, or from :meth:`name_parameters`, which strategies call before the
+    first step.
 
-    All options are read from the groups at each step. AdamW's learning rate is ``lr`` times ``adamw_lr_ratio``, which
-    is ``adamw_lr / lr`` of the beginning, so schedulers move both. A group that sets ``lr`` or ``weight_decay`` sets it
-    for both algorithms, unless it sets ``adamw_lr`` or ``adamw_weight_decay`` as well.
+    All options are read from the groups at each step. AdamW's learning rate is ``lr`` times ``adamw_lr_ratio``, the
+    initial ``adamw_lr / lr``, so schedulers change both. A group that sets ``lr`` or ``weight_decay`` sets it for both
+    algorithms, unless it sets ``adamw_lr`` or ``adamw_weight_decay`` as well.
 
     Memory: one buffer per Muon parameter and two per AdamW parameter, in the parameter's dtype, and temporaries for
     about 2**25 elements at a time. On CPUs without bfloat16 units choose ``newton_schulz_dtype="float32"``: bfloat16
@@ -88,21 +91,22 @@ class MuonAdamW(Optimizer):
     Args:
         params: ``module.named_parameters()``, ``module.parameters()`` or torch parameter groups.
         lr: step size of Muon; with ``match_rms_adamw`` it is on AdamW's scale.
-        adamw_lr: step size of AdamW; None: ``lr``.
-        momentum: decay of Muon's gradient average, in [0, 1).
-        nesterov: look one momentum step ahead.
+        adamw_lr: step size of AdamW; None for ``lr``.
+        momentum: decay rate of Muon's gradient average, in [0, 1).
+        nesterov: whether to look one momentum step ahead.
         weight_decay: decoupled decay per step in units of the learning rate, for both algorithms.
-        adamw_weight_decay: the same for AdamW alone; None: ``weight_decay``.
-        adamw_betas: decay of AdamW's averages of the gradient and of its square.
-        adamw_eps: added to AdamW's denominator.
-        newton_schulz_steps: iterations per matrix.
-        coefficients: of the quintic iteration.
-        adjust_lr: "match_rms_adamw": lr * 0.2 * sqrt(max(fan_out, fan_in)); "original": lr * sqrt(max(1, fan_out /
-            fan_in)). The meanings of ``adjust_lr_fn`` in ``torch.optim.Muon``.
+        adamw_weight_decay: the same for AdamW alone; None for ``weight_decay``.
+        adamw_betas: decay rates of AdamW's averages of the gradient and of its square.
+        adamw_eps: constant added to AdamW's denominator.
+        newton_schulz_steps: number of iterations per matrix.
+        coefficients: coefficients of the quintic iteration.
+        adjust_lr: scale of a matrix's learning rate, as ``adjust_lr_fn`` of ``torch.optim.Muon``: "match_rms_adamw" for
+            lr * 0.2 * sqrt(max(fan_out, fan_in)), "original" for lr * sqrt(max(1, fan_out / fan_in)).
         newton_schulz_dtype: "bfloat16" (as torch), "float32" or "float64", or the torch dtype.
-        adamw_names: regular expression searched in parameter names; matching parameters go to AdamW.
-        batched: join equal shapes into one product. None: on GPUs, unless deterministic algorithms are asked for
-            (``torch.use_deterministic_algorithms``), where a matrix's bits could depend on its neighbours.
+        adamw_names: regular expression searched in parameter names; AdamW updates the parameters that match.
+        batched: whether to join matrices of equal shape into one product. None to do so on GPUs, except with
+            deterministic algorithms (``torch.use_deterministic_algorithms``): a matrix's bits could depend on its
+            neighbours.
 
     Raises:
         ValueError: an option cannot be used.
@@ -147,12 +151,12 @@ class MuonAdamW(Optimizer):
             "batched": batched,
             "use_muon": None,
         }
-        # By id: a reference would keep parameters alive that are taken out of the groups, as those of other stages.
+        # By id: references would keep parameters alive that are removed from the groups, as those of other stages are.
         self._uses_muon: dict[int, bool] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose matrices take the rule of their names if it has names."""
+        """Add a group, and choose the algorithm of its parameters by their names if it has any."""
         for key in ("lr", "weight_decay"):
             if key in param_group:
                 param_group.setdefault(f"adamw_{key}", None)
@@ -171,12 +175,12 @@ class MuonAdamW(Optimizer):
         self._choose_all(group)
 
     def name_parameters(self, names: Mapping[Tensor, str]) -> None:
-        """Choose the rule of parameters by their names, where it is not chosen yet; groups stay as they are.
+        """Choose the algorithm of parameters by their names, unless it is chosen already.
 
         Call it before the first step if the optimizer was made without names.
 
         Args:
-            names: parameter -> its name in the module, as ``{p: name for name, p in module.named_parameters()}``.
+            names: name of each parameter in the module: ``{p: name for name, p in module.named_parameters()}``.
         """
         for group in self.param_groups:
             for p in group["params"]:
@@ -184,7 +188,7 @@ class MuonAdamW(Optimizer):
                     self._choose(p, names[p], group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; a copy, whose parameters are others, chooses by the names in its groups."""
+        """Restore a state; a copy, which has other parameters, chooses algorithms by the names in its groups."""
         super().__setstate__(state)
         if "_uses_muon" not in self.__dict__:
             self._uses_muon = {}
@@ -207,7 +211,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient; return what ``closure`` returned, if there is one."""
+        """Update all parameters that have a gradient; return the result of ``closure``, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -267,7 +271,7 @@ class NorMuonAdamW(MuonAdamW):
 
     NorMuon (Li et al. 2025, arXiv 2510.05491, Algorithm 1): orthogonalised updates move some neurons much more than
     others. So each row of the orthogonalised momentum O is divided by the root of a running mean of its squares, and
-    the matrix is brought back to the size of Muon's update::
+    the matrix is rescaled to the size of Muon's update::
 
         M = momentum * M + (1 - momentum) * G
         O = NewtonSchulz(M)                                   with nesterov: of (1 - momentum) * G + momentum * M
@@ -285,9 +289,9 @@ class NorMuonAdamW(MuonAdamW):
     Args:
         params: ``module.named_parameters()``, ``module.parameters()`` or torch parameter groups.
         lr: step size of NorMuon; with ``match_rms_adamw`` it is on AdamW's scale.
-        beta2: decay of the average of each neuron's squares, in [0, 1).
-        eps: added to the root of that average.
-        **options: those of MuonAdamW.
+        beta2: decay rate of the average of each neuron's squares, in [0, 1).
+        eps: constant added to the root of that average.
+        **options: options of MuonAdamW.
     """
 
     keeps_second_moment = True
@@ -302,7 +306,7 @@ class NorMuonAdamW(MuonAdamW):
             group.setdefault("eps", eps)
 
     def _scale(self, directions: Tensor, stack: Stack, group: dict[str, Any]) -> tuple[Tensor, float]:
-        """Even out the neurons of ``directions`` and bring each matrix back to Muon's size."""
+        """Normalise the neurons of ``directions``, and rescale each matrix to Muon's size."""
         assert stack.second_moment is not None
         eps, sides = group["eps"], (-2, -1)
         fan_out, fan_in = directions.shape[-2:]
@@ -325,7 +329,7 @@ def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
 
 
 def _stacks(p: Tensor, state: dict[str, Any]) -> Iterator[Stack]:
-    """Cut a weight into stacks of bounded size, a rule that sees nothing but this weight's own shape."""
+    """Cut a weight into stacks of bounded size, which depends only on this weight's shape."""
     tensors = [p.detach(), p.grad, state["momentum_buffer"], state.get("second_moment_buffer")]
     views = [t if t.ndim == 3 else t.unsqueeze(0) for t in tensors if t is not None]
     matrices = max(1, BATCH_ELEMENTS // math.prod(p.shape[-2:]))
@@ -350,13 +354,13 @@ def _batches(stacks: list[Stack], batched: bool | None) -> Iterator[list[Stack]]
 def _may_batch(device: torch.device, batched: bool | None) -> bool:
     if batched is not None:
         return batched
-    # On a CPU a batched product is no faster. On a GPU the library may choose another kernel for another batch size,
-    # so whoever asks for deterministic results gets them independent of which matrices share a stage.
+    # On a CPU a batched product is no faster. On a GPU the library may choose another kernel for another batch size, so
+    # deterministic results must not depend on which matrices share a stage.
     return device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Tell whether ``shape`` is a matrix (rows, columns) or a stack of matrices (experts, rows, columns)."""
+    """Return whether ``shape`` is a matrix (rows, columns) or a stack of matrices (experts, rows, columns)."""
     return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
@@ -364,10 +368,11 @@ def step_adamw(params: list[Tensor], state: dict[Tensor, dict[str, Any]], lr: fl
     """Step parameters that have gradients as ``torch.optim.AdamW`` does, fused where possible.
 
     Args:
-        params: to update in place.
-        state: of each parameter, with the entries of ``torch.optim.AdamW``; made at the first gradient.
-        lr: AdamW's own.
-        group: ``adamw_betas``, ``adamw_eps``, and ``adamw_weight_decay``, which is ``weight_decay`` where it is None.
+        params: parameters to update in place.
+        state: state of each parameter, with the entries of ``torch.optim.AdamW``; made at the first gradient.
+        lr: learning rate of AdamW.
+        group: options ``adamw_betas``, ``adamw_eps``, and ``adamw_weight_decay``; if the last is None, ``weight_decay``
+            is used.
     """
     fused: list[Tensor] = []
     plain: list[Tensor] = []
@@ -401,10 +406,10 @@ def step_adamw(params: list[Tensor], state: dict[Tensor, dict[str, Any]], lr: fl
 
 
 def _can_be_fused(p: Tensor, entries: dict[str, Any]) -> bool:
-    """Whether the kernel, which takes one pass over memory instead of a dozen, equals the plain step to rounding.
+    """Return whether the fused kernel, one pass over memory instead of a dozen, equals the plain step to rounding.
 
-    On CPUs it walks through memory, whatever the strides: with a gradient that is laid out unlike its parameter it
-    silently pairs the wrong elements (torch 2.15).
+    On CPUs it ignores strides: with a gradient that is laid out unlike its parameter it silently pairs the wrong
+    elements (torch 2.15).
     """
     tensors = (p, p.grad, entries["exp_avg"], entries["exp_avg_sq"])
     return (

@@ -1,10 +1,10 @@
-"""Newton-Schulz orthogonalisation of a stack of matrices, Muon's costly part.
+"""Newton-Schulz orthogonalisation of a stack of matrices, the expensive part of Muon.
 
 The quintic iteration and its coefficients are those of Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/)
-and of ``torch.optim.Muon``, and so are the results; here all matrices of one shape go through one batched product, and
-products that are symmetric are computed by half: all of a step but its last one are of this kind, X X^T and products of
-polynomials of one symmetric matrix, which commute. torch has no such product. On CPUs strips up to the diagonal are
-multiplied one by one, on GPUs a Triton kernel leaves out the blocks above the diagonal.
+and of ``torch.optim.Muon``, and so are the results. Here all matrices of one shape go through one batched product, and
+only half of a symmetric product is computed. All products of a step but the last one are symmetric: X X^T, and products
+of polynomials of one symmetric matrix, which commute. torch has no such product: on CPUs strips up to the diagonal are
+multiplied one by one, on GPUs a Triton kernel skips the blocks above the diagonal.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 
 Quintic = tuple[float, float, float]
-"""a, b, c of x -> a x + b x^3 + c x^5, which a step applies to the singular values."""
+"""Coefficients a, b, c of x -> a x + b x^3 + c x^5, which a step applies to the singular values."""
 
 COEFFICIENTS: Quintic = (3.4445, -4.7750, 2.0315)
-"""Maximise the slope at zero: singular values land in about [0.7, 1.2] after 5 steps, not exactly on 1."""
+"""Coefficients that maximise the slope at zero: 5 steps map singular values to about [0.7, 1.2], not exactly 1."""
 
 NORM_EPS = 1e-7
-"""Smallest Frobenius norm that a matrix is divided by; a zero matrix stays zero."""
+"""Smallest Frobenius norm by which a matrix is divided; a zero matrix stays zero."""
 
 STRIP_ROWS = {torch.float32: 192, torch.float64: 192}
-"""Rows that a CPU multiplies at a time, by dtype: smaller strips skip more, but each is slower, and threads wait
-for each other after each."""
+"""Rows of a strip on a CPU, by dtype: smaller strips skip more, but are slower, and threads wait for each other
+after each strip."""
 
 STRIP_ROWS_OTHERWISE = 256
 
 _without_kernel: set[torch.device] = set()
 
 KERNEL_ROWS = 256
-"""Smaller matrices have too few blocks for the Triton kernel to leave some out."""
+"""Least number of rows for the Triton kernel: smaller matrices have too few blocks to skip some."""
 
 
 @torch.no_grad()
@@ -45,13 +45,13 @@ def orthogonalize(
     coefficients: Quintic = COEFFICIENTS,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Map each U S V^T to about U V^T.
+    """Map each matrix U S V^T to about U V^T.
 
     Args:
-        matrices: stacks of shape (n_i, rows, columns), all of the same rows and columns; left as they are.
+        matrices: stacks of shape (n_i, rows, columns), all with the same rows and columns; not changed.
         steps: number of iterations.
         coefficients: a, b, c of X <- a X + (b G + c G G) X with G = X X^T.
-        dtype: the iteration's; bfloat16 is what Muon was published with.
+        dtype: dtype of the iteration; Muon was published with bfloat16.
 
     Returns:
         One stack of shape (sum of n_i, rows, columns) in ``dtype``.
@@ -66,7 +66,7 @@ def orthogonalize(
         symmetric_product(x, x.mT, gram)
         symmetric_product(gram, gram, product, gram, beta=b, alpha=c)
         full_product(product, x, spare, x, beta=a)
-        # Memory for the next step. Not that of a transposed matrix: products into it are rounded otherwise.
+        # Memory for the next step, but not that of a transposed matrix, into which products round differently.
         x, spare = spare, x if x.is_contiguous() else _like(x)
     return x.mT if tall else x
 
@@ -76,8 +76,8 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _normalized(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
-    # The norm is taken per stack, before stacks are joined: a reduction over a larger batch may sum in another order,
-    # and a matrix's result must not depend on its neighbours. The spectral norm is at most the Frobenius norm.
+    # Norms are computed before stacks are joined: a reduction over a larger batch may sum in another order, and a
+    # matrix's result must not depend on its neighbours. The spectral norm is at most the Frobenius norm.
     x = matrices[0].new_empty(sum(stack.size(0) for stack in matrices), *matrices[0].shape[1:], dtype=dtype)
     for part, stack in zip(x.split([stack.size(0) for stack in matrices]), matrices):
         part.copy_(stack)
@@ -93,7 +93,7 @@ def symmetric_product(
     Args:
         a: (matrices, n, k).
         b: (matrices, k, n), of the same dtype.
-        out: (matrices, n, n), memory of its own; returned.
+        out: (matrices, n, n), sharing no memory with the others; returned.
         addend: (matrices, n, n), symmetric; None for none.
         beta: factor on ``addend``.
         alpha: factor on the product.
@@ -115,9 +115,9 @@ def symmetric_product(
 def full_product(
     a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
 ) -> Tensor:
-    """:func:`symmetric_product` by torch's own product: the reference, and any other product as well.
+    """Compute :func:`symmetric_product` by torch's product, as a reference and for products that are not symmetric.
 
-    Here ``addend`` has the shape of ``out``, and nothing needs to be symmetric.
+    ``addend`` has the shape of ``out``.
     """
     if addend is None:
         return torch.bmm(a, b, out=out)
@@ -125,10 +125,10 @@ def full_product(
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernel works there: on NVIDIA GPUs from Ampere on, in 16 bits, where triton is installed.
+    """Return whether the Triton kernel works: on NVIDIA GPUs from Ampere on, in 16 bits, if triton is installed.
 
-    And where its blocks fit the device's shared memory, and the host can build what launches it, which only a launch
-    tells.
+    A launch may still fail, because the blocks do not fit the device's shared memory or the host cannot build the
+    launcher. The kernel then counts as not working.
     """
     return device not in _without_kernel and _may_have_kernel(device, dtype)
 
@@ -142,7 +142,7 @@ def _may_have_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _give_up_kernel(device: torch.device, error: Exception) -> None:
-    """Compute full products on a device from now on, and say so: results differ by rounding, and take longer."""
+    """Compute full products on a device from now on, and warn: results differ by rounding and take longer."""
     _without_kernel.add(device)
     warnings.warn(
         f"the Triton kernel for symmetric products cannot run on {device} ({error}): Newton-Schulz computes full"
@@ -154,7 +154,7 @@ def _give_up_kernel(device: torch.device, error: Exception) -> None:
 def _by_strips(
     a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, beta: float, alpha: float, rows: int
 ) -> Tensor:
-    # One matrix at a time: a batched product copies strips that are no whole matrices, and is slower than the full one.
+    # One matrix at a time: a batched product copies strips of matrices, and is slower than the full product.
     for i in range(a.size(0)):
         for start in range(0, a.size(1), rows):
             end = min(start + rows, a.size(1))

@@ -13,7 +13,7 @@ from lightning_asyncpp.optim.muon import is_matrix
 
 
 class SOAP(Optimizer):
-    """Adam for each matrix in a basis in which the entries of its gradient are about uncorrelated.
+    """Adam in a basis, for each matrix, in which the entries of its gradient are about uncorrelated.
 
     Source: "SOAP: Improving and Stabilizing Shampoo using Adam", Vyas et al. 2024, arXiv 2409.11321, Algorithm 3. For a
     matrix W (rows, columns) with gradient G and the bases Q_L (rows, rows), Q_R (columns, columns)::
@@ -24,16 +24,16 @@ class SOAP(Optimizer):
         L = shampoo_beta * L + (1 - shampoo_beta) * G G^T                     and R with G^T G
         every precondition_frequency updates: Q_L = QR(L Q_L), Q_R = QR(R Q_R)
 
-    As in the authors' code, the first gradient of a matrix makes the bases (eigenvectors of G G^T and G^T G) and moves
-    nothing, so that no gradient is judged in a basis made of itself; before QR the columns of L Q_L are sorted by their
-    eigenvalue estimates, and V with them. The rest of the model, as in the paper: a side above
-    ``max_precondition_dim`` (a vocabulary) is not rotated, Q = 1; vectors and what else has no side to rotate are
-    AdamW's, exactly and from the first gradient on. A 3-D weight (experts, out, in) is a stack of matrices, each with
-    bases of its own. A vocabulary of at most ``max_precondition_dim``, bytes for instance, is rotated as any other
-    side.
+    As in the authors' code, the first gradient of a matrix only sets the bases (eigenvectors of G G^T and G^T G) and
+    moves no weights, so that no gradient is rotated into a basis made of itself. Before QR the columns of L Q_L are
+    sorted by their eigenvalue estimates, and V with them. As in the paper, a side above ``max_precondition_dim`` (a
+    vocabulary) is not rotated, Q = 1. Vectors and other parameters without a side to rotate are updated exactly as by
+    AdamW, from the first gradient on. A 3-D weight (experts, out, in) is a stack of matrices, each with its own bases.
+    A small vocabulary, bytes for instance, is rotated as any other side.
 
-    Shapes alone decide, so names are not needed. The update of a parameter depends on no other one, and its first is
-    at its first gradient. Bases are computed in fp32 (fp64 for fp64 weights) and kept in the parameter's dtype.
+    The shape alone decides how a parameter is updated, so names are not needed. The update of a parameter depends on no
+    other one and begins at its first gradient. Bases are computed in fp32 (fp64 for fp64 weights) and kept in the
+    parameter's dtype.
 
     Memory: two buffers per parameter, and for each rotated side of n two of n x n. Compute: every update six products
     with such matrices and one of G with itself per side; at every ``precondition_frequency``-th one QR per side.
@@ -41,11 +41,11 @@ class SOAP(Optimizer):
     Args:
         params: ``module.named_parameters()``, ``module.parameters()`` or torch parameter groups.
         lr: step size, on AdamW's scale.
-        betas: decay of Adam's averages of the gradient and of the rotated square, in [0, 1).
-        shampoo_beta: decay of L and R; None: the second of ``betas``.
-        eps: added to Adam's denominator.
+        betas: decay rates of Adam's averages of the gradient and of the rotated square, in [0, 1).
+        shampoo_beta: decay rate of L and R; None for the second of ``betas``.
+        eps: constant added to Adam's denominator.
         weight_decay: decoupled decay per step in units of the learning rate.
-        precondition_frequency: updates between two refreshments of the bases.
+        precondition_frequency: number of updates between two refreshes of the bases.
         max_precondition_dim: longest side of a matrix that is rotated.
     """
 
@@ -73,7 +73,7 @@ class SOAP(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient; return what ``closure`` returned, if there is one."""
+        """Update all parameters that have a gradient; return the result of ``closure``, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,14 +102,14 @@ def _update(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any
     direction = (_rotate(mean, state) / (1 - beta1**step)).div_(denominator)
     p.mul_(1 - group["lr"] * group["weight_decay"])
     p.add_(_rotate_back(direction, state), alpha=-group["lr"])
-    # Only now: this gradient was not to be judged in a basis that knows it.
+    # Updated last, since this gradient must not be rotated into a basis made of it.
     _average_products(grad, state, group)
     if step % group["precondition_frequency"] == 0:
         _refresh_bases(state)
 
 
 def _make_bases(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
-    """Set up what the sides that are rotated need; return whether there is one."""
+    """Initialise the bases of the rotated sides; return whether there are any."""
     if not is_matrix(grad.shape):
         return False
     sides = {"left": grad.size(-2), "right": grad.size(-1)}
@@ -120,7 +120,7 @@ def _make_bases(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> b
     for side in rotated:
         product = state[f"product_{side}"]
         vectors = torch.linalg.eigh(_wide(product)).eigenvectors.flip(-1)  # the largest eigenvalue first
-        # Contiguous: how a product is summed may depend on strides, and a checkpoint may not keep them.
+        # Contiguous, since the rounding of products may depend on strides, which a checkpoint may not keep.
         state[f"basis_{side}"] = vectors.to(product.dtype).contiguous()
     return bool(rotated)
 
@@ -134,7 +134,7 @@ def _average_products(grad: Tensor, state: dict[str, Any], group: dict[str, Any]
 
 
 def _refresh_bases(state: dict[str, Any]) -> None:
-    """Take one step of orthogonal iteration towards the eigenvectors; reorder the squares as the basis."""
+    """Take one step of orthogonal iteration towards the eigenvectors; reorder the squares like the basis."""
     for side, axis in (("left", -2), ("right", -1)):
         if f"basis_{side}" not in state:
             continue

@@ -1,8 +1,8 @@
-"""The symmetric product as a Triton kernel: blocks on and below the diagonal are computed, and mirrored when stored.
+"""Symmetric product as a Triton kernel that computes the blocks on and below the diagonal and mirrors them.
 
-Half of the arithmetic of a full product is left out. The reference is :func:`~lightning_asyncpp.optim.newton_schulz
-.full_product`. Block sizes are fixed, so that a matrix's bits depend neither on the matrices in its batch nor on a
-search for the fastest sizes.
+This saves half of the arithmetic of a full product. The reference is
+:func:`~lightning_asyncpp.optim.newton_schulz.full_product`. Block sizes are fixed, so that a matrix's bits depend
+neither on the matrices in its batch nor on a search for the fastest sizes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
-"""Rows and columns of a block of the result: its accumulator of 64 KiB is spread over the registers of 8 warps."""
+"""Rows and columns of a block of the result, whose accumulator of 64 KiB fits the registers of 8 warps."""
 
 BLOCK_INNER = 64
-"""Depth of a product of blocks: in 16 bits 16 KiB each of A and B, times ``STAGES``, in shared memory: 96 KiB, which
-all GPUs from Ampere on have."""
+"""Depth of a product of blocks: in 16 bits, 16 KiB each of A and B, times ``STAGES``, take 96 KiB of shared memory,
+which all GPUs from Ampere on have."""
 
 STAGES = 3
-"""How many such pairs are in shared memory at a time: while one is multiplied the next are loaded."""
+"""Number of such pairs in shared memory: while one is multiplied, the next ones are loaded."""
 
 WARPS = 8
-"""Of 32 threads each; with 4 the accumulator would not fit their registers."""
+"""Number of warps of 32 threads; with 4 the accumulator would not fit their registers."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -75,7 +75,7 @@ def triton_symmetric_product(
     Args:
         a: (matrices, n, k), any strides.
         b: (matrices, k, n) of the same dtype, any strides.
-        out: (matrices, n, n), memory of its own; returned.
+        out: (matrices, n, n), sharing no memory with the others; returned.
         addend: (matrices, n, n), symmetric; None for none.
         beta: factor on ``addend``.
         alpha: factor on the product, which is accumulated in float32 and must be symmetric.

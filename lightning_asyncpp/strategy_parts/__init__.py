@@ -1,1 +1,1 @@
-"""What the Trainer's and Fabric's strategies are made of: arguments, process group, loaders, checkpoints, recording."""
+"""Parts of the Trainer's and Fabric's strategies: arguments, process group, loaders, checkpoints, recording."""

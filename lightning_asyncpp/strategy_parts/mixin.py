@@ -1,4 +1,4 @@
-"""What the Trainer's and Fabric's strategies share: connecting, cutting, seeding, and collectives that cannot hang."""
+"""Common base of the Trainer's and Fabric's strategies: set-up, cutting, and collectives that cannot hang."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from lightning_asyncpp.storage import is_sharded, load, local_path, remove_shard
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Writes single files so that a crash at any moment leaves the one before, and reads single files and sharded ones.
+    """Checkpoint IO whose files replace earlier ones only when they are complete, and that reads sharded ones, too.
 
-    What is no path of a file system (``s3://...``) goes the way of :class:`TorchCheckpointIO`.
+    URLs (``s3://...``) are left to :class:`TorchCheckpointIO`.
     """
 
     @override
@@ -44,7 +44,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Write a file.
 
         Raises:
-            StorageError: it cannot be written; what had its name is intact.
+            StorageError: the file cannot be written; an earlier one of its name is intact.
         """
         if storage_options is None and (local := local_path(path)) is not None:
             save_file(checkpoint, local)
@@ -55,22 +55,22 @@ class DurableCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file, or a folder that every stage wrote its part of; tensors are on the host.
+        """Read a file or a sharded folder; tensors are on the host.
 
         Raises:
-            FileNotFoundError: there is none.
-            StorageError: it is none, is damaged, or holds code and ``weights_only`` is not False.
+            FileNotFoundError: the path does not exist.
+            StorageError: it is not a checkpoint, is damaged, or holds code and ``weights_only`` is not False.
         """
         local = local_path(path)
         if local is None or not local.exists():
-            # Of a URL Lightning would run the code that it holds.
+            # By default Lightning would run code that a file at a URL holds.
             return super().load_checkpoint(path, map_location, weights_only is not False)
         content: dict[str, Any] = load(local, weights_only)
         return content
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, if it is there."""
+        """Remove a checkpoint if it exists."""
         local = local_path(path)
         if local is not None and is_sharded(local):
             remove_sharded(local)
@@ -82,52 +82,54 @@ T = TypeVar("T")
 
 
 class PipelineStrategyMixin:
-    """Comes before one of Lightning's DDP strategies, whose launchers and process group it uses.
+    """Mixin for Lightning's DDP strategies, whose launchers and process group it uses.
 
     Args:
-        microbatches: microbatches that every batch is cut into, at least the number of stages P. Default: 2 P (1 for
-            one stage). A batch with fewer samples leaves the last ones empty: nothing is computed for them.
-        staleness: which microbatches of a mini-batch run on the weights before the newest update. ``"least"``, the
-            default: those that are under way before that update can be made, P - 1 - s on stage s. Stages then step
-            before all know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first
-            mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all, so that gradients are one update old.
-        slack: with ``staleness="least"``, how many microbatches more than that, for a reduction over replicas to hide
-            behind; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and gradients may be
-            left out.
-        lookahead: extra microbatches in flight, up to ``microbatches`` - P + 1, one less with replicas. It hides
-            latency and jitter, costs activation memory, and adds to what ``staleness="least"`` holds back. Default: 0;
-            with ``staleness="uniform"`` 1 where it fits.
+        microbatches: number of microbatches per batch, at least the number of stages P. Default: 2 P (1 for one stage).
+            A batch with fewer samples leaves the last ones empty: nothing is computed for them.
+        staleness: microbatches of a mini-batch that run on the weights before the newest update. ``"least"``, the
+            default: those that start before that update can be made, P - 1 - s on stage s. Stages then step before all
+            know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first mini-batch
+            has no delay. ``"uniform"`` (PipeDream-2BW): all microbatches, so that gradients are one update old.
+        slack: with ``staleness="least"``, number of further microbatches on the older weights, during which a reduction
+            over replicas can run; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and
+            non-finite gradients can be skipped.
+        lookahead: extra microbatches in flight, up to ``microbatches`` - P + 1, one less with replicas. They hide
+            latency and jitter, cost activation memory, and run on the older weights with ``staleness="least"``.
+            Default: 0; with ``staleness="uniform"`` 1 where it fits.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
-        partition: which layers each stage gets. ``"auto"`` makes the largest cost of a stage as small as it can be: by
-            the model's ``pipeline_costs()``, or else by the times of its layers on its ``example_input_array``, or
-            else by numbers of parameters; ``"uniform"`` gives all the same number of layers; a list says how many
-            layers each stage gets, first stage first.
+        partition: layers of each stage. ``"auto"`` minimises the largest cost of a stage, by the model's
+            ``pipeline_costs()``, or else by the times of its layers on its ``example_input_array``, or else by numbers
+            of parameters. ``"uniform"`` gives all stages the same number of layers. A list holds the number of layers
+            of each stage, first stage first.
         weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
-            beside them, which takes as much memory as two versions in fp32 and computes faster; needs precision
+            beside them. This takes as much memory as two versions in fp32 and computes faster; it needs precision
             ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
-        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer as they are.
-        state_dict_type: ``"full"`` writes a checkpoint into one file, on rank 0; ``"sharded"`` into a folder, every
-            stage its part.
-        async_checkpoints: write checkpoints while training goes on; costs a copy of what is saved, on the host.
-        timeout: of blocking communication.
-        process_group_backend: default: NCCL on GPUs with one rank each, else gloo.
-        start_method: how Lightning starts the processes; ``"popen"`` runs the script again, ``"fork"`` works in
-            notebooks, ``"spawn"`` where everything can be pickled. With these two the process that starts the others is
-            no rank: after ``fit`` its module is the whole trained one, and ``fabric.launch(function)`` brings back
-            what the function returns on rank 0, and nothing else.
-        parallel_devices: of this machine's ranks, to put several on one GPU; default: what the Trainer or Fabric says.
+        nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
+        state_dict_type: ``"full"`` writes a checkpoint as one file, on rank 0; ``"sharded"`` as a folder with a part of
+            every stage.
+        async_checkpoints: write checkpoints while training continues; costs a copy of the saved state on the host.
+        timeout: timeout of blocking communication.
+        process_group_backend: backend of ``torch.distributed``; ``None`` for NCCL on GPUs with one rank each, else
+            gloo.
+        start_method: way in which Lightning starts the processes. ``"popen"`` runs the script again, ``"fork"`` works
+            in notebooks, ``"spawn"`` where everything can be pickled. With the last two, the process that starts the
+            others is not a rank: after ``fit`` its module is the whole trained one, and ``fabric.launch(function)``
+            returns only the function's result on rank 0.
+        parallel_devices: devices of this machine's ranks, to put several on one GPU; ``None`` for those of the Trainer
+            or Fabric.
 
     Raises:
-        ConfigurationError: arguments are wrong whatever the number of processes is; names all of them.
+        ConfigurationError: arguments are wrong for any number of processes; the message names all of them.
 
     Attributes:
-        delay: of the gradients, in updates: 1 or 0.
-        num_stages: that run in this process, on one device; ``None``: every rank runs one.
+        delay: delay of the gradients in updates: 1 or 0.
+        num_stages: number of stages in this process, on one device; ``None`` if every rank runs one.
         session: the pipeline.
-        checkpoints: writes them.
+        checkpoints: writer of the checkpoints.
     """
 
-    applies_statistics = True  # a module need not look after its StatisticsLayers itself
+    applies_statistics = True  # modules need not update their StatisticsLayers themselves
     delay: int
     num_stages: int | None = None
     session: PipelineSession
@@ -181,7 +183,7 @@ class PipelineStrategyMixin:
         self._begin()
 
     def _begin(self) -> None:
-        """Make what a strategy keeps beside its session."""
+        """Initialise the state of a strategy beside its session."""
 
     def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
         return (
@@ -194,13 +196,13 @@ class PipelineStrategyMixin:
 
     @property
     def local_rank(self) -> int:
-        """With all stages in one process the first, also in one that others were launched with."""
+        """Local rank; 0 if all stages are in this process, even if others were launched with it."""
         rank: int = super().local_rank if self.num_stages is None else 0  # type: ignore[misc]
         return rank
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Lightning's question for names: they are registered by importing the package."""
+        """Register nothing: importing the package registers the strategies."""
 
     def setup_environment(self) -> None:
         """Start the process group and connect the mesh; a collective call.
@@ -212,7 +214,7 @@ class PipelineStrategyMixin:
         if self.num_stages is not None:
             self._set_up_one_process()
             return
-        # Before ranks wait for each other: one that failed in the midst of it would leave the others waiting.
+        # Checked before ranks wait for each other: a rank that failed later would leave the others waiting.
         self.session.settings.resolved(strategy.num_nodes * strategy.num_processes)
         if strategy.num_nodes == 1 and strategy.cluster_environment.world_size() <= strategy.num_processes:
             use_loopback()
@@ -233,17 +235,17 @@ class PipelineStrategyMixin:
         return own or super()._get_process_group_backend()  # type: ignore[misc]
 
     def _set_up_one_process(self) -> None:
-        """Take the device."""
+        """Set up the device of the only process."""
         strategy: Any = self
         self.session.connect(0, strategy.num_nodes * strategy.num_processes)
         assert strategy.accelerator is not None
         strategy.accelerator.setup_device(strategy.root_device)
         if hasattr(strategy, "set_world_ranks"):  # the Trainer's; in Fabric ranks follow from the environment
             strategy.set_world_ranks()
-        reset_seed()  # as launchers do: what is drawn from the process's generators is the same as in a pipeline
+        reset_seed()  # as launchers do, so that the process's generators draw the same numbers as in a pipeline
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, in a group that a rank which fails leaves (``core/failure_watch.py``)."""
+        """Wait for all ranks, in a group that failed ranks leave (``core/failure_watch.py``)."""
         self.session.check_failure()
         if (group := self._host_group()) is None:
             super().barrier(*args, **kwargs)  # type: ignore[misc]
@@ -252,7 +254,7 @@ class PipelineStrategyMixin:
             dist.barrier(group=group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank ``src`` on all ranks; like :meth:`barrier` it does not wait for a failed one."""
+        """Return the object of rank ``src`` on all ranks; like :meth:`barrier`, do not wait for a failed rank."""
         self.session.check_failure()
         if self._host_group() is None:
             result: T = super().broadcast(obj, src)  # type: ignore[misc]
@@ -283,15 +285,15 @@ class PipelineStrategyMixin:
         example: Example | None = None,
         averages: Sequence[AveragedModel] = (),
     ) -> None:
-        """Reduce the model to this rank's stage; what fails on one rank is raised on all.
+        """Reduce the model to this rank's stage; an error on one rank is raised on all.
 
-        Rank 0 chooses how many layers each stage gets, and the run's seed: that of ``seed_everything``, or a new one.
+        Rank 0 chooses the number of layers of each stage, and the run's seed: that of ``seed_everything`` or a new one.
 
         Args:
-            model: what is cut.
-            root: the module around it.
-            example: to measure its layers with, if the partition needs that.
-            averages: of it, which are no part of ``root``.
+            model: model that is cut.
+            root: module around the model.
+            example: input to measure the layers with, if the partition needs that.
+            averages: averages of the model that are not part of ``root``.
         """
         seed, partition, error = seed_of_run(), None, None
         if self._mesh.rank == 0:
@@ -312,16 +314,16 @@ class PipelineStrategyMixin:
     def _choose_partition(self, model: nn.Module, example: Example | None, seed: int) -> Partition:
         session, mesh = self.session, self._mesh
         if session.partition is not None and session.stage is not None and session.stage.model is model:
-            return session.partition  # another training of what is cut already
+            return session.partition  # the model was cut for an earlier training
         assert session.resolved is not None
         num_stages = session.resolved.num_stages
         return choose_partition(model, mesh.stage, num_stages, session.settings.partition, example, seed)
 
 
 def register(registry: Any, **strategies: type) -> None:
-    """Make strategies known to one of Lightning's registries, under the names that they are given here.
+    """Add strategies to one of Lightning's registries under their keywords' names.
 
-    Those that start processes get a second name with ``_notebook``: these are forked, as ``ddp_notebook`` does it.
+    Strategies that start processes get a second name with ``_notebook``, which forks them as ``ddp_notebook`` does.
     """
     for name, strategy in strategies.items():
         description = (strategy.__doc__ or "").partition("\n")[0]
@@ -338,6 +340,6 @@ def expect_early_schedulers() -> None:
 
 
 def launched_processes(launcher: Any) -> list[subprocess.Popen]:
-    """The launcher's own list of the processes that it started; empty where others start them."""
+    """Return the launcher's list of the processes that it started; empty if others start them."""
     processes: list[Any] = getattr(launcher, "procs", [])
     return processes if all(isinstance(process, subprocess.Popen) for process in processes) else []

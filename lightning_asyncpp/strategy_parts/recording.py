@@ -1,4 +1,4 @@
-"""Recording of a run: every rank writes what it does in some mini-batches, and in the pauses between them, to a file.
+"""Recording of a run: every rank writes the spans of some mini-batches, and of the pauses between them, to a file.
 
 The files are in Chrome's trace format, which ui.perfetto.dev loads.
 """
@@ -34,22 +34,22 @@ THREADS = ("work", "waits", "messages", "updates under way", "drains and pauses"
 
 
 def thread_of(kind: SpanKind) -> int:
-    """Return the row, from 1, that spans of a kind are shown in."""
+    """Return the number of the row, from 1, in which spans of a kind are shown."""
     rows = {Wait.DATA: 5, Beside.SEND: 3, Beside.REDUCE: 4, Beside.PENDING: 4}
     return rows.get(kind, 1 if isinstance(kind, Kind) else 2 if isinstance(kind, Wait) else 5)
 
 
 @dataclass(frozen=True)
 class Meta:
-    """Whose spans a file holds.
+    """Description of the rank whose spans a file holds.
 
     Attributes:
-        rank: in the world of all processes.
-        replica: of the pipeline.
+        rank: rank in the world of all processes.
+        replica: index of the replica of the pipeline.
         num_replicas: number of replicas.
-        layers: how many layers this stage has.
+        layers: number of layers of this stage.
         host: name of the machine.
-        schedule: of the stage.
+        schedule: schedule of the stage.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Meta:
 
     @property
     def process(self) -> int:
-        """Number of the process that stands for the stage in the picture, from 1."""
+        """Number of the stage's process in the picture, from 1."""
         return self.replica * self.schedule.num_stages + self.schedule.stage + 1
 
     @property
@@ -71,7 +71,7 @@ class Meta:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Meta:
-        """Build it from what a file holds."""
+        """Build the description from a file's content."""
         schedule = dict(content["schedule"])
         schedule["pipeline_rule"] = StalenessRule(**schedule["pipeline_rule"])
         return cls(**{**content, "schedule": Schedule(**schedule)})
@@ -89,13 +89,13 @@ def about(meta: Meta) -> list[dict[str, Any]]:
 
 
 def event(span: Span, process: int, mini_batch_of: Callable[[int], tuple[int, int]], offset: float = 0.0) -> str:
-    """Return a span as an event. By hand, because the json module takes ten times as long.
+    """Return a span as an event; formatted by hand, because the json module takes ten times as long.
 
     Args:
         span: the span.
-        process: that it belongs to.
-        mini_batch_of: microbatch -> its mini-batch, and its place there.
-        offset: seconds to add to its times.
+        process: number of the process that recorded the span.
+        mini_batch_of: function of a microbatch that returns its mini-batch and its position there.
+        offset: seconds to add to the span's times.
     """
     mini_batch, place = mini_batch_of(span.index) if span.kind in PER_MICROBATCH else (span.index, 0)
     return (
@@ -107,15 +107,15 @@ def event(span: Span, process: int, mini_batch_of: Callable[[int], tuple[int, in
 
 
 class TraceFile:
-    """Writes the spans of one rank.
+    """File of the spans of one rank.
 
     Args:
-        path: of the file, which must not exist.
-        meta: whose it is.
+        path: path of the file, which must not exist.
+        meta: description of the rank.
         offset: seconds to add to this process's clock.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, meta: Meta, offset: float = 0.0) -> None:
@@ -124,11 +124,11 @@ class TraceFile:
         self._file.write("[\n" + "".join(f"{json.dumps(event)},\n" for event in about(meta)))
 
     def add(self, spans: Iterable[Span], mini_batch_of: Callable[[int], tuple[int, int]]) -> None:
-        """Write spans and hand them to the operating system.
+        """Write spans and flush the file.
 
         Args:
-            spans: what has ended.
-            mini_batch_of: microbatch -> its mini-batch, and its place there.
+            spans: spans that have ended.
+            mini_batch_of: function of a microbatch that returns its mini-batch and its position there.
         """
         if self._file is not None:
             process, offset = self._meta.process, self._offset
@@ -142,26 +142,26 @@ class TraceFile:
             self._file = None
 
 
-_WRITE_EVERY = 0.25  # seconds: what a killed run may lose
-_END_SECONDS = 1.0  # how long the end of a recording waits for a device to come to what was launched
+_WRITE_EVERY = 0.25  # seconds between two writes, which a killed run may lose
+_END_SECONDS = 1.0  # seconds that the end of a recording waits for a device to finish its work
 
 
 class Recorder:
-    """Writes what this rank does into a file of a folder that all ranks share; made by a collective call on all ranks.
+    """Recorder of this rank's spans into a file of a folder that all ranks share; its constructor is a collective call.
 
-    The loop tells when a batch begins and when it is over; in between the next one is fetched.
+    The training loop calls :meth:`begin_batch` and :meth:`end_batch`; between two batches the next one is fetched.
 
     Args:
-        session: the pipeline, started.
-        folder: where the files go; with files of another recording in it, beside it under the name ``<folder>-2``, ...
-        first: the first mini-batch that is recorded.
-        count: how many are recorded; ``None`` for all that follow.
+        session: the started pipeline.
+        folder: folder of the files; if it holds another recording, ``<folder>-2``, ... is used.
+        first: first mini-batch to record.
+        count: number of mini-batches to record; ``None`` for all that follow.
 
     Attributes:
-        folder: where this recording's files are.
+        folder: folder of this recording's files.
 
     Raises:
-        ConfigurationError: on every rank; a rank cannot write there.
+        ConfigurationError: a rank cannot write to the folder; raised on every rank.
     """
 
     def __init__(self, session: PipelineSession, folder: Path, first: int = 0, count: int | None = None) -> None:
@@ -173,12 +173,12 @@ class Recorder:
         self._file = self._open(zero)
         self._reader: Reader | None = None
         self._starts: list[tuple[int, int]] = []  # mini-batch and its first microbatch
-        self._pause: tuple[SpanKind, Moment] | None = None  # what passes between batches, and since when
+        self._pause: tuple[SpanKind, Moment] | None = None  # kind and start of the pause between two batches
         self._written = 0.0
         self._closed = False
 
     def begin_batch(self) -> None:
-        """Note that the next training batch is there and is run now."""
+        """Note that the next training batch is fetched and begins."""
         self.end_pause()
         mini_batch = self._engine.mini_batch
         if self._closed or mini_batch < self._first:
@@ -187,27 +187,27 @@ class Recorder:
             self.close()
         elif self._reader is None:
             self._reader = follow(self._engine)
-            self._note_starts()  # of those whose backwards may still come
+            self._note_starts()  # of mini-batches whose backwards may still come
 
     def end_batch(self) -> None:
-        """Note that the training batch is over: what follows is the way to the next one."""
+        """Note that the training batch is over and the next one is fetched."""
         self.begin_pause(Wait.DATA)
         self._note_starts()
         if self._reader is not None and time.perf_counter() - self._written >= _WRITE_EVERY:
             self.write()
 
     def note_checkpoint(self) -> None:
-        """Count the time until the next batch begins for the checkpoint that is saved."""
+        """Count the pause until the next batch as the saving of a checkpoint."""
         if self._pause is not None:
             self._pause = Beside.CHECKPOINT, self._pause[1]
 
     def begin_pause(self, kind: SpanKind) -> None:
-        """Note what passes from here on, up to the next pause or batch: an evaluation, or the way to the next batch."""
+        """Begin a pause, an evaluation or a wait for data, which lasts until the next pause or batch."""
         self.end_pause()
         self._pause = kind, self._engine.runner.clock.now()
 
     def end_pause(self) -> None:
-        """Note that it is over."""
+        """Record the pause, if there is one."""
         trace = self._engine.runner.trace
         if self._pause is not None and self._reader is not None and trace is not None:
             kind, since = self._pause
@@ -216,7 +216,7 @@ class Recorder:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Record what runs inside a ``with`` statement as an evaluation."""
+        """Record a ``with`` block as an evaluation."""
         self.begin_pause(Beside.EVALUATE)
         try:
             yield
@@ -224,7 +224,7 @@ class Recorder:
             self.begin_pause(Wait.DATA)
 
     def write(self, seconds: float = 0.0) -> None:
-        """Write what has ended, and what ends within some seconds."""
+        """Write the spans that have ended, and those that end within some seconds."""
         if self._reader is not None:
             self._note_starts()
             self._file.add(self._reader.take(seconds=seconds), self._mini_batch_of)
@@ -261,7 +261,7 @@ class Recorder:
             mesh.rank, mesh.replica, mesh.num_replicas, len(self._engine.runner.stage.units), socket.gethostname(),
             self._engine.schedule,
         )  # fmt: skip
-        # Hosts agree on the time of day to what their clocks are set by; their performance counters begin anywhere.
+        # Hosts agree on the time of day as well as their clocks are set; performance counters have arbitrary origins.
         offset = time.time() - zero - time.perf_counter()
         file, error = None, None
         try:
@@ -278,9 +278,9 @@ class Recorder:
 
 
 def follow(engine: Engine) -> Reader:
-    """Let an engine record from here on, if it does not yet, and read along.
+    """Return a reader of an engine's trace, which begins to record unless it already does.
 
-    The engine stops to record when the last such reader is closed; a trace that somebody else put there stays.
+    The engine stops recording when the last such reader is closed; a trace that was set otherwise stays.
     """
     runner = engine.runner
     trace = runner.trace
@@ -297,7 +297,7 @@ def follow(engine: Engine) -> Reader:
 
 
 def unused(folder: Path) -> Path:
-    """Return ``folder``, or with the first number behind its name under which nothing was recorded yet."""
+    """Return ``folder``, or ``folder`` with the first number under which nothing was recorded yet."""
     number, free = 2, folder
     while any(free.glob(PATTERN)):
         free, number = folder.with_name(f"{folder.name}-{number}"), number + 1

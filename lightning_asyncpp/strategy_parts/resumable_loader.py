@@ -1,4 +1,4 @@
-"""A training loader that goes on where a checkpoint was: with the batch after the last one that was trained on."""
+"""Training loader that resumes from a checkpoint, with the batch after the last one that was trained on."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 _END = object()
 _INEXACT = (
     "the checkpoint was written after batch {} of an epoch, and its rest is not read as without the interruption: {}."
-    " Batches may be seen twice and others not at all; the next epoch is whole again. Exact there are checkpoints of an"
-    " epoch's end, and loaders with a state, such as torchdata's StatefulDataLoader and litdata's StreamingDataLoader"
+    " Some batches may be read twice and others not at all; the next epoch is whole again. To resume exactly, use a"
+    " checkpoint of an epoch's end, or a loader with a state, such as torchdata's StatefulDataLoader or litdata's"
+    " StreamingDataLoader"
 )
 
 
 class ResumableLoader(LoaderInFront):
-    """Stands in front of a training loader; everything else about it is the loader's own.
+    """Wrapper that makes a training loader resumable.
 
-    A loader with a state keeps torchdata's protocol: from a state after an epoch's last batch it begins the next one.
+    Loaders with a state follow torchdata's protocol: from a state after an epoch's last batch they begin the next one.
 
     Args:
-        loader: of this replica.
-        prefetched: how many batches were taken from here that training has not got yet.
+        loader: loader of this replica.
+        prefetched: function that returns the number of batches read here that training has not received yet.
     """
 
     def __init__(self, loader: Any, prefetched: Callable[[], int]) -> None:
@@ -43,34 +44,34 @@ class ResumableLoader(LoaderInFront):
 
     @property
     def length(self) -> int | None:
-        """How many batches an epoch has, where that is known."""
+        """Number of batches of an epoch; None if it is unknown."""
         return sized_len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: after the last batch that it has got, also if that was before a resume."""
+        """Return the position after the last batch that training received, even if that was before a resume."""
         if self._resumed is not None:
             return dict(self._resumed[0])
         return self._before if self._prefetched() else self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of the loader's own, from a checkpoint of Lightning's; :meth:`resume` is told more."""
+        """Load a state of the wrapped loader from a checkpoint of Lightning; otherwise :meth:`resume` is used."""
         if "batches" not in state and is_stateful(self.loader):
             self.loader.load_state_dict(state)
 
     def resume(self, state: Mapping[str, Any], ended: bool) -> None:
-        """Begin the next iteration where a checkpoint was.
+        """Begin the next iteration at a checkpoint's position.
 
         Args:
-            state: of :meth:`state_dict`.
-            ended: whether its epoch had ended: the iteration is the next epoch's.
+            state: result of :meth:`state_dict`.
+            ended: whether the state's epoch had ended, so that the next epoch begins.
         """
         self._resumed = (state, ended)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over an epoch; nothing is read before the first batch is asked for."""
+        """Iterate over an epoch; reading begins with the first batch that is requested."""
         resumed, self._resumed = self._resumed, None
         state, ended = resumed or ({}, True)
-        if not ended and state.get("exhausted"):  # the shorter one of several: the rest of their epoch has none of it
+        if not ended and state.get("exhausted"):  # one of several loaders, which had ended before the others
             self._resumed = (state, True)
             return
         self._batches, self._exhausted = 0 if ended else int(state["batches"]), False
@@ -80,7 +81,7 @@ class ResumableLoader(LoaderInFront):
         yield from self._read(self._iterate(begun=not ended))
 
     def _take_up(self, state: Mapping[str, Any], ended: bool) -> None:
-        """Put the loader where it was, or at the beginning of the epoch after that."""
+        """Restore the loader's position, or begin the epoch after it."""
         loader, inner = self.loader, state["loader"]
         if ended and isinstance(loader, classes_of_litdata("StreamingDataLoader")):
             loader.current_epoch = inner["current_epoch"]
@@ -89,16 +90,16 @@ class ResumableLoader(LoaderInFront):
         if ended:
             with isolate_rng():  # the next epoch draws as if there had been no interruption
                 if state["exhausted"]:
-                    loader.state_dict()  # torchdata's loader makes the iterator that has ended for it
+                    loader.state_dict()  # makes torchdata's loader create its iterator, which has ended
                 else:
-                    next(iter(loader), _END)  # of the rest of an epoch that was cut short, which is left out
+                    next(iter(loader), _END)  # drops the rest of an epoch that was cut short
 
     def _iterate(self, begun: bool) -> Iterator[Any]:
-        """Begin to iterate; an epoch that had begun before has drawn the seed of its workers already."""
+        """Return an iterator; an epoch that had begun has already drawn the seed of its workers."""
         if getattr(self.loader, "generator", _END) in (None, self._generator):
             self.loader.generator = self._generator.set_state(torch.get_rng_state())
             if not begun:
-                torch.empty((), dtype=torch.int64).random_()  # which the loader now draws from its own
+                torch.empty((), dtype=torch.int64).random_()  # the loader now draws this from its own generator
         with isolate_rng() if begun else nullcontext():
             iterator: Iterator[Any] = iter(self.loader)
         return iterator
@@ -107,18 +108,18 @@ class ResumableLoader(LoaderInFront):
         length, begin = self.length, self._batches
         try:
             while True:
-                if length is None and self._batches > begin:  # such loaders are read one batch ahead
-                    self._before = self._state()  # not before the first: litdata then forgets where to go on
+                if length is None and self._batches > begin:  # loaders without a length are read one batch ahead
+                    self._before = self._state()  # not before the first batch: litdata would lose its position
                 if (batch := next(iterator, _END)) is _END:
                     self._exhausted = True
                     return
                 self._batches += 1
-                if self._batches == length:  # only now the loader itself knows that its epoch has ended
+                if self._batches == length:  # tells the loader itself that its epoch has ended
                     self._exhausted = next(iterator, _END) is _END
                 yield batch
         finally:
             if isinstance(self.loader, classes_of_litdata("StreamingDataLoader")):
-                self.loader.restore = False  # it forgets a resume only when an epoch is read to its end
+                self.loader.restore = False  # litdata resets this only when an epoch is read to its end
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -131,20 +132,20 @@ class ResumableLoader(LoaderInFront):
 
 
 def is_stateful(loader: object) -> bool:
-    """Whether a loader can say where it is, and go on from there."""
+    """Return whether a loader can save its position and resume from it."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def warn_if_inexact(loader: Any, state: Mapping[str, Any], reasons: Sequence[str] = ()) -> bool:
-    """Say why a loader does not go on exactly in the middle of an epoch, if it does not; whether there was a reason.
+    """Warn if a loader does not resume exactly within an epoch; return whether it warned.
 
     Args:
-        loader: of this replica.
-        state: of a :class:`ResumableLoader`.
-        reasons: others.
+        loader: loader of this replica.
+        state: state of a :class:`ResumableLoader`.
+        reasons: further reasons for the warning.
     """
     if not is_stateful(loader):
-        reasons = [*reasons, f"a {type(loader).__name__} cannot say where it was"]
+        reasons = [*reasons, f"a {type(loader).__name__} cannot save its position"]
     elif not takes_up(loader, state):
         reasons = [*reasons, "the checkpoint was written with another loader, or another num_workers"]
     if reasons:
@@ -153,7 +154,7 @@ def warn_if_inexact(loader: Any, state: Mapping[str, Any], reasons: Sequence[str
 
 
 def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:
-    """Whether a loader can go on from the state that one in a checkpoint had of its own; arguments as above."""
+    """Return whether a loader can load the state of the loader in a checkpoint; arguments as above."""
     if not is_stateful(loader) or state.get("loader") is None:
         return False
     written_by = state["class"], state["workers"]
@@ -161,7 +162,7 @@ def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers of a loader, which order the data by it, the number of the epoch."""
+    """Set the number of the epoch in the samplers of a loader, which order the data by it."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         if callable(tell := getattr(getattr(owner, "sampler", None), "set_epoch", None)):
             tell(epoch)

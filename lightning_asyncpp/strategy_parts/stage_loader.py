@@ -1,4 +1,4 @@
-"""Data loaders under a pipeline: middle stages read nothing, and all stages of a replica read the same order."""
+"""Data loaders under a pipeline: middle stages read no data, and all stages of a replica read the same order."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from lightning_asyncpp.dependencies import required
 
 
 class PlaceholderBatch:
-    """Stands where a middle stage would have a batch."""
+    """Placeholder for a batch on a middle stage."""
 
     def __repr__(self) -> str:
         return "<no batch: this is a middle stage of the pipeline>"
 
 
 def has_placeholder(batch: object) -> bool:
-    """Whether a batch is a placeholder, or has one from a loader among those of several."""
+    """Return whether a batch is a placeholder or, with several loaders, contains one."""
     if isinstance(batch, (list, tuple, Mapping)):
         return any(map(has_placeholder, batch.values() if isinstance(batch, Mapping) else batch))
     return isinstance(batch, PlaceholderBatch)
 
 
 class Next(IntEnum):
-    """What the next step of a loader's iteration brought on the stage that reads."""
+    """Result of the next step of a loader's iteration on the first stage."""
 
     END = 0
     BATCH = 1
-    NOTHING = 2  # None, as a collate_fn returns where no sample is valid: the batch is skipped
+    NOTHING = 2  # None, as a collate_fn returns if no sample is valid: the batch is skipped
 
 
 class LoaderInFront:
-    """Stands in front of a loader: what is not its own to say is the loader's.
+    """Wrapper of a loader that passes on its attributes.
 
     Args:
-        loader: the loader of this replica.
+        loader: loader of this replica.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # before there is one
+        if name == "loader":  # not set yet
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -58,11 +58,11 @@ class LoaderInFront:
 
 
 class AnnouncingLoader(LoaderInFront):
-    """The loader of a first stage, which says on every step what it brought: stages in the middle do the same.
+    """Loader of a first stage that announces the result of every step, which middle stages follow.
 
     Args:
-        loader: the loader of this replica.
-        announce: is told at once.
+        loader: loader of this replica.
+        announce: function that receives every result at once.
     """
 
     def __init__(self, loader: Any, announce: Callable[[Next], None]) -> None:
@@ -77,14 +77,14 @@ class AnnouncingLoader(LoaderInFront):
 
 
 class PlaceholderLoader(LoaderInFront):
-    """A placeholder for every batch of a loader; the loader itself is never iterated.
+    """Loader that yields a placeholder for every batch of a loader, which itself is never iterated.
 
-    Its state lives on the ranks that read, where every training loader has one.
+    It has no state: the ranks that read save the loader's.
 
     Args:
-        loader: the loader of this replica.
-        follow: waits for what the next step brought on the first stage; None: there is a batch as often as the loader's
-            length says.
+        loader: loader of this replica.
+        follow: function that waits for the result of the first stage's next step; None to yield as many placeholders as
+            the loader has batches.
     """
 
     def __init__(self, loader: Any, follow: Callable[[], Next] | None = None) -> None:
@@ -99,11 +99,11 @@ class PlaceholderLoader(LoaderInFront):
             yield None if step == Next.NOTHING else PlaceholderBatch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take up."""
+        """Load nothing."""
 
 
 def stage_loader(
@@ -112,13 +112,13 @@ def stage_loader(
     """Return the loader that a stage iterates instead of ``loader``.
 
     Args:
-        loader: what the user gave; a litdata loader is told the replica, it would otherwise split by rank.
+        loader: the user's loader; a litdata loader is set to split its data by replica instead of by rank.
         num_replicas: number of replicas.
-        replica: index of this rank's.
+        replica: index of this rank's replica.
         needs_data: whether this is the first or the last stage.
-        follow: what the others ask for the first stage's next step. Without it they iterate placeholders if the
-            loader's length can be trusted (a ``DataLoader`` over a map-style dataset, a litdata loader), and otherwise
-            the loader itself, since only it knows when an epoch ends.
+        follow: function that returns the first stage's next step on middle stages. Without it they iterate placeholders
+            if the loader's length is reliable (a ``DataLoader`` over a map-style dataset, a litdata loader), and
+            otherwise the loader itself, since only it knows when an epoch ends.
     """
     if reads_streams(loader):
         use_replica(loader, num_replicas, replica)
@@ -129,23 +129,23 @@ def stage_loader(
 
 
 def shuffles(loader: object) -> bool:
-    """Whether a loader has its samples in a new order in every epoch, as far as its sampler shows."""
+    """Return whether a loader's sampler shuffles in every epoch; unknown samplers count as shuffling."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is not None and not hasattr(batches, "sampler"):
-        return True  # one of somebody's own, which may do so by itself
+        return True  # a custom batch sampler, which may shuffle by itself
     sampler = getattr(loader if batches is None else batches, "sampler", None)
     return sampler is None or isinstance(sampler, RandomSampler) or _shuffles(sampler)
 
 
 def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
-    """Let a ``StatefulDataLoader(shuffle=True)`` be shuffled as Lightning shuffles a ``DataLoader(shuffle=True)``.
+    """Shuffle a ``StatefulDataLoader(shuffle=True)`` as Lightning shuffles a ``DataLoader(shuffle=True)``.
 
-    Lightning replaces torch's random sampler by one whose order follows from the epoch, but puts torchdata's into a
-    wrapper, which hides from the loader where the sampler is: the loader could not go on in the middle of an epoch.
+    Lightning replaces torch's random sampler by one whose order follows from the epoch. It wraps torchdata's sampler
+    instead, which hides the sampler's position from the loader, so that the loader could not resume within an epoch.
 
     Args:
-        loader: of training data, with the sampler that Lightning chose.
-        shuffle: whether it is shuffled; None: as the Trainer chose, where Fabric takes torchdata's for one that is not.
+        loader: loader of training data with the sampler that Lightning chose.
+        shuffle: whether to shuffle; None for the choice of Lightning, which Fabric gets wrong for torchdata's sampler.
     """
     wrapper = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if not isinstance(wrapper, DistributedSamplerWrapper):
@@ -160,8 +160,8 @@ def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
 
 
 def _seed_workers(loader: object, replica: int) -> None:
-    # seed_everything(workers=True) makes every rank transform its data in its own way: here every replica does.
-    # Fabric has told the loader so before, the Trainer does it later, where there is no function yet.
+    # seed_everything(workers=True) seeds the workers of every rank differently; here the ranks of a replica must agree.
+    # Fabric has set worker_init_fn before; the Trainer sets it later unless there is one.
     if not isinstance(loader, DataLoader):
         return
     function = loader.worker_init_fn

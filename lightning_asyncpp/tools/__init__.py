@@ -1,1 +1,1 @@
-"""Command-line tools: each is a subcommand of ``asyncpp``."""
+"""Command-line tools, each a subcommand of ``asyncpp``."""

@@ -1,4 +1,4 @@
-"""``asyncpp checkpoint info|convert``: looks into checkpoints, and writes them as one file or their weights alone."""
+"""``asyncpp checkpoint info|convert``: describe a checkpoint, or write it as one file or as weights only."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
         save_file(dict(weights), output)
         return
     with written_beside(output) as partial:
-        # The format has no tensors that share memory.
+        # The format does not allow tensors that share memory.
         own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
         save_safetensors(own, partial)
-        partial.chmod(0o644)  # safetensors lets nobody else read it
+        partial.chmod(0o644)  # safetensors denies access to other users
 
 
 @contextmanager
 def _reported(command: str) -> Iterator[None]:
-    """End the command with what is wrong, without a traceback, and code 2."""
+    """End the command with the message of an error, without a traceback, and code 2."""
     try:
         yield
     except StorageError as error:
@@ -83,13 +83,13 @@ def _reported(command: str) -> Iterator[None]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Facts on a checkpoint, as JSON has them; what nobody wrote down is None. Tensors are not read.
+    """Return facts on a checkpoint as values for JSON, None if unknown; tensors are not read.
 
     Args:
         path: a file, or a folder with an index.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the checkpoint cannot be read.
     """
     content = load(path)
     entries = content if isinstance(content, Mapping) else {}
@@ -114,23 +114,23 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def table(facts: Mapping[str, Any]) -> str:
-    """The facts, a line for each that is known."""
+    """Return the known facts as text, one per line."""
     known = {name: value for name, value in facts.items() if value not in (None, {})}
     return "\n".join(f"{name:<20}{', '.join(v) if isinstance(v, dict) else v}" for name, v in known.items())
 
 
 def size_on_disk(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder; 0 if it is not there, or cannot be looked at."""
+    """Return the bytes of a file, or of all files in a folder; 0 if it is missing or not accessible."""
     total = 0
     with suppress(OSError):
         for file in path.iterdir() if path.is_dir() else [path]:
-            with suppress(FileNotFoundError):  # a run may remove it right now
+            with suppress(FileNotFoundError):  # a run may remove it at the same time
                 total += file.stat().st_size if file.is_file() else 0
     return total
 
 
 def writer_of(entries: Mapping[str, Any]) -> str | None:
-    """``"Trainer"``; ``"Fabric"``, under a strategy of ours; or ``"weights"`` if there is nothing else."""
+    """Return ``"Trainer"``, ``"Fabric"`` (under a strategy of this package), or ``"weights"`` for tensors only."""
     if _LIGHTNING in entries:
         return "Trainer"
     if PIPELINE in entries:
@@ -139,7 +139,7 @@ def writer_of(entries: Mapping[str, Any]) -> str | None:
 
 
 def models_in(entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Entry -> ``state_dict`` of a model; the entry is empty for weights alone."""
+    """Return the ``state_dict`` of each model by its entry; the entry is empty for tensors only."""
     writer = writer_of(entries)
     if writer == "weights":
         return {"": entries}
@@ -157,14 +157,14 @@ def models_in(entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]:
-    """The model's ``state_dict``; what a LightningModule puts before all names, ``model.``, is left out.
+    """Return the model's ``state_dict`` without a LightningModule's prefix ``model.``.
 
     Args:
-        entries: of a checkpoint.
-        entry: which, if there are several.
+        entries: entries of a checkpoint.
+        entry: entry of the model, if there are several.
 
     Raises:
-        StorageError: there is none, or several.
+        StorageError: there is no such model, or several.
     """
     models = models_in(entries)
     chosen = models if entry is None else {name: model for name, model in models.items() if name == entry}
@@ -182,7 +182,7 @@ def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]
 
 
 def _distinct(content: Any) -> list[Tensor]:
-    """The tensors of nested containers; one that has several names once."""
+    """Return the tensors of nested containers, shared ones once."""
     found: dict[Any, Tensor] = {}
     for tensor in tensors_of(content):
         key: Any = id(tensor)
@@ -193,7 +193,7 @@ def _distinct(content: Any) -> list[Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value for JSON."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
-"""``asyncpp doctor``: what is installed here, and does a pipeline train what it should? The report fits a screen.
+"""``asyncpp doctor``: report the installation on one screen, and test that a pipeline trains correctly.
 
-Two stages train for a few updates in processes of their own, and are compared with the reference.
+Two stages train for a few updates in separate processes, and are compared with the reference.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ PARTITION = [4, 3]
 
 @dataclass(frozen=True)
 class Found:
-    """What a trial found."""
+    """Result of a trial."""
 
     route: str
-    """Of tensors between the stages, in words."""
+    """Route of tensors between the stages, in words."""
     seconds: float
-    """Of the training."""
+    """Duration of the training."""
     difference: float
     """Largest difference of a weight from the reference, as a share of the largest change in its tensor."""
     backend: str
-    """Of the process group."""
+    """Backend of the process group."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether the pipeline trained what the reference trains: to the last bit on CPUs, to rounding on GPUs."""
+        """Whether the pipeline equals the reference: bit for bit on CPUs, up to rounding on GPUs."""
         return self.difference <= (0.0 if self.backend == "gloo" else 1e-3)
 
 
 class Small(L.LightningModule):
-    """Layers whose weights stand in products and beside them, from one seed on every rank."""
+    """Small module of linear layers and norms, with the same weights on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,16 +67,16 @@ class Small(L.LightningModule):
             )  # fmt: skip
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return how far the outputs are from the inputs' sums."""
+        """Return the mean squared error between the outputs and the inputs' sums."""
         return F.mse_loss(self.model(batch), batch.sum(1, keepdim=True))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW; its eps keeps rounding from being taken for a gradient."""
+        """Return AdamW with an eps that keeps rounding errors from acting as gradients."""
         return torch.optim.AdamW(self.model.named_parameters(), lr=0.01, eps=1e-3)
 
 
 def train() -> Found | None:
-    """Train on what is here: a GPU for each stage, one for both, or the CPU; return what rank 0 found."""
+    """Train on one GPU per stage, one GPU for both stages, or the CPU; return the result on rank 0."""
     gpus = torch.cuda.device_count()
     shared = [torch.device("cuda", 0)] * 2 if gpus == 1 else None  # Lightning refuses more devices than there are
     strategy = AsyncPipelineStrategy(microbatches=MICROBATCHES, partition=PARTITION, parallel_devices=shared)
@@ -100,7 +100,7 @@ def train() -> Found | None:
 
 
 def expected(rules: Sequence[StalenessRule]) -> Mapping[str, Tensor]:
-    """The weights that the reference ends with, each stage by its rule."""
+    """Return the final weights of the reference, each stage by its staleness rule."""
     module = Small()
     stages = [module.model[: PARTITION[0]], module.model[PARTITION[0] :]]
     train_reference(
@@ -113,7 +113,10 @@ def expected(rules: Sequence[StalenessRule]) -> Mapping[str, Tensor]:
 
 
 def largest_difference(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Of all weights, as a share of the largest change in the tensor; infinite where names differ or it is NaN."""
+    """Return the largest difference of a weight as a share of its tensor's largest change; infinite for NaN.
+
+    It is also infinite if names differ.
+    """
     if state.keys() != reference.keys():
         return float("inf")
     start = Small().state_dict()
@@ -131,7 +134,7 @@ def _batches() -> list[Tensor]:
 
 PACKAGES = ("lightning-asyncpp", "torch", "lightning", "torchmetrics", "litdata", "triton")
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
-"""Environment variables that a report shows begin so."""
+"""Prefixes of the environment variables in the report."""
 _LOG_LINES = 25
 _TRIAL = "lightning_asyncpp.tools.doctor"
 
@@ -156,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_trial(limit: float) -> tuple[Found | None, str]:
-    """Run the trial in processes of its own, which may hang; return what it found, if it did, and its log."""
+    """Run the trial in separate processes, which may hang; return its result, or None, and its log."""
     with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-") as folder:
         result, log = Path(folder) / "found.json", Path(folder) / "log"
         command = [sys.executable, "-X", "faulthandler", "-m", _TRIAL, str(result)]
@@ -166,7 +169,7 @@ def run_trial(limit: float) -> tuple[Found | None, str]:
                 code = trial.wait(limit)
             except subprocess.TimeoutExpired:
                 code = None
-                _signal(trial, signal.SIGABRT)  # each rank writes where its threads are
+                _signal(trial, signal.SIGABRT)  # each rank writes the stacks of its threads
             finally:
                 _signal(trial, signal.SIGKILL)
                 trial.wait()

@@ -1,4 +1,4 @@
-"""``asyncpp export`` and ``import``: a model as a folder of `transformers`, and such a folder as a checkpoint."""
+"""``asyncpp export`` and ``import``: from a checkpoint to a folder of `transformers`, and back."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True)
 class TrainedHF:
-    """A model of `transformers` that an ``HFModule`` trained; its tensors are mapped from their files."""
+    """Model of `transformers` trained by an ``HFModule``; its tensors are mapped from their files."""
 
     origin: str
-    """The checkpoint, for messages."""
+    """Path of the checkpoint, for messages."""
     task: str
     """Name of the auto class."""
     config: Mapping[str, Any]
-    """Of the model, in plain values."""
+    """Config of the model, in plain values."""
     lora: Mapping[str, Any] | None
-    """Of its adapters; ``None``: it has none."""
+    """Settings of its adapters; ``None`` without adapters."""
     model_id: str
-    """What the training began with."""
+    """Model with which the training began."""
     weights: Mapping[str, Tensor]
-    """Name in the model's ``state_dict`` -> tensor."""
+    """Tensors by their names in the model's ``state_dict``."""
 
 
 def read_trained(path: Path) -> TrainedHF | None:
-    """Read a checkpoint of ``HFModule``; ``None`` if it is something else, or cannot be read."""
+    """Read a checkpoint of ``HFModule``; return ``None`` if it is something else, or cannot be read."""
     if not path.is_file() and not is_sharded(path):
         return None
     try:
         content = load(path)
     except StorageError:
         return None
-    said = content.get(SAVED) if isinstance(content, Mapping) else None
-    if not isinstance(said, Mapping):
+    entry = content.get(SAVED) if isinstance(content, Mapping) else None
+    if not isinstance(entry, Mapping):
         return None
     weights = {name[len(_MODEL) :]: tensor for name, tensor in content["state_dict"].items() if name.startswith(_MODEL)}
-    return TrainedHF(str(path), said["task"], said["config"], said["lora"], said["model_id"], weights)
+    return TrainedHF(str(path), entry["task"], entry["config"], entry["lora"], entry["model_id"], weights)
 
 
 def export_hf(
@@ -66,11 +66,11 @@ def export_hf(
 
     Args:
         trained: the model.
-        folder: where to; it must not exist, or be empty. It appears when it is complete.
-        dtype: of the weights; ``None`` for the one that they have.
-        tokenizer: folder or name of the tokenizer; ``None`` for that of the model that the training began with, if it
+        folder: new or empty folder; it appears when it is complete.
+        dtype: dtype of the weights; ``None`` for their own.
+        tokenizer: folder or name of the tokenizer; ``None`` for that of the model with which the training began, if it
             is on this machine.
-        lora: ``"merged"`` adds adapters to the weights that they adapt, ``"adapter"`` writes them alone.
+        lora: ``"merged"`` adds adapters to the weights that they adapt, ``"adapter"`` writes only the adapters.
 
     Returns:
         The class of the model, and whether there is a tokenizer.
@@ -90,11 +90,11 @@ def export_hf(
 
 
 def build(trained: TrainedHF, merge: bool = True) -> nn.Module:
-    """The model with its weights, in this process's memory.
+    """Return the model with its weights, in this process's memory.
 
     Args:
-        trained: its weights.
-        merge: whether adapters become part of the weights that they adapt.
+        trained: config and weights of the model.
+        merge: whether to merge adapters into the weights that they adapt.
 
     Raises:
         WeightsError: the weights are not those of its config.
@@ -133,7 +133,7 @@ def _adapted(model: nn.Module, trained: TrainedHF, merge: bool) -> Any:
 
 
 def _without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the model that has been adapted, under its own names."""
+    """Return the weights of the base model, under its own names."""
     found = {}
     for name, tensor in weights.items():
         plain = name.removeprefix(_ADAPTED).replace(_BASE, ".")
@@ -149,7 +149,7 @@ def _dtype_of(weights: Mapping[str, Tensor]) -> torch.dtype:
 def _save_tokenizer(trained: TrainedHF, given: str | None, folder: Path) -> bool:
     auto = transformers_package().AutoTokenizer
     try:
-        # Of what a checkpoint names nothing is fetched: it may be somebody else's.
+        # Nothing that a checkpoint names is downloaded: the file may come from someone else.
         tokenizer = auto.from_pretrained(given or trained.model_id, local_files_only=given is None)
     except (OSError, ValueError) as error:
         if given is not None:
@@ -160,7 +160,7 @@ def _save_tokenizer(trained: TrainedHF, given: str | None, folder: Path) -> bool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the folder, and say what it holds."""
+    """Write the folder, and print what it holds."""
     arguments = export_parser().parse_args(argv)
     folder = Path(arguments.output).expanduser()
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def import_folder(argv: Sequence[str] | None = None) -> None:
-    """Print the config for a recipe, and write the checkpoint if it is asked for."""
+    """Print the config for a recipe, and write a checkpoint if requested."""
     arguments = import_parser().parse_args(argv)
     saved = read_hf(Path(arguments.folder).expanduser())
     saved.check()
@@ -194,17 +194,17 @@ def import_folder(argv: Sequence[str] | None = None) -> None:
 
 
 def write_checkpoint(saved: SavedGPT, path: Path) -> None:
-    """Write weights that ``GPTModule`` loads: a checkpoint of the Trainer without a state of training.
+    """Write weights for ``GPTModule`` as a checkpoint of the Trainer without a training state.
 
     Raises:
-        WeightsError: there is such a file already.
-        StorageError: it cannot be written.
+        WeightsError: the file exists already.
+        StorageError: the file cannot be written.
     """
     if path.exists():
         raise WeightsError(f"{path} exists already; name another file, or remove it")
     content = {
         "state_dict": {f"model.{name}": saved.tensors[name].float() for name in saved.shapes},
-        # With the class, or LightningCLI takes the config for arguments of LightningModule.
+        # Without the class, LightningCLI would take the config for arguments of LightningModule.
         "hyper_parameters": {"_class_path": "lightning_asyncpp.GPTModule", "config": asdict(saved.config)},
         "pytorch-lightning_version": lightning.__version__,
         "epoch": 0,

@@ -1,4 +1,4 @@
-"""``asyncpp generate``: text that a saved model writes, as it comes, with the tokenizer that it was trained with."""
+"""``asyncpp generate``: continue a prompt with a saved model and its tokenizer, token by token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_
 from lightning_asyncpp.tools.parsers import DTYPE_NAMES, generate_parser
 
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
-_UNFINISHED = "\ufffd"  # what the decoder puts for a character whose bytes are not all there
+_UNFINISHED = "\ufffd"  # the decoder's character for incomplete bytes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the prompt and what follows it, token by token."""
+    """Print the prompt and its continuation, token by token."""
     arguments = generate_parser().parse_args(argv)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
@@ -48,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
-    """The tokenizer that a model was trained with, as far as anybody says so.
+    """Return the tokenizer of a model; None if it is unknown.
 
     Args:
         saved: the model.
-        given: what the user says, in place of what it was saved with.
+        given: the user's name of a tokenizer, in place of the saved one.
 
     Raises:
-        WeightsError: its vocabulary is not the model's; with both sizes.
+        WeightsError: the tokenizer's vocabulary is not the model's; the message has both sizes.
     """
     if given is not None:
         tokenizer = load_tokenizer(given)
@@ -63,7 +63,7 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
         tokenizer = tokenizer_of_definition(saved.tokenizer, end_of_text_in(Path(saved.origin)))
     else:
         return None
-    # A model may have rows that pad its matrices, but only who trained it can know that.
+    # The vocabulary of a model may be padded, which is known only with a saved tokenizer.
     needed, has = tokenizer.vocab_size, saved.config.vocab_size
     if needed > has or (saved.tokenizer is None and needed != has):
         raise WeightsError(
@@ -77,9 +77,9 @@ def stream(tokenizer: Tokenizer, tokens: Iterator[int], prompt: Sequence[int] = 
     """Yield the text of tokens in pieces, each as soon as its characters are complete.
 
     Args:
-        tokenizer: whose tokens they are.
-        tokens: what to show.
-        prompt: what they follow, which is not shown; some tokenizers leave the first space of a text out.
+        tokenizer: tokenizer of the tokens.
+        tokens: tokens to show.
+        prompt: tokens before them, which are not shown; some tokenizers drop the first space of a text.
     """
     known = list(prompt)
     shown = _text(tokenizer, known)

@@ -1,7 +1,7 @@
-"""What every tool of ``asyncpp`` takes: its parser, apart from what it does.
+"""Parsers of the tools of ``asyncpp``.
 
-``asyncpp TOOL --help`` is answered from here alone. So this module imports nothing that imports torch or Lightning:
-these take seconds.
+``asyncpp TOOL --help`` needs only this module, so it imports nothing that imports torch or Lightning, which take
+seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNRECOGNIZED = "unrecognized arguments: "
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Ends with what is wrong, and the nearest option; the usage would hide it."""
+    """Parser whose errors are one message with the most similar option; the usage would hide it."""
 
     def __init__(self, **how: Any) -> None:
         self._names: list[str] = []
@@ -40,7 +40,7 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return rows as lines with columns of one width each, numbers to the right and some columns to the left."""
+    """Return rows as lines of aligned columns, some columns flush left and the others flush right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -52,14 +52,14 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def count(text: str) -> int:
-    """Read a whole number, 1 or more."""
+    """Return a text as a whole number of at least 1."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
 
 
 def _add_model(parser: ToolParser) -> None:
-    """Add what names a model and its tokenizer."""
+    """Add the arguments for a model and its tokenizer."""
     parser.add_argument(
         "model", help="a checkpoint of the Trainer or of Fabric, or a folder with config.json and safetensors"
     )
@@ -69,7 +69,7 @@ def _add_model(parser: ToolParser) -> None:
 
 
 def export_parser() -> ToolParser:
-    """Of ``asyncpp export``."""
+    """Return the parser of ``asyncpp export``."""
     parser = ToolParser(
         prog="asyncpp export",
         description="Write a trained model as a folder that Hugging Face transformers loads: safetensors, config.json,"
@@ -77,48 +77,48 @@ def export_parser() -> ToolParser:
     )
     _add_model(parser)
     parser.add_argument("--output", required=True, help="folder to write; it must not exist, or be empty")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights (default: as saved)")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype of the weights (default: as saved)")
     parser.add_argument(
         "--lora",
         default="merged",
         choices=("merged", "adapter"),
-        help="of an HFModule with adapters: merged into the weights, or they alone, as peft loads them",
+        help="adapters of an HFModule: merged into the weights, or written alone, as peft loads them",
     )
     return parser
 
 
 def generate_parser() -> ToolParser:
-    """Of ``asyncpp generate``."""
+    """Return the parser of ``asyncpp generate``."""
     parser = ToolParser(
         prog="asyncpp generate",
-        description="Continue a prompt with a saved model, in one process. It ends where the model ends the document;"
-        " what does not fit into its context slides out of it.",
+        description="Continue a prompt with a saved model, in one process, until the model ends the document. The model"
+        " sees the last tokens that fit its context.",
     )
     _add_model(parser)
     parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
-    parser.add_argument("--max-new-tokens", type=count, default=200, help="most tokens to write (default: 200)")
+    parser.add_argument("--max-new-tokens", type=count, default=200, help="maximum number of new tokens (default: 200)")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="what logits are divided by; 0 is --greedy (default: 1)"
+        "--temperature", type=float, default=1.0, help="divisor of the logits; 0 is --greedy (default: 1)"
     )
-    parser.add_argument("--top-k", type=int, help="draw among so many of the most likely tokens")
-    parser.add_argument("--top-p", type=float, help="draw among those that together have this probability")
+    parser.add_argument("--top-k", type=int, help="number of most likely tokens to draw from")
+    parser.add_argument("--top-p", type=float, help="total probability of the most likely tokens to draw from")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token every time")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--device", default="cpu", help="where the model runs: cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    parser.add_argument("--device", default="cpu", help="device of the model: cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument(
-        "--dtype", default="float32", choices=DTYPE_NAMES, help="of the weights while it runs (default: float32)"
+        "--dtype", default="float32", choices=DTYPE_NAMES, help="dtype of the weights (default: float32)"
     )
     return parser
 
 
 def import_parser() -> ToolParser:
-    """Of ``asyncpp import``."""
+    """Return the parser of ``asyncpp import``."""
     parser = ToolParser(
         prog="asyncpp import",
         description="Read a model folder of Hugging Face transformers (Llama, Qwen3, Mixtral, Qwen3-MoE, GLM-4-MoE"
         " without what a GPT lacks): print the config that a recipe needs, and write the weights as a checkpoint.",
     )
-    parser.add_argument("folder", help="with config.json and model.safetensors, or shards and their index")
+    parser.add_argument("folder", help="folder with config.json and model.safetensors, or shards and their index")
     parser.add_argument(
         "--output", help="checkpoint to write, in fp32 (default: none; training can start from the folder itself)"
     )
@@ -126,7 +126,7 @@ def import_parser() -> ToolParser:
 
 
 def check_parser() -> ToolParser:
-    """Of ``asyncpp check``."""
+    """Return the parser of ``asyncpp check``."""
     parser = ToolParser(
         prog="asyncpp check",
         usage="asyncpp check RECIPE [options]",
@@ -139,12 +139,12 @@ def check_parser() -> ToolParser:
     parser.add_argument("--stages", type=int, help="number of stages (default: the recipe's)")
     parser.add_argument("--microbatches", type=int, help="pieces of a batch (default: the recipe's)")
     parser.add_argument("--updates", type=int, default=4, help="number of updates (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="of dropout and of layers made on the meta device")
+    parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of layers made on the meta device")
     return parser
 
 
 def checkpoint_parser() -> ToolParser:
-    """Of ``asyncpp checkpoint``."""
+    """Return the parser of ``asyncpp checkpoint``."""
     parser = ToolParser(prog="asyncpp checkpoint", description="Look into a checkpoint, or write it in another form.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{info,convert}")
     does = "what it is, who wrote it, and what is in it"
@@ -164,7 +164,7 @@ def checkpoint_parser() -> ToolParser:
 
 
 def doctor_parser() -> ToolParser:
-    """Of ``asyncpp doctor``."""
+    """Return the parser of ``asyncpp doctor``."""
     parser = ToolParser(
         prog="asyncpp doctor",
         description="Examine this installation: versions, devices, and a training of two"
@@ -176,7 +176,7 @@ def doctor_parser() -> ToolParser:
 
 
 def plan_parser() -> ToolParser:
-    """Of ``asyncpp plan``."""
+    """Return the parser of ``asyncpp plan``."""
     parser = ToolParser(
         prog="asyncpp plan",
         usage="asyncpp plan RECIPE [options]",
@@ -194,7 +194,7 @@ def plan_parser() -> ToolParser:
 
 
 def prepare_parser() -> ToolParser:
-    """Of ``asyncpp prepare``."""
+    """Return the parser of ``asyncpp prepare``."""
     parser = ToolParser(
         prog="asyncpp prepare",
         description="Tokenise documents into a dataset that a training streams: parquet files,"
@@ -221,12 +221,12 @@ def prepare_parser() -> ToolParser:
 
 
 def _cores() -> int:
-    """Cores that this process may use, which in a job are often fewer than the machine has."""
+    """Return the number of cores that this process may use, in a job often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def recipes_parser() -> ToolParser:
-    """Of ``asyncpp recipes``."""
+    """Return the parser of ``asyncpp recipes``."""
     parser = ToolParser(
         prog="asyncpp recipes",
         description="List the recipes that come with the package, or copy one for editing. Commands take their names"
@@ -238,7 +238,7 @@ def recipes_parser() -> ToolParser:
 
 
 def trace_parser() -> ToolParser:
-    """Of ``asyncpp trace``."""
+    """Return the parser of ``asyncpp trace``."""
     parser = ToolParser(
         prog="asyncpp trace",
         description="Show where the time of a run went that PipelineTrace, `asyncpp fit --trace`"
@@ -263,4 +263,4 @@ PARSERS: dict[str, Callable[[], ToolParser]] = {
     "recipes": recipes_parser,
     "trace": trace_parser,
 }
-"""By what follows ``asyncpp``."""
+"""Parsers by subcommand."""

@@ -1,4 +1,4 @@
-"""``asyncpp prepare SOURCE... --output FOLDER``: documents to a token dataset, by ``litdata.optimize``."""
+"""``asyncpp prepare SOURCE... --output FOLDER``: tokenise documents into a dataset, by ``litdata.optimize``."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _PIECES, _LEAST_BYTES, _MOST_BYTES = (
     200,
     2**16,
     2**24,
-)  # a file of lines is cut into about so many pieces of such a size
+)  # number of pieces of a file of lines, and the least and the most bytes of a piece
 _REQUEST = ".prepared.json"
 
 
 @dataclass(frozen=True)
 class Piece(Named):
-    """A part of a file that one worker tokenises at a time."""
+    """Part of a file that one worker tokenises at a time."""
 
     url: str
     start: int = 0
-    """Row group of a parquet file, first byte of a file of lines."""
+    """Row group of a parquet file, or first byte of a file of lines."""
     stop: int = sys.maxsize
-    """Past the last byte."""
+    """Byte after the last one."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepare; what is wrong with sources or tokenizer ends with code 2."""
+    """Prepare a dataset; errors of sources or tokenizer end with code 2."""
     given = prepare_parser().parse_args(argv)
     output = Path(given.output).expanduser()
     try:
@@ -61,18 +61,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 def prepare(
     sources: Sequence[str], output: Path, tokenizer: Tokenizer, text_key: str, val_fraction: float, num_workers: int
 ) -> None:
-    """Write a token dataset; called again with the same arguments, go on where it was interrupted.
+    """Write a token dataset, or resume an interrupted call with the same arguments.
 
     Args:
         sources: files, folders and globs, on this machine or as URLs that `fsspec` reads.
         output: folder of the dataset.
-        tokenizer: makes tokens of the documents.
+        tokenizer: tokenizer of the documents.
         text_key: column or field with the text.
-        val_fraction: share of the pieces that are kept for validation.
-        num_workers: processes.
+        val_fraction: share of the pieces for validation.
+        num_workers: number of processes.
 
     Raises:
-        DataError: there is nothing to read, or the folder was begun with other arguments.
+        DataError: a source has no files, or the folder was begun with other arguments.
     """
     from litdata import TokensLoader, optimize
 
@@ -83,13 +83,13 @@ def prepare(
         if chosen and not (output / name / INDEX).is_file():
             optimize(
                 _Tokens(tokenizer.definition, text_key),
-                [json.dumps(astuple(piece)) for piece in chosen],  # as text: litdata downloads what it takes for paths
+                [json.dumps(astuple(piece)) for piece in chosen],  # as text: litdata would download paths
                 str(output / name),
                 chunk_bytes=CHUNK_BYTES,
                 num_workers=num_workers,
                 use_checkpoint=True,
                 item_loader=TokensLoader(),
-                start_method="fork" if sys.platform == "linux" else None,  # importing torch anew takes seconds
+                start_method="fork" if sys.platform == "linux" else None,  # others would import torch for seconds
             )
     found = finish_token_dataset(output, tokenizer)
     print(
@@ -100,17 +100,17 @@ def prepare(
 
 
 def find_pieces(source: str, text_key: str) -> list[Piece]:
-    """List what is read of a source, in the order of the files' names.
+    """List the pieces of a source, in the order of the files' names.
 
     Raises:
-        DataError: that is nothing, or a parquet file has no such column.
+        DataError: the source has no files, or a parquet file has no such column.
     """
     system, path = fsspec.core.url_to_fs(os.path.expanduser(source))
     paths = system.glob(path) if set("*?[") & set(path) else system.find(path)
     names = [name for name in sorted(paths) if name.endswith(ENDINGS)]
     if not names:
         raise DataError(f"{source}: there is no file that ends in {', '.join(ENDINGS)}. Correct the path or the glob")
-    with ThreadPoolExecutor(8) as pool:  # over a network, footers of parquet files take their time
+    with ThreadPoolExecutor(8) as pool:  # reading footers of parquet files over a network is slow
         return [piece for pieces in pool.map(partial(_pieces_of, system, text_key), names) for piece in pieces]
 
 
@@ -131,7 +131,7 @@ def _pieces_of(system: Any, text_key: str, path: str) -> list[Piece]:
 
 
 def read_documents(piece: Piece, text_key: str) -> Iterator[str]:
-    """Yield the texts of a piece; the lines of a piece are those that begin in it."""
+    """Yield the texts of a piece, which of a file of lines are the lines that begin in it."""
     kind = piece.url.removesuffix(".gz").removesuffix(".zst")
     with fsspec.open(piece.url, "rb", compression="infer") as file:
         if kind.endswith(".parquet"):
@@ -154,7 +154,7 @@ def _parquet() -> Any:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokenises a piece; sent to the workers."""
+    """Function that tokenises a piece, sent to the workers."""
 
     definition: str
     text_key: str
@@ -162,7 +162,7 @@ class _Tokens:
     def __call__(self, piece: str) -> Tensor:
         tokenizer = _tokenizer(self.definition)
         documents = read_documents(Piece(*json.loads(piece)), self.text_key)
-        # Of a piece without text a blank: litdata resumes by counting what came of its inputs.
+        # A piece without text gives a blank, as litdata resumes by counting results.
         return torch.cat(list(token_groups(documents, tokenizer)) or [joined([" "], tokenizer)])
 
 
@@ -170,7 +170,7 @@ _tokenizer = lru_cache(maxsize=1)(tokenizer_of_definition)
 
 
 def _begin(output: Path, request: dict[str, Any]) -> None:
-    """Write down what is asked for, or compare it with what the folder was begun with."""
+    """Save the arguments in the folder, or compare them with those that it was begun with."""
     path = output / _REQUEST
     if path.is_file() and json.loads(path.read_text()) != request:
         raise DataError(f"--output {output} was begun with other arguments or files. Delete it, or name another folder")

@@ -1,4 +1,4 @@
-"""``asyncpp recipes``: the recipes that come with the package, listed, or one of them copied for editing."""
+"""``asyncpp recipes``: list the recipes of the package, or copy one for editing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WIDTH = 120
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the list, or what was copied.
+    """Print the list, or the path of the copy.
 
     Raises:
-        ConfigurationError: there is no such recipe, or a file where it should go.
+        ConfigurationError: the recipe does not exist, or the file to write does.
     """
     parser = recipes_parser()
     arguments = parser.parse_args(argv)
@@ -32,18 +32,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def copy_recipe(name: str, folder: Path) -> Path:
-    """Copy a recipe of the package, over no other file.
+    """Copy a recipe of the package without overwriting a file.
 
     Args:
-        name: of the recipe.
-        folder: made if it is not there.
+        name: name of the recipe.
+        folder: folder of the copy, made if needed.
 
     Returns:
-        The file.
+        The path of the copy.
 
     Raises:
-        ConfigurationError: there is no such recipe, or a file of its name.
-        OSError: nothing can be written there.
+        ConfigurationError: the recipe does not exist, or a file of its name does.
+        OSError: the folder is not writable.
     """
     recipe = package_recipe(name)
     path = folder / recipe.name
@@ -55,16 +55,16 @@ def copy_recipe(name: str, folder: Path) -> Path:
 
 
 def _listed() -> str:
-    """The recipes, each with its name and what it is."""
+    """Return the names and descriptions of the recipes, one per line."""
     recipes = package_recipes()
     width = max(map(len, recipes)) + 2
     lines = [f"{name:<{width}}{_about(path, _WIDTH - width)}" for name, path in recipes.items()]
-    said = "`asyncpp fit NAME` trains one; `asyncpp recipes --copy NAME [FOLDER]` writes one to edit."
-    return "\n".join([*lines, "", said])
+    usage = "`asyncpp fit NAME` trains one; `asyncpp recipes --copy NAME [FOLDER]` writes one to edit."
+    return "\n".join([*lines, "", usage])
 
 
 def _about(path: Path, width: int) -> str:
-    """The first sentence of the comment that a recipe begins with."""
+    """Return the first sentence of a recipe's first comment."""
     comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
     text = " ".join(line.lstrip("# ") for line in comment.group().splitlines()) if comment else ""
     sentence = re.split(r"(?<=[.?]) ", text, maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""A recorded run, read from the files of its ranks."""
+"""Recorded runs, read from the files of their ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _KINDS: dict[str, SpanKind] = {kind.value: kind for kinds in (Kind, Wait, Beside
 
 
 class TraceError(ValueError):
-    """What was recorded cannot be read, or there is nothing of what was asked for."""
+    """Error of a recording that cannot be read or does not exist."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank did.
+    """Spans of one rank.
 
     Attributes:
-        meta: whose it is.
-        spans: by their start, in seconds since the start of the recording.
-        places: microbatch -> its mini-batch, and its place there.
+        meta: description of the rank.
+        spans: spans in the order of their start, in seconds since the start of the recording.
+        places: mini-batch of each microbatch, and its position there.
     """
 
     meta: Meta
@@ -35,7 +35,7 @@ class RankTrace:
 
     @cached_property
     def microbatches(self) -> int:
-        """Microbatches per mini-batch, accumulated ones included."""
+        """Number of microbatches per mini-batch, accumulated ones included."""
         return 1 + max((place for _, place in self.places.values()), default=0)
 
     def mini_batch(self, span: Span) -> int:
@@ -49,12 +49,12 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What all ranks did.
+    """Spans of all ranks.
 
     Attributes:
-        ranks: by replica and stage.
-        seconds: from the first work to the last.
-        notes: what a reader should know, such as missing ranks.
+        ranks: ranks in the order of replica and stage.
+        seconds: seconds from the first to the last work.
+        notes: notes for the reader, such as missing ranks.
     """
 
     ranks: Sequence[RankTrace]
@@ -63,12 +63,12 @@ class RecordedRun:
 
     @property
     def meta(self) -> Meta:
-        """What all ranks have in common, and something of one of them."""
+        """Description of the first rank, for the values that all ranks share."""
         return self.ranks[0].meta
 
     @property
     def mini_batches(self) -> range:
-        """The mini-batches that begin in it."""
+        """Range of the mini-batches that begin in the recording."""
         begun = [self.ranks[0].mini_batch(span) for span in self.ranks[0].of(Kind.FORWARD)]
         return range(min(begun), max(begun) + 1) if begun else range(0)
 
@@ -82,10 +82,10 @@ def read_run(path: Path) -> RecordedRun:
     """Read a recorded run.
 
     Args:
-        path: the folder with the files of its ranks, or one above it; of several recordings the newest is read.
+        path: folder with the files of the ranks, or a folder above it; of several recordings the newest is read.
 
     Raises:
-        TraceError: there is none, or a file cannot be read.
+        TraceError: there is no recording, or a file cannot be read.
     """
     folder = find_recording(path)
     ranks = [read_rank(file) for file in sorted(folder.glob(PATTERN))]
@@ -113,7 +113,7 @@ def find_recording(path: Path) -> Path:
     """Return the newest folder with a recording at or below ``path``.
 
     Raises:
-        TraceError: there is none.
+        TraceError: there is no recording.
     """
     found = {file.parent for file in path.glob(f"**/{PATTERN}")} if path.is_dir() else set()
     if path in found:
@@ -129,12 +129,12 @@ def read_rank(path: Path) -> RankTrace:
     """Read the file of one rank.
 
     Raises:
-        TraceError: with the file and the line.
+        TraceError: a line cannot be read; the message names file and line.
     """
     meta: Meta | None = None
     spans: list[Span] = []
     places: dict[int, tuple[int, int]] = {}
-    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last may be cut off
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last line may be incomplete
     for number, line in enumerate(lines[1:], 2):
         try:
             event = json.loads(line.rstrip(","))

@@ -1,4 +1,4 @@
-"""``asyncpp trace RUN``: where the time of a recorded run went, as a table, and as pictures to look into."""
+"""``asyncpp trace RUN``: show the use of time in a recorded run as a table and as timelines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_asyncpp.tools.parsers import trace_parser
 from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun, read_run
 from lightning_asyncpp.tools.trace_summary import Summary, headline, summarise, table
 
-# The later ones lie on top.
+# Later kinds are drawn on top.
 _COLORS: dict[SpanKind, str] = {
     Beside.DRAIN: "#98a3b0", Wait.DATA: "#cfe0c0", Beside.EVALUATE: "#bcc7d3", Beside.CHECKPOINT: "#cbb48d",
     Wait.ACTIVATION: "#c3d9f3", Wait.GRADIENT: "#fae0b5", Wait.AGREEMENT: "#edc2d3", Kind.FORWARD: "#4c8fdb",
     Kind.BACKWARD: "#f0a136", Kind.UPDATE: "#b02a5b", Beside.SEND: "#159b86",
 }  # fmt: skip
-_LANE, _BAR = 30, 22  # heights
+_LANE, _BAR = 30, 22  # heights in pixels
 _MICROSECONDS = 1e6
 
 
@@ -39,7 +39,7 @@ def write_html(run: RecordedRun, summary: Summary, path: Path) -> None:
 
 
 def picture(run: RecordedRun) -> str:
-    """Return the timeline as SVG: a lane per rank, a unit of width per microsecond."""
+    """Return the timeline as SVG, with a lane per rank and a unit of width per microsecond."""
     width, height = run.seconds * _MICROSECONDS, _LANE * len(run.ranks)
     bars = [_bar(run, rank, span, lane) for lane, rank in enumerate(run.ranks) for span in _by_depth(rank.spans)]
     box = f'viewBox="0 0 {width:.0f} {height}" height="{height}" preserveAspectRatio="none"'
@@ -91,7 +91,7 @@ _WRITERS: dict[str, Callable[[RecordedRun, Summary, Path], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table, and write what was asked for."""
+    """Print the table, and write the requested files."""
     arguments = trace_parser().parse_args(argv)
     files = {name: Path(path) for name in _WRITERS if (path := getattr(arguments, name)) is not None}
     run = read_run(Path(arguments.run))

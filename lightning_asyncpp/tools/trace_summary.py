@@ -1,4 +1,4 @@
-"""Where the time of a recorded run went, a row per stage and one for all, and what its schedule could do at best."""
+"""Use of time in a recorded run by stage, compared with the schedule's ideal."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ CAUSES = {
     "checkpoint": "saving",
     "rest": "what no span covers",
 }
-"""What a stage does when it runs neither a forward nor a backward, and what that means."""
+"""Causes of time in which a stage runs neither a forward nor a backward, with their meanings."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a stage did with its time.
+    """Use of time on a stage.
 
     Attributes:
-        name: of the stage, or ``"all"``.
-        shares: cause -> share of the elapsed time; they add up to 1.
-        ideal: share of forwards and backwards if the schedule ran with nothing else; None if it is not known.
-        forward_ms: the median of one.
-        backward_ms: the median of one.
-        bytes_sent: in activations, gradients and other messages of this stage.
-        staleness: mean of the updates by which gradients were too old, once the delay has begun.
+        name: name of the stage, or ``"all"``.
+        shares: share of the elapsed time by cause; shares add up to 1.
+        ideal: share of forwards and backwards if the schedule ran without any other cost; None if it is unknown.
+        forward_ms: median time of a forward.
+        backward_ms: median time of a backward.
+        bytes_sent: bytes of activations, gradients and other messages that this stage sent.
+        staleness: mean delay of gradients in updates, once the delay has begun.
     """
 
     name: str
@@ -60,17 +60,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """What all stages did with their time.
+    """Use of time on all stages.
 
     Attributes:
-        seconds: how much time is explained.
-        mini_batches: first and last that began in it.
-        rows: of the stages.
-        total: of all of them: means of shares, sums of bytes.
-        ideal_step: seconds per mini-batch of the schedule with the stages' median times and nothing else.
+        seconds: elapsed time in seconds.
+        mini_batches: first and last mini-batch that began in this time.
+        rows: rows of the stages.
+        total: row of all stages: means of shares, sums of bytes.
+        ideal_step: seconds per mini-batch of the schedule with the stages' median times and no other cost.
         balance: time of the busiest stage in forwards and backwards over the mean of all stages; 1 is even.
-        layers: of each stage.
-        notes: what a reader should know of the recording.
+        layers: number of layers of each stage.
+        notes: notes on the recording.
     """
 
     seconds: float
@@ -89,13 +89,13 @@ class Summary:
         return self.seconds / (last - first + 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it, for other programs."""
+        """Return all figures as values for JSON."""
         rows = [asdict(row) | {"utilisation": row.utilisation} for row in (*self.rows, self.total)]
         return asdict(self) | {"rows": rows[:-1], "total": rows[-1], "step": self.step}
 
 
 def summarise(run: RecordedRun) -> Summary:
-    """Explain the time of a run."""
+    """Summarise the use of time in a run."""
     rows: list[Row] = []
     paces: list[Pace | None] = []
     for stages in run.replicas():
@@ -113,7 +113,7 @@ def summarise(run: RecordedRun) -> Summary:
 
 
 def ideal_of(stages: Sequence[RankTrace]) -> Pace | None:
-    """Simulate the schedule of a replica with its stages' median times; None if they are not all known."""
+    """Simulate the schedule of a replica with its stages' median times; return None if a time is unknown."""
     forward, backward = ([_median(stage, kind) for stage in stages] for kind in WORK)
     if len(stages) != stages[0].meta.schedule.num_stages or None in (*forward, *backward):
         return None
@@ -163,7 +163,7 @@ _WIDTH = 120
 
 
 def table(run: RecordedRun, summary: Summary) -> str:
-    """Return where the time of every stage went, in per cent of the elapsed time, and what else a recording shows."""
+    """Return the use of time on every stage in per cent of the elapsed time, with headline, legend and notes."""
     shown = _causes(summary)
     titles = ["", "busy", "ideal", *(_SHORT.get(cause, cause) for cause in shown)]
     titles += ["F ms", "B ms", "sent", "stale"]
@@ -178,7 +178,7 @@ def table(run: RecordedRun, summary: Summary) -> str:
 
 
 def headline(run: RecordedRun, summary: Summary) -> str:
-    """Return what ran, and which part of it is shown."""
+    """Return a line on the pipeline and the recorded mini-batches."""
     first, last = summary.mini_batches
     schedule, replicas = run.meta.schedule, run.meta.num_replicas
     flush = f"lookahead {schedule.lookahead}, no flush" if schedule.pipeline_rule.delay else "a flush per mini-batch"
@@ -202,7 +202,7 @@ def _cells(row: Row, shown: list[str]) -> list[str]:
 
 
 def statements(summary: Summary) -> list[str]:
-    """Return what the recording shows, in sentences."""
+    """Return the findings of the recording as sentences."""
     lines = []
     if summary.ideal_step:
         lines.append(
@@ -223,7 +223,7 @@ def _percent(share: float | None) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Return a size that can be read: 1.5 MB is 1 500 000 bytes."""
+    """Return a readable size, in which 1.5 MB is 1 500 000 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

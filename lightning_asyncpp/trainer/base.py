@@ -1,4 +1,4 @@
-"""What the Trainer strategies share: an ordinary LightningModule, cut over pipeline stages."""
+"""Base class of the Trainer strategies: an ordinary LightningModule, cut over pipeline stages."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.callbacks.terminal import show_stages
 from lightning_asyncpp.trainer.checkpoint import Progress
-from lightning_asyncpp.trainer.conductor import Conductor
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
+from lightning_asyncpp.trainer.pipeline_callback import PipelineCallback
 from lightning_asyncpp.trainer.set_up import (
     NOTHING_TO_STEP,
     ONE_OPTIMIZER,
@@ -49,7 +49,7 @@ from lightning_asyncpp.trainer.step_log import StepLog
 
 
 class PipelineStrategy(EvaluationSteps):
-    """What the asynchronous and the synchronous strategy share; launching and the process group are DDP's.
+    """Base class of the asynchronous and the synchronous strategy; launching and the process group are DDP's.
 
     The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
     to the Trainer's hooks.
@@ -69,7 +69,7 @@ class PipelineStrategy(EvaluationSteps):
         self.step_log = StepLog(self.session)
         self._batch_ends: BatchEnds | None = None
         self._until_teardown = ExitStack()
-        self._conductor: Conductor | None = None
+        self._pipeline_callback: PipelineCallback | None = None
         self.gradient_norm: float | None = None
         self._draws: drawing_from | None = None
 
@@ -100,8 +100,8 @@ class PipelineStrategy(EvaluationSteps):
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
         rank_zero_info(f"Pipeline: {self.session.describe(clips)}")
         self._batch_ends = BatchEnds(module, self.session, trainer)
-        self._conductor = Conductor(trainer, self.session, self.step_log, self._drain, self._batch_ends)
-        self._conductor.install(trainer)
+        self._pipeline_callback = PipelineCallback(trainer, self.session, self.step_log, self._drain, self._batch_ends)
+        self._pipeline_callback.install(trainer)
         self.step_log.connect(trainer, module)
         self.take_batch_hooks([module, trainer.datamodule], self._until_teardown)  # type: ignore[attr-defined]
         if self._mesh.num_replicas == 1:
@@ -115,7 +115,7 @@ class PipelineStrategy(EvaluationSteps):
         self.setup_precision_plugin()
 
     def _structure_problems(self, trainer: L.Trainer) -> list[str]:
-        """What keeps the module from being cut."""
+        """Return the reasons why the module cannot be cut."""
         module, resolved = self._module, self.session.resolved
         assert resolved is not None
         return module_problems(module) or problems_of_layers(
@@ -124,7 +124,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Make the optimizer of the whole model; what one rank cannot make, all of them report."""
+        """Make the optimizer of the whole model; if one rank fails, all of them report it."""
         error: Exception | None = None
         assert self.session.stage is not None
         try:
@@ -133,7 +133,7 @@ class PipelineStrategy(EvaluationSteps):
             if problem := optimizer_problem(self.optimizers):
                 error = ConfigurationError(problem)
         except Exception as caught:
-            # Lightning's advice on several, manual optimization, would be refused next.
+            # Lightning advises manual optimization for several optimizers, which a pipeline would refuse next.
             error = ConfigurationError(ONE_OPTIMIZER) if "multiple optimizers" in str(caught) else caught
         agree_on_error(self._mesh, error)
 
@@ -156,7 +156,7 @@ class PipelineStrategy(EvaluationSteps):
         return network
 
     def _network_name(self) -> str:
-        """How the user calls it."""
+        """Return the user's name of the network."""
         return name_in_steps(self._module)
 
     @property
@@ -168,7 +168,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @property
     def batch_weight(self) -> float | None:
-        """What the microbatches of the newest batch weigh together, on the last stage; None on others."""
+        """Sum of the weights of the newest batch's microbatches, on the last stage; None on others."""
         return self.step_log.batch_weight if self._mesh.is_last else None
 
     @override
@@ -178,7 +178,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the module's own hooks see no placeholder."""
+        """Move a batch; the module's own hooks do not see placeholders."""
         engine = self.session.engine
         if engine is not None and not (engine.mesh.is_first or engine.mesh.is_last) and has_placeholder(batch):
             return batch
@@ -189,7 +189,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the batch; stages before the last one, which do not know the loss, return what stands for none."""
+        """Run the batch; stages before the last one, which do not know the loss, return a stand-in for it."""
         engine, module, batch_ends = self._running(), self._module, self._batch_ends
         assert batch_ends is not None
         if private.begins_accumulation(module.trainer):
@@ -202,7 +202,7 @@ class PipelineStrategy(EvaluationSteps):
             self.step_log.log_batch(output.weight)
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
             returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
-        # Hooks up to the end of the closure draw, as those of the update do, what no other stage draws.
+        # Up to the end of the closure, hooks draw random numbers of this stage's own, as the hooks of the update do.
         seed = engine.runner.seed
         self._draws = drawing_from(seed, self.root_device, "closure", mesh.stage, engine.next_forward)
         self._draws.__enter__()
@@ -210,7 +210,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @override
     def backward(self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        """The engine ran the backwards; what is left are the hooks around them."""
+        """Call the hooks around the backward; the engine has already run the backwards themselves."""
         loss = None if closure_loss is NO_LOSS else closure_loss
         self.precision_plugin.pre_backward(loss, self._module)  # type: ignore[arg-type]
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
@@ -240,12 +240,12 @@ class PipelineStrategy(EvaluationSteps):
         return result
 
     def _running(self) -> Engine:
-        """The engine; raises what ended the run, if anything did."""
+        """Return the engine, or raise the error that ended the run."""
         session = self.session
         return session.running() if session.engine is None or session.watch.failure is not None else session.engine
 
     def drain(self) -> None:
-        """Finish what is in flight and apply every update; changes the clock, never the trajectory.
+        """Finish all microbatches in flight and apply every update; this changes the run time, never the trajectory.
 
         Raises:
             RuntimeError: it was called while an update is applied.
@@ -267,7 +267,7 @@ class PipelineStrategy(EvaluationSteps):
         self.step_log.receive(updates)
 
     def _step_optimizer(self, update: Update) -> None:
-        """Clip and step, with the user's hooks around it; they see what the batch of the gradient saw."""
+        """Clip and step inside the user's hooks, which see the Trainer's state as of the gradient's batch."""
         self._running()
         with private.at_update(self._module.trainer, update.note):
             self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=_nothing)
@@ -287,8 +287,9 @@ class PipelineStrategy(EvaluationSteps):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._started_others:
-            return  # no rank failed here, and the next ones begin anew
-        if self._conductor is None or not self._conductor.preemption.ended:  # else all ranks end together
+            return  # no rank failed in this process, and the next launch starts new ranks
+        # After a preemption all ranks end together.
+        if self._pipeline_callback is None or not self._pipeline_callback.preemption.ended:
             self.session.watch.fail(exception)
             self.session.watch.hurry()
 
@@ -314,17 +315,17 @@ class PipelineStrategy(EvaluationSteps):
 
 
 class _NoLoss:
-    """Stands for the loss where it is not known; Lightning's closure makes of it that there is none."""
+    """Stand-in for the loss on stages that do not know it; Lightning's closure turns it into None."""
 
     def __truediv__(self, _: int) -> _NoLoss:
         return self
 
     def detach(self) -> _NoLoss:
-        """Return the same."""
+        """Return itself."""
         return self
 
     def clone(self) -> None:
-        """Return no loss."""
+        """Return None, which Lightning takes for a missing loss."""
 
 
 NO_LOSS = _NoLoss()

@@ -1,14 +1,14 @@
-"""Callbacks whose end of a batch comes after the batch's own update.
+"""Callbacks whose ``on_train_batch_end`` is called after the batch's own update.
 
-In an asynchronous pipeline the update of batch t is applied in or after batch t+1, or at the end of batch t where the
-pipeline drains there. A callback that reads or changes weights would be called before or after it, whichever it happens
-to be. Called between update t and update t+1 it does to W_{t+1} what it does in a single process.
+In an asynchronous pipeline the update of batch t is applied in or after batch t+1, or at the end of batch t if the
+pipeline drains there. A callback that reads or changes weights could thus be called before or after the update. Called
+between update t and update t+1, it does to W_{t+1} what it does in a single process.
 
-Of batches that share update t (gradient accumulation) only the last one's hook has to wait for it. Those before come
-after update t-1, and so change W_t, which update t is then applied to. Mini-batch t runs at W_{t-1}, so none of its
-gradients sees the change. Without delay, and in the mini-batches before it sets in, it runs at W_t itself: the batches
-after the hook see the change and those before it do not, so the pipeline drains in between. So it does with the least
-staleness, under which the later microbatches of mini-batch t run at W_t.
+With gradient accumulation several batches share update t, and only the hook of the last one has to wait for it. The
+earlier hooks come after update t-1 and change W_t, to which update t is then applied. Mini-batch t runs at W_{t-1}, so
+none of its gradients sees the change. Without delay, and in the first mini-batches, mini-batch t runs at W_t itself:
+the batches after the hook see the change and those before it do not, so the pipeline drains in between. It also drains
+with the least staleness, under which the later microbatches of mini-batch t run at W_t.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _MAY_CHANGE = "hooks that may change weights"
 
 
 def after_own_update(callback: C) -> C:
-    """Have a callback's ``on_train_batch_end`` see the weights of its batch's own update, as a single process does.
+    """Call a callback's ``on_train_batch_end`` with the weights of its batch's own update, as in a single process.
 
-    For callbacks that read or change weights after every update, such as a mean of weights. In an asynchronous
+    Use it for callbacks that read or change weights after every update, such as a mean of weights. In an asynchronous
     pipeline the hook of batch t is then called once update t has been applied, which is in the middle of batch t+1
-    unless the pipeline drained; it may not save or evaluate. Under the other strategies that is where it is anyway.
+    unless the pipeline drained; the hook may not save or evaluate. Under other strategies the call is unchanged.
 
     Returns:
         The callback.
@@ -53,12 +53,12 @@ def after_own_update(callback: C) -> C:
 
 
 class _BatchEnd(NamedTuple):
-    """The end of a batch.
+    """End of a batch.
 
     Attributes:
-        updates: how many are applied before it in a single process.
-        first: microbatch after it.
-        arguments: of the hooks, behind the trainer and the module.
+        updates: number of updates that a single process applies before it.
+        first: number of the first microbatch after it.
+        arguments: arguments of the hooks, after the trainer and the module.
     """
 
     updates: int
@@ -67,19 +67,20 @@ class _BatchEnd(NamedTuple):
 
 
 class BatchEnds(Callback):
-    """Keeps the ends of batches until their updates have been applied; in order, and each exactly once.
+    """Queue of ``on_train_batch_end`` calls, each made in order and exactly once when its update has been applied.
 
-    It calls the module's own hook, those of callbacks that :func:`after_own_update` marked, and of Lightning's that
-    average weights, in the place of the trainer, until :meth:`release`; before those that save.
+    Until :meth:`release`, it calls these hooks in place of the trainer: the module's own, those of callbacks marked by
+    :func:`after_own_update`, and those of Lightning's callbacks that average weights. They come before the callbacks
+    that save.
 
     Args:
-        module: that is trained.
+        module: module that is trained.
         session: the pipeline.
-        trainer: whose callbacks they are.
+        trainer: owner of the callbacks.
 
     Attributes:
         waiting: ends of batches whose hooks are still to be called.
-        kinds: of callbacks on any rank.
+        kinds: kinds of the callbacks on all ranks: they read weights, or may change them.
     """
 
     def __init__(self, module: LightningModule, session: PipelineSession, trainer: L.Trainer) -> None:
@@ -100,32 +101,33 @@ class BatchEnds(Callback):
             vars(owner)[HOOK] = _nothing
         reads_only = all(isinstance(owner, WeightAveraging) for owner in self._called)
         own = "" if not self._called else _READS if reads_only else _MAY_CHANGE
-        # A callback may be on some ranks alone; drains must be the same on all.
+        # A callback may exist on some ranks only, but all ranks must drain alike.
         self.kinds = {*exchange(session.running().mesh, own)} - {""}
 
     def release(self) -> None:
-        """Give the hooks back."""
+        """Restore the hooks."""
         self.waiting.clear()
         for owner in self._called:
             vars(owner).pop(HOOK, None)
         self._called = []
 
     def meets_gradients(self) -> bool:
-        """Whether the pipeline drains for the hooks after this batch.
+        """Return whether the pipeline drains for the hooks after this batch.
 
-        It does where they may change weights that the mini-batch is still running at, and where one process has all
-        stages: these apply an update one after the other, but the hooks are called once. A drain costs no time there.
+        It drains if the hooks may change weights at which the mini-batch is still running. It also drains if one
+        process runs all stages: they apply an update one after the other, but the hooks are called once. A drain costs
+        no time there.
         """
         engine, trainer = self._session.running(), self._trainer
-        # Not what this rank has: a rank that left a step out would drain alone, for a gradient that is thrown away.
+        # Not this rank's own gradient: a rank that skipped a step would drain alone, for a gradient that is discarded.
         goes_on = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches != 0
         return len(engine.parts) > 1 or (_MAY_CHANGE in self.kinds and goes_on and engine.at_newest)
 
     def check_drain(self) -> None:
-        """Refuse a drain by a hook that is called in the middle of another batch: it would meet that batch's update.
+        """Refuse a drain inside a hook that is called in the middle of the next batch.
 
         Raises:
-            ConfigurationError: one is.
+            ConfigurationError: such a hook is running.
         """
         if self._is_late:
             raise ConfigurationError(
@@ -142,10 +144,10 @@ class BatchEnds(Callback):
         self._call_due()
 
     def call_late(self) -> None:
-        """Call the hooks of earlier batches whose updates have just been applied, in the middle of a later batch."""
+        """Call, in the middle of a later batch, the hooks of batches whose updates have just been applied."""
         self._is_late = True
         try:
-            # The last resort of a drain may come from an evaluation.
+            # A drain may be called by an evaluation, which disables gradients.
             with torch.inference_mode(False), torch.enable_grad():
                 self._call_due()
         finally:
@@ -154,8 +156,8 @@ class BatchEnds(Callback):
     def _call_due(self) -> None:
         while self.waiting and self.waiting[0].updates <= self._session.running().updates.applied:
             end = self.waiting.popleft()
-            # Not from the process's generators: how much was drawn there by then depends on when the hook is called,
-            # and on whether the stage reads data. All ranks draw the same, for what a hook writes into weights.
+            # Hooks do not use the process's generators: their state depends on when the hook is called and on whether
+            # the stage reads data. All ranks draw the same numbers, since a hook may write them into weights.
             engine = self._session.running()
             draws = drawing_from(self._session.seed, engine.runner.device, "batch end", end.first)
             with draws, private.running_hook(self._module, HOOK):
@@ -165,4 +167,4 @@ class BatchEnds(Callback):
 
 
 def _nothing(*_: Any) -> None:
-    """Stand where the trainer calls a hook too early."""
+    """Replace a hook that the trainer would call too early."""

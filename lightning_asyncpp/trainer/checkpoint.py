@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints of a pipeline, in one file or sharded, and how a run goes on where it was."""
+"""The Trainer's checkpoints of a pipeline, in one file or sharded, and resuming from them."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, w
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader, shuffle_by_epoch
 from lightning_asyncpp.trainer import private
 
-_CURRENT = "current_model_state"  # of Lightning's callbacks that average weights, whose averages are in "state_dict"
+_CURRENT = "current_model_state"  # the trained weights, where a callback of Lightning saves averages as "state_dict"
 PROGRESS = "progress"
-"""Entry of a checkpoint's state of a strategy: by rank, what :meth:`Progress.state` returned."""
+"""Entry of the strategy's state in a checkpoint: the :meth:`Progress.state` of each rank."""
 _OF_STAGES = ("state_dict", _CURRENT, "optimizer_states", PIPELINE)
 
 
 class Progress:
-    """How far a training has come beside its weights and Lightning's loops: its data, and its random numbers.
+    """Progress of a training beside its weights and Lightning's loops: position in the data and random states.
 
-    Every rank has its own: a checkpoint holds them by rank, and after a change of the stages a rank takes up those of
-    the last stage of its replica, which is where the loss was computed.
+    Every rank has its own progress, and a checkpoint holds that of each rank. After a change of the stages a rank loads
+    the progress of its replica's last stage, which computed the loss.
     """
 
     def __init__(self) -> None:
         self._loaders: list[ResumableLoader] = []
         self._loaders_before: list[ResumableLoader] = []  # made before the checkpoint was read
-        self._epoch_of_loaders = -1  # for which they were made: they may be made anew every few epochs
+        self._epoch_of_loaders = -1  # epoch in which they were made; Lightning may make them anew every few epochs
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until training starts
         self._loops: Mapping[str, Any] = {}
         self._same_replicas, self._has_warned = True, False
         self._training: Mapping[str, Any] | None = None  # its random numbers, while a validation runs
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """What this rank must remember; the newest metrics, too, which a learning rate may wait for."""
+        """Return the state that this rank saves, with the newest metrics: a learning rate may depend on them."""
         draws = self._training or (random_states() if self._state is None else self._state["random"])
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return {"random": draws, "loaders": [loader.state_dict() for loader in self._loaders], "metrics": metrics}
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Let a validation draw random numbers without a change in what the training draws.
+        """Run a validation whose random numbers do not change those of the training.
 
-        A training that shuffles or augments its data from the process's generators would depend on when it is
-        validated, and stages, of which not all run validation steps to their end, would draw different numbers.
+        Otherwise a training that shuffles or augments its data from the process's generators would depend on when it is
+        validated. Stages would also draw different numbers, as not all of them run validation steps to their end.
         """
         self._training = random_states()
         try:
@@ -74,20 +74,21 @@ class Progress:
             self._training = None
 
     def resume(self, state: Mapping[str, Any], loops: Mapping[str, Any], same_replicas: bool) -> None:
-        """Go on from a checkpoint when training starts.
+        """Resume from a checkpoint when training starts.
 
         Args:
-            state: of this rank.
-            loops: the state of the Trainer's loops in the checkpoint.
-            same_replicas: whether as many replicas wrote it: others read other parts of the data.
+            state: state of this rank.
+            loops: state of the Trainer's loops in the checkpoint.
+            same_replicas: whether as many replicas wrote the checkpoint; otherwise replicas read other parts of the
+                data.
         """
         self._state, self._loops, self._same_replicas = state, loops, same_replicas
         self._loaders_before, self._loaders = self._loaders, []
 
     def resume_loaders(self, trainer: Trainer) -> None:
-        """Have loaders go on that ``configure_optimizers`` asked for (``trainer.estimated_stepping_batches``).
+        """Resume loaders that ``configure_optimizers`` asked for (by ``trainer.estimated_stepping_batches``).
 
-        Lightning makes them once, and reads no state into those that were made before the checkpoint's.
+        Lightning makes loaders once, and loads no state into those that were made before it read the checkpoint.
         """
         if self._state is None or not self._loaders_before:
             return
@@ -98,20 +99,20 @@ class Progress:
         private.read_again(trainer)
 
     def start_training(self, trainer: Trainer) -> None:
-        """Put the random numbers where the checkpoint was, after all that a run draws to begin with."""
+        """Restore the checkpoint's random states, after the set-up of the run has drawn its numbers."""
         state, self._state = self._state, None
         if state is not None:
             set_random_states(state["random"])
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state["metrics"].items()})
 
     def forget(self) -> None:
-        """Begin a run anew: the loaders are those of another one."""
+        """Drop the state and the loaders of the previous run."""
         self._state, self._loaders, self._loaders_before = None, [], []
 
     def training_loader(self, loader: Any, trainer: Trainer) -> Any:
-        """The loader that is read instead of ``loader``, from where a checkpoint was if there is one."""
+        """Return a loader that reads ``loader``, resumed at the checkpoint's position if there is a checkpoint."""
         if isinstance(loader, PlaceholderLoader):
-            # It says the same of itself as where it is read.
+            # A placeholder loader keeps the length and attributes of the loader that other stages read.
             loader.loader = self.training_loader(loader.loader, trainer)
             return loader
         shuffle_by_epoch(loader)
@@ -125,7 +126,7 @@ class Progress:
         return resumable
 
     def _resume_loader(self, resumable: ResumableLoader, number: int, trainer: Trainer) -> None:
-        """Have a loader go on where the checkpoint's loader of this number was."""
+        """Resume a loader at the position of the checkpoint's loader of the same number."""
         assert self._state is not None
         _go_on_after_epoch(trainer)
         saved = self._state["loaders"]
@@ -142,10 +143,10 @@ class Progress:
 
 
 class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
-    """Saves the whole run, and loads this stage's part of one.
+    """Strategy that saves the whole run and loads this stage's part of a checkpoint.
 
     Attributes:
-        progress: what goes on with a run beside its weights.
+        progress: progress of the run beside its weights.
     """
 
     progress: Progress
@@ -153,11 +154,11 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     @property
     @abstractmethod
     def _module(self) -> LightningModule:
-        """The user's module."""
+        """User's module."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Finish what is in flight and apply every update."""
+        """Finish all microbatches in flight and apply every update."""
 
     @property
     @override
@@ -165,7 +166,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         return True
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole module's ``state_dict`` on rank 0, this stage's part on others; a collective that drains first."""
+        """Drain, and return the whole module's ``state_dict`` on rank 0, this stage's part on others; collective."""
         return gathered(self.session, self._stage_state())
 
     @override
@@ -184,14 +185,14 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the whole run: one file on rank 0, or every stage its part of a folder; a collective call.
+        """Write the whole run as one file on rank 0, or as a folder with a part of each stage; a collective call.
 
         Raises:
-            StorageError: it cannot be written; what had its name is intact.
+            StorageError: the checkpoint cannot be written; an earlier one of its name is intact.
         """
-        # Lightning's entry is of rank 0's loaders alone; ours, of all ranks', is in the pipeline's entry.
+        # Lightning's entry has the loaders of rank 0 only; the pipeline's entry has those of all ranks.
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
-        if _CURRENT in checkpoint and self._averages_weights():  # the averages are of this stage, by the callback
+        if _CURRENT in checkpoint and self._averages_weights():  # the callback saved the averages of this stage
             checkpoint["state_dict"] = self.checkpoints.collected(checkpoint["state_dict"])
         if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # else weights only
             mesh = self.session.running().mesh
@@ -216,20 +217,20 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self._resume_progress(content)
         if self._averages_weights():
             for name in {"state_dict", _CURRENT} & content.keys():
-                content[name] = self._of_this_stage(content[name])  # the callback loads all that it finds
+                content[name] = self._of_this_stage(content[name])  # the callback loads every entry
         return content
 
     def _averages_weights(self) -> bool:
-        """Whether a callback of Lightning averages weights, and will take them up from a checkpoint."""
+        """Return whether a callback of Lightning averages weights and loads the averages from a checkpoint."""
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
         return self.session.optimizer is not None and any(isinstance(c, WeightAveraging) for c in callbacks)
 
     def _entry_of_weights(self, content: Mapping[str, Any]) -> str:
-        """Where the weights are that are trained; an averaging callback puts others into their place."""
+        """Return the entry of the trained weights; an averaging callback saves the averages in their usual place."""
         return _CURRENT if self._averages_weights() and _CURRENT in content else "state_dict"
 
     def _of_this_stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Without the entries of layers, and of averages of them, that other stages hold."""
+        """Return a state without the entries of layers that other stages hold."""
         gone = self.session.whole_model.pruned.names
         return {name: value for name, value in state.items() if name not in gone}
 
@@ -256,9 +257,9 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
 
 def _go_on_after_epoch(trainer: Trainer) -> None:
-    """Begin with the next epoch where a checkpoint was written at the end of one: Lightning would end that once more.
+    """Begin with the next epoch if the checkpoint was written at the end of one: Lightning would end that one twice.
 
-    Call this when the loops' state was restored and none of them runs yet.
+    Call this after the state of the loops was restored and before any of them runs.
     """
     epochs = trainer.fit_loop.epoch_progress
     counts = epochs.state_dict()["total"]

@@ -1,4 +1,4 @@
-"""What batches a rank reads, how they come to its device, and what an evaluation makes of them."""
+"""The batches of a rank, their transfer to its device, and the steps of validation, test and prediction."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class ReplicaBatches(Launching):
-    """Deals out loaders' batches by replicas.
+    """Strategy that distributes the batches of loaders over replicas.
 
     Attributes:
-        progress: knows where a run that goes on takes up its loader.
+        progress: progress of the run, which holds the position of a resumed loader.
     """
 
     progress: Progress
     _only_moves_batches = True
 
     def take_batch_hooks(self, owners: list[Any], until: ExitStack) -> None:
-        """Let the hooks that are called with each batch see no placeholder.
+        """Keep placeholders from the hooks that are called with each batch.
 
         Args:
-            owners: the module and the data module, as far as there are any.
-            until: gives the hooks back when it is closed.
+            owners: module and data module, or None.
+            until: stack that restores the hooks when it is closed.
         """
-        # Then what was moved to the device is still on the host.
+        # Without transfer hooks, the batch on the host equals the one on the device.
         self._only_moves_batches = not any(is_overridden(name, of) for name in _TRANSFER_HOOKS for of in owners)
         for owner in owners:
             if owner is not None and is_overridden(_HOOK, owner):
@@ -48,7 +48,7 @@ class ReplicaBatches(Launching):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning's question whether samplers must be told the replica."""
+        """Whether Lightning gives samplers the number of the replica; always true."""
         return True
 
     @property
@@ -78,17 +78,17 @@ def _unless_placeholder(hook: Callable[[Any, int], Any], batch: Any, dataloader_
 
 
 class EvaluationSteps(ReplicaBatches):
-    """Runs the steps of validation, test and prediction.
+    """Strategy that runs the steps of validation, test and prediction.
 
     Attributes:
-        step_log: what the steps log.
+        step_log: values that the steps log.
     """
 
     step_log: StepLog
 
     @abstractmethod
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
-        """The user's step for a microbatch of some weight, whose logged values are recorded."""
+        """Return the user's step as a function of a microbatch and its weight that records logged values."""
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,16 +113,16 @@ class EvaluationSteps(ReplicaBatches):
     def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
         """Run a batch forward on the newest weights, without gradients; the pipeline is drained first. Collective.
 
-        For what is no ``*_step`` of the module, such as text to be sampled in a callback. The model runs in the mode
-        that it is in.
+        Use it for forwards outside of the module's ``*_step`` methods, such as text that a callback samples. The model
+        keeps its mode (``train`` or ``eval``).
 
         Args:
-            step_fn: microbatch -> anything; it calls ``self.model(...)`` once.
-            batch: the batch, on the first and the last stage, on their device; middle stages ignore it.
+            step_fn: function of a microbatch that calls ``self.model(...)`` once.
+            batch: the batch, on the device of the first and of the last stage; middle stages ignore it.
 
         Returns:
-            On the last stage what ``step_fn`` would have returned for the whole batch, joined as in Fabric's
-            ``evaluation_step``; ``None`` elsewhere.
+            On the last stage the result of ``step_fn`` for the whole batch, joined as in Fabric's ``evaluation_step``;
+            ``None`` on the others.
         """
         engine = self.session.running()
         self.drain()

@@ -1,4 +1,4 @@
-"""A GPT as a LightningModule: next-token loss, auxiliary losses of experts, optimizer and learning rate."""
+"""A GPT as a LightningModule, with next-token loss, auxiliary losses of experts, optimizer and learning rate."""
 
 from __future__ import annotations
 
@@ -24,40 +24,42 @@ from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 IGNORED = -100
 Decay = Literal["cosine", "wsd", "constant"]
 _COOL_DOWN = 0.2
-"""Of the updates after the warm-up, those in which a learning rate that was constant falls."""
+"""Share of the updates after the warmup in which the learning rate of ``decay="wsd"`` falls."""
 
 
 def default_optimizer(parameters: Any) -> Optimizer:
-    """Muon for the matrices of the blocks, AdamW for the rest."""
+    """Return Muon for the matrices of the blocks and AdamW for the rest."""
     from lightning_asyncpp.optim import MuonAdamW
 
     return MuonAdamW(parameters)
 
 
 class GPTModule(PipelineModule):
-    """Pretrains a :class:`~lightning_asyncpp.models.GPT` on batches of tokens, (batch, time + 1) int64.
+    """LightningModule that pretrains a :class:`~lightning_asyncpp.models.GPT` on tokens, (batch, time + 1) int64.
 
     Tokens of -100 are padding: they are read as token 0 and do not count as targets.
 
-    With experts, the loss that is differentiated has their auxiliary losses added; ``train_loss`` is without them. The
-    biases of the router learn once per update, and what it counted is logged (docs/guides/moe.md): the strategies of
-    this package do both, and under any other one this module does.
+    With experts, their auxiliary losses are added to the loss that is differentiated, but not to ``train_loss``. The
+    biases of the router learn once per update, and the router's statistics are logged (docs/guides/moe.md). The
+    strategies of this package do both; under other strategies this module does.
 
     Args:
-        config: the model's shape; a mapping of its fields will do.
-        optimizer: makes the optimizer from the named parameters of this process's stage; ``None`` for ``MuonAdamW``
-            with its defaults.
-        warmup_steps: updates over which the learning rate rises linearly to the optimizer's.
-        decay: what follows the warm-up: ``"cosine"`` falls to ``min_lr_ratio``, ``"wsd"`` (warm-up, stable, decay;
-            arXiv 2404.06395) stays, and falls to it linearly in the last fifth of the rest, ``"constant"`` stays.
+        config: shape of the model, or a mapping of its fields.
+        optimizer: function that makes the optimizer from the named parameters of this process's stage; ``None`` for
+            ``MuonAdamW`` with its defaults.
+        warmup_steps: number of updates in which the learning rate rises linearly to the optimizer's.
+        decay: learning rate after the warmup. ``"cosine"`` falls to ``min_lr_ratio``. ``"wsd"`` (warmup, stable, decay;
+            arXiv 2404.06395) stays constant, and falls to it linearly in the last fifth of the rest. ``"constant"``
+            stays constant.
         min_lr_ratio: last learning rate of the decay, as a share of the highest one.
         total_steps: number of the last update of the decay; ``None`` for the end of the run (``max_steps``, or else
             ``max_epochs`` times the batches of an epoch).
-        activation_checkpointing: what the blocks keep for the backward: ``"none"``: everything; ``"block"``: their
-            inputs; ``"selective"``: the results of matrix products and of attention. The rest is computed once more.
-        compile_blocks: compile each block with ``torch.compile``; a mapping has arguments for it.
+        activation_checkpointing: activations that the blocks keep for the backward: ``"none"`` keeps all of them,
+            ``"block"`` the inputs of the blocks, ``"selective"`` the results of matrix products and of attention. The
+            rest is recomputed.
+        compile_blocks: compile each block with ``torch.compile``; a mapping holds its arguments.
         initial_weights: weights to start training from instead of random ones: a folder of Hugging Face `transformers`
-            (config.json and safetensors) or a checkpoint of this package. Every stage reads its own tensors alone, in
+            (config.json and safetensors) or a checkpoint of this package. Every stage reads only its own tensors, in
             fp32. The sizes of ``config`` must be theirs; ``context_length`` and ``dropout`` may differ.
     """
 
@@ -74,7 +76,7 @@ class GPTModule(PipelineModule):
         initial_weights: str | None = None,
     ) -> None:
         super().__init__()
-        self.config = GPTConfig(**config) if isinstance(config, Mapping) else config  # as a checkpoint has it
+        self.config = GPTConfig(**config) if isinstance(config, Mapping) else config  # checkpoints hold a mapping
         self.optimizer = optimizer or default_optimizer
         self.warmup_steps = warmup_steps
         self.decay = decay
@@ -86,8 +88,8 @@ class GPTModule(PipelineModule):
         self._counted = Collected()
         if initial_weights is not None and (problems := start_problems(self.config, initial_weights)):
             raise WeightsError.from_problems(f"initial_weights={initial_weights!r}", problems)
-        # A checkpoint holds plain values only: it can then be read without unpickling code. How the blocks are computed
-        # is no part of what was trained, and it has weights of its own, wherever those are that training began with.
+        # A checkpoint holds only plain values, so that reading it does not unpickle code. It leaves out how the blocks
+        # are computed, which does not change the model, and the initial weights, as it holds the trained ones.
         self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])
         self.hparams["config"] = asdict(self.config)
 
@@ -104,18 +106,18 @@ class GPTModule(PipelineModule):
         return self.config.flops_per_token()
 
     def microbatch_weight(self, microbatch: Tensor) -> float:
-        """Number of targets that count in ``microbatch`` (batch, time + 1)."""
+        """Return the number of targets that count in ``microbatch`` (batch, time + 1)."""
         return float((microbatch[:, 1:] != IGNORED).sum())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the mean loss of ``batch`` (batch, time + 1), in nats per target, and auxiliary losses added to it."""
-        with collecting() as said:
+        """Return the mean loss of ``batch`` (batch, time + 1), in nats per target, plus the auxiliary losses."""
+        with collecting() as collected:
             loss = self._mean_loss(batch)
             if self._counts_itself:
-                for layer, counts in said.take_statistics().items():
+                for layer, counts in collected.take_statistics().items():
                     self._counted.add(layer, counts)
         self.log("train_loss", loss, prog_bar=True)
-        return loss + said.total_loss()
+        return loss + collected.total_loss()
 
     def optimizer_step(
         self,
@@ -124,7 +126,7 @@ class GPTModule(PipelineModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Take the step, and let routers learn from the batches of an update that is applied."""
+        """Take the step, and update the routers' biases from the batches of the applied update."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self._counts_itself:
             counted, self._counted = self._counted, Collected()
@@ -149,15 +151,15 @@ class GPTModule(PipelineModule):
         return losses.sum(dim=1) / counts.clamp_min(1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer over this stage's parameters, with their names, and the schedule, stepped per update."""
+        """Build the optimizer over this stage's named parameters, and the schedule, stepped per update."""
         assert self.model is not None
         return scheduled(self.optimizer(self.model.named_parameters()), self)
 
     @property
     def _counts_itself(self) -> bool:
-        """Whether this module sums what routers count and lets them learn from it: a Trainer's strategy does not.
+        """Whether this module collects the routers' statistics and updates them, as the Trainer's strategy does not.
 
-        Without a Trainer whoever calls the steps collects the counts; nobody would call this module's optimizer_step.
+        Without a Trainer nobody calls this module's ``optimizer_step``, so the caller of the steps collects them.
         """
         if self.config.moe is None or self._trainer is None:
             return False
@@ -180,7 +182,7 @@ class GPTModule(PipelineModule):
 
 
 def scheduled(optimizer: Optimizer, module: Any) -> OptimizerLRScheduler:
-    """An optimizer with the schedule that a module's arguments ask for, stepped per update."""
+    """Return an optimizer with the schedule of a module's arguments, stepped per update."""
     scheduler = LambdaLR(optimizer, learning_rate_factor(module))
     return {
         "optimizer": optimizer,
@@ -189,10 +191,10 @@ def scheduled(optimizer: Optimizer, module: Any) -> OptimizerLRScheduler:
 
 
 def learning_rate_factor(module: Any) -> Callable[[int], float]:
-    """Return the learning rate of an update as a share of the optimizer's; updates count from 0.
+    """Return a function of an update's number, from 0, to its learning rate as a share of the optimizer's.
 
     Args:
-        module: with ``warmup_steps``, ``decay``, ``min_lr_ratio`` and ``total_steps``, or a Trainer that has an end.
+        module: module with ``warmup_steps``, ``decay``, ``min_lr_ratio``, and ``total_steps`` or a Trainer with an end.
 
     Raises:
         ValueError: the decay has no end.

@@ -1,6 +1,6 @@
-"""Models of Hugging Face `transformers`: read, prepared for training, and their loss; imported when used.
+"""Models of Hugging Face `transformers`: reading, preparation for training, and loss.
 
-The loss is taken from the logits, not by the model's forward: the labels then need not travel from stage to stage, a
+The loss is computed from the logits and not by the model's forward. Labels then need not travel from stage to stage, a
 microbatch without any target has a loss of 0 and not of 0 / 0, and the mean is over the targets that
 ``microbatch_weight`` counts, whatever a release of `transformers` does with ``num_items_in_batch``.
 """
@@ -24,7 +24,7 @@ from lightning_asyncpp.errors import ConfigurationError, DataError
 Task = Literal[
     "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification"
 ]
-"""The class of `transformers` that chooses the model's own."""
+"""Auto class of `transformers`, which chooses the class of the model."""
 Dtype = Literal["float32", "bfloat16"]
 TASKS = get_args(Task)
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS
@@ -44,24 +44,24 @@ def transformers_package() -> Any:
     """Return the module ``transformers``.
 
     Raises:
-        ImportError: it is not installed; the message says how.
+        ImportError: it is not installed; the message says how to install it.
     """
     return optional_package("transformers", "HFModule")
 
 
 def read_config(model_id: str, overrides: Mapping[str, Any]) -> Any:
-    """Read the config of a model, with other values in the places of some of its own.
+    """Read the config of a model and override some of its fields.
 
     Args:
         model_id: a folder with a config.json, or the name of a repository of the hub.
-        overrides: field -> value.
+        overrides: mapping of fields to values.
 
     Raises:
-        ConfigurationError: there is no such model, or no such field; or the config asks for what a pipeline cannot do.
+        ConfigurationError: the model or a field does not exist, or a pipeline cannot run the config.
     """
     try:
         if not Path(model_id).expanduser().is_dir():
-            fetch(model_id, CONFIG)  # once, where `transformers` would try again and again
+            fetch(model_id, CONFIG)  # fails at once, where `transformers` would retry many times
         config, unknown = transformers_package().AutoConfig.from_pretrained(
             model_id, return_unused_kwargs=True, **overrides
         )
@@ -71,8 +71,8 @@ def read_config(model_id: str, overrides: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"config_overrides: {type(config).__name__} has no {', '.join(sorted(unknown))}")
     if getattr(config, "output_router_logits", False):
         raise ConfigurationError(
-            f"model_id={model_id!r}: its config has output_router_logits=True, for a loss of its routers that"
-            " a pipeline does not collect; train without it, config_overrides={'output_router_logits': False}"
+            f"model_id={model_id!r}: its config has output_router_logits=True, but a pipeline does not collect the"
+            " auxiliary loss of routers; set config_overrides={'output_router_logits': False}"
         )
     return config
 
@@ -80,22 +80,22 @@ def read_config(model_id: str, overrides: Mapping[str, Any]) -> Any:
 def load_model(
     config: Any, model_id: str, task: str, pretrained: bool, dtype: str, attn_implementation: str | None
 ) -> nn.Module:
-    """Build the model in this process's memory, with the weights of its folder or from scratch.
+    """Build the model in this process's memory, with pretrained or random weights.
 
     Args:
-        config: of :func:`read_config`.
-        model_id: where the weights are.
+        config: result of :func:`read_config`.
+        model_id: folder or repository of the weights.
         task: name of the auto class.
-        pretrained: whether to read them; otherwise they are drawn from torch's generator.
-        dtype: of the weights.
-        attn_implementation: of `transformers`: "sdpa", "eager", ...; ``None`` for its default.
+        pretrained: whether to read the weights; otherwise they are drawn from torch's generator.
+        dtype: dtype of the weights.
+        attn_implementation: attention of `transformers`: "sdpa", "eager", ...; ``None`` for its default.
 
     Raises:
-        ConfigurationError: `transformers` has no such model, or the folder lacks weights of it.
+        ConfigurationError: `transformers` has no such model, or weights are missing.
     """
     auto = getattr(transformers_package(), task)
     how: dict[str, Any] = {"dtype": getattr(torch, dtype)}
-    reads = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what is wrong is named below
+    reads = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are reported below
     if attn_implementation is not None:
         how["attn_implementation"] = attn_implementation
     try:
@@ -107,7 +107,7 @@ def load_model(
         raise ConfigurationError(f"model_id={model_id!r}: {_first_line(error)}") from error
     mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in told["mismatched_keys"]]
     missing = sorted({*told["missing_keys"], *mismatched})
-    if task == CLASSIFICATION:  # its head is new where the folder is a language model's, or has other labels
+    if task == CLASSIFICATION:  # the head may be new: the weights may be a language model's or have other labels
         missing = [name for name in missing if name in mismatched and not _HEAD.match(name)]
     if missing:
         raise ConfigurationError(
@@ -119,14 +119,14 @@ def load_model(
 
 
 def lora_config(lora: Mapping[str, Any], task: str) -> Any:
-    """The ``peft.LoraConfig`` of plain values.
+    """Return a ``peft.LoraConfig`` made from plain values.
 
     Args:
-        lora: its fields; ``alpha`` and ``dropout`` are short for ``lora_alpha`` and ``lora_dropout``.
+        lora: fields of the config; ``alpha`` and ``dropout`` are short for ``lora_alpha`` and ``lora_dropout``.
         task: name of the auto class.
 
     Raises:
-        ConfigurationError: it has no such field, or refuses a value.
+        ConfigurationError: the config has no such field, or refuses a value.
     """
     peft = optional_package("peft", "lora=...")
     values = {_SHORT.get(name, name): value for name, value in lora.items()}
@@ -137,10 +137,10 @@ def lora_config(lora: Mapping[str, Any], task: str) -> Any:
 
 
 def with_adapters(model: nn.Module, lora: Mapping[str, Any], task: str) -> nn.Module:
-    """Put adapters into a model; the rest of it is frozen.
+    """Put adapters into a model and freeze the rest of it.
 
     Raises:
-        ConfigurationError: it has no such modules.
+        ConfigurationError: the model has no such modules.
     """
     config = lora_config(lora, task)
     try:
@@ -151,14 +151,14 @@ def with_adapters(model: nn.Module, lora: Mapping[str, Any], task: str) -> nn.Mo
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names a pattern fits.
+    """Freeze the parameters whose names match a pattern.
 
     Args:
-        model: whose parameters they are.
-        patterns: globs of names as in its files: ``"model.embed_tokens.*"``, ``"*.layers.[01].*"``.
+        model: model whose parameters are frozen.
+        patterns: globs of names as in the model's files: ``"model.embed_tokens.*"``, ``"*.layers.[01].*"``.
 
     Raises:
-        ConfigurationError: a pattern fits none, or nothing is left to train.
+        ConfigurationError: a pattern matches no parameter, or nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     if useless := [pattern for pattern in patterns if not fnmatch.filter(parameters, pattern)]:
@@ -174,14 +174,14 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def targets_of(batch: Any, task: str) -> Tensor:
-    """What the model is to say, -100 where nothing counts: (batch, time) int64; of a classifier its labels.
+    """Return the targets of a batch, (batch, time) int64 with -100 for none; of a classifier its labels.
 
     Args:
         batch: a mapping with ``labels``; or tokens, (batch, time + 1) int64, for a causal model.
         task: name of the auto class.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: the batch is neither.
     """
     if isinstance(batch, Tensor) and task == CAUSAL:
         return batch[:, 1:]
@@ -193,12 +193,12 @@ def targets_of(batch: Any, task: str) -> Tensor:
             f"{' with ' + ', '.join(map(str, batch)) if isinstance(batch, Mapping) else ''}"
         )
     if task == CAUSAL:
-        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # as many as there are logits, which need no copy then
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # as many as logits, which then need no copy
     return labels
 
 
 def inputs_of(batch: Any, task: str, config: Any) -> dict[str, Any]:
-    """What the model is called with."""
+    """Return the arguments of the model's forward."""
     if isinstance(batch, Tensor):
         inputs: dict[str, Any] = {"input_ids": batch[:, :-1].clamp_min(0)}
     elif task == CLASSIFICATION:
@@ -211,7 +211,7 @@ def inputs_of(batch: Any, task: str, config: Any) -> dict[str, Any]:
 
 
 def number_of_targets(batch: Any, task: str) -> float:
-    """How many targets of a batch count; of a classifier its samples."""
+    """Return the number of targets of a batch that count; of a classifier the number of samples."""
     targets = targets_of(batch, task)
     if targets.is_floating_point():
         return float(len(targets))
@@ -219,7 +219,7 @@ def number_of_targets(batch: Any, task: str) -> float:
 
 
 def mean_loss(output: Any, batch: Any, task: str) -> Tensor:
-    """The mean over the targets that count, in nats; 0 without any. Of a classifier the loss of its own forward."""
+    """Return the mean loss over the targets that count, in nats (0 without any); of a classifier its own loss."""
     if task == CLASSIFICATION:
         loss: Tensor = output.loss
         return loss
@@ -231,7 +231,7 @@ def mean_loss(output: Any, batch: Any, task: str) -> Tensor:
 
 
 def example_batch(task: str, config: Any) -> dict[str, Tensor]:
-    """A small batch with padding: (2, 8) int64."""
+    """Return a small batch with padding: (2, 8) int64."""
     vocab_size = int(config.get_text_config().vocab_size)
     tokens = torch.arange(1, 1 + _BATCH * _TIME, device="cpu").view(_BATCH, _TIME) % vocab_size
     mask = torch.ones_like(tokens)
@@ -244,7 +244,7 @@ def example_batch(task: str, config: Any) -> dict[str, Tensor]:
 
 
 def _shifted_right(labels: Tensor, config: Any) -> Tensor:
-    """What a decoder reads to say ``labels`` (batch, time): the start, and all but the last of them."""
+    """Return the decoder's inputs for ``labels`` (batch, time): the start token and all labels but the last."""
     start, padding = config.decoder_start_token_id, config.pad_token_id
     if start is None or padding is None:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Models of Hugging Face `transformers` as a LightningModule: continued pretraining and fine-tuning over stages."""
+"""LightningModule for models of Hugging Face `transformers`: continued pretraining and fine-tuning over stages."""
 
 from __future__ import annotations
 
@@ -34,51 +34,52 @@ from lightning_asyncpp.trainer.hf_model import (
 )
 
 SAVED = "hf"
-"""Entry of a checkpoint: what ``asyncpp export`` needs beside the weights."""
+"""Entry of a checkpoint with the data that ``asyncpp export`` needs beside the weights."""
 
 
 class HFModule(LightningModule):
-    """Trains a model of `transformers` on tokens, on pairs of prompt and response, or on labelled texts.
+    """LightningModule that trains a model of `transformers` on tokens, prompts with responses, or labelled texts.
 
     Batches are mappings with ``input_ids``, ``attention_mask`` and ``labels``, (batch, time) int64 each and padded on
-    the right, -100 where a label does not count; a causal model takes tokens, too, (batch, time + 1) int64. Gradients
-    are those of the mean over all targets of a batch that count, in however many microbatches.
+    the right; a label of -100 does not count. A causal model also takes tokens, (batch, time + 1) int64. Gradients are
+    those of the mean over all targets of a batch that count, for any number of microbatches.
 
     Every process reads the whole model into its host memory before the pipeline cuts it: 4 bytes per parameter and
     process with ``dtype="float32"``, 2 with ``"bfloat16"`` (7 billion parameters in 8 processes: 224 GB or 112).
 
-    Experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained by the loss over tokens alone: the auxiliary loss of
-    `transformers`, ``output_router_logits=True``, is not collected over stages and refused. It is off by default there,
-    too. Nothing then keeps the experts equally busy: they begin as balanced as pretraining left them, and a long
-    training may drift from that. ``freeze: ["*.gate.weight"]`` keeps the routers themselves as they are.
+    Experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained by the loss over tokens alone. The auxiliary loss of
+    `transformers`, ``output_router_logits=True``, is refused, as it is not collected over stages; `transformers` has it
+    off by default. Nothing then keeps the experts equally busy: they begin as balanced as pretraining left them, and a
+    long training may unbalance them. ``freeze: ["*.gate.weight"]`` keeps the weights of the routers.
 
     Args:
         model_id: a folder of ``save_pretrained``, or the name of a repository of models on the Hugging Face Hub.
-        pretrained: whether to start from its weights; otherwise the model is the one of its config, from scratch.
-        task: the class of `transformers` that chooses the model's own.
-        dtype: of the weights as they are read. With ``"bfloat16"`` small updates are lost to rounding: it is for a
-            model that ``lora`` freezes. To train all weights in bf16 leave it, and use ``precision: bf16-mixed`` and
-            the strategy's ``weight_dtype: bf16``.
+        pretrained: whether to start from the pretrained weights; otherwise from random ones.
+        task: auto class of `transformers`, which chooses the class of the model.
+        dtype: dtype of the weights as they are read. With ``"bfloat16"`` small updates are lost to rounding, so use it
+            for a model that ``lora`` freezes. To train all weights in bf16, keep the default and use
+            ``precision: bf16-mixed`` and the strategy's ``weight_dtype: bf16``.
         attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ...; ``None``: `transformers` chooses.
-        config_overrides: fields of the model's config that are to have other values: ``{"num_labels": 3}``.
-        lora: trains adapters alone, through the package `peft`: fields of its ``LoraConfig`` with ``alpha`` and
-            ``dropout`` for ``lora_alpha`` and ``lora_dropout``; ``{"r": 16, "alpha": 32}``. Adapters learn in fp32.
-            Checkpoints hold the frozen weights, too; ``asyncpp export`` merges them or writes adapters alone.
+        config_overrides: fields of the model's config with new values: ``{"num_labels": 3}``.
+        lora: train only adapters, with the package `peft`: fields of its ``LoraConfig``, with ``alpha`` and ``dropout``
+            for ``lora_alpha`` and ``lora_dropout``, such as ``{"r": 16, "alpha": 32}``. Adapters are trained in fp32.
+            Checkpoints also hold the frozen weights; ``asyncpp export`` merges them or writes only the adapters.
         freeze: globs of names of parameters that are not trained, such as ``"model.embed_tokens.*"``.
-        gradient_checkpointing: keep the inputs of blocks alone, and compute the rest once more in the backward.
-        optimizer: makes the optimizer from the named parameters of this process's stage that are trained; ``None`` for
-            ``MuonAdamW`` with its defaults.
-        warmup_steps: updates over which the learning rate rises linearly to the optimizer's.
-        decay: what follows: ``"cosine"``, ``"wsd"`` or ``"constant"``, as in :class:`~lightning_asyncpp.GPTModule`.
+        gradient_checkpointing: keep only the inputs of blocks, and recompute the rest in the backward.
+        optimizer: function that makes the optimizer from the trained, named parameters of this process's stage;
+            ``None`` for ``MuonAdamW`` with its defaults.
+        warmup_steps: number of updates in which the learning rate rises linearly to the optimizer's.
+        decay: learning rate after the warmup: ``"cosine"``, ``"wsd"`` or ``"constant"``, as in
+            :class:`~lightning_asyncpp.GPTModule`.
         min_lr_ratio: last learning rate of the decay, as a share of the highest one.
         total_steps: number of the last update of the decay; ``None`` for the end of the run.
 
     Attributes:
         model: the network; ``None`` until :meth:`configure_model` ran.
-        config: of the model, as `transformers` has it.
+        config: config of the model, an object of `transformers`.
 
     Raises:
-        ConfigurationError: an argument is wrong, or there is no such model.
+        ConfigurationError: an argument is wrong, or the model does not exist.
         ImportError: `transformers`, or `peft` for ``lora``, is not installed.
     """
 
@@ -115,11 +116,11 @@ class HFModule(LightningModule):
         self.hparams["freeze"] = list(freeze)
 
     def configure_model(self) -> None:
-        """Read or draw the weights, and let a pipeline cut the model between its blocks."""
+        """Read or draw the weights, and prepare the model for cutting between its blocks."""
         if self.model is not None:
             return
         with self._seeded():
-            config = type(self.config).from_dict(self.config.to_dict())  # what is read may change it
+            config = type(self.config).from_dict(self.config.to_dict())  # loading the model may change it
             model = load_model(
                 config, self.model_id, self.task, self.pretrained, self.dtype_name, self.attn_implementation
             )
@@ -132,10 +133,10 @@ class HFModule(LightningModule):
         self.model = pipelined(model.train(), inputs_of(batch, self.task, config))
 
     def setup(self, stage: str) -> None:
-        """Compare the tokenizer of the data, which is known by now, with the model's own.
+        """Compare the tokenizer of the data with the model's.
 
         Raises:
-            ConfigurationError: the weights were trained on other tokens.
+            ConfigurationError: they differ.
         """
         data = getattr(self.trainer, "datamodule", None)
         definition = None if data is None else data.state_dict().get("tokenizer")
@@ -144,16 +145,16 @@ class HFModule(LightningModule):
         own = self._own_tokenizer()
         if own is None:
             rank_zero_warn(
-                f"model_id={self.model_id!r} has no tokenizer.json: it is not verified that the data has its tokenizer"
+                f"model_id={self.model_id!r} has no tokenizer.json: the data's tokenizer cannot be compared with it"
             )
         elif own.backend.to_str() != tokenizer_of_definition(definition).backend.to_str():
             raise ConfigurationError(
                 f"the data has another tokenizer than the weights of model_id={self.model_id!r}: give the data"
-                f" tokenizer={self.model_id!r}, or prepare it with that; pretrained=False trains from scratch on any"
+                f" tokenizer={self.model_id!r}, or prepare it with that one; pretrained=False works with any tokenizer"
             )
 
     def microbatch_weight(self, microbatch: Any) -> float:
-        """Number of targets that count in ``microbatch``; of a classifier its samples."""
+        """Return the number of targets in ``microbatch`` that count; of a classifier the number of samples."""
         return number_of_targets(microbatch, self.task)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -175,13 +176,13 @@ class HFModule(LightningModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer over what this stage trains, with its names, and the schedule, stepped per update."""
+        """Build the optimizer over this stage's trained, named parameters, and the schedule, stepped per update."""
         assert self.model is not None
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return scheduled(self.optimizer(trained), self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down the config of the model, so that ``asyncpp export`` needs nothing but the checkpoint."""
+        """Save the config of the model, so that ``asyncpp export`` needs only the checkpoint."""
         config = json.loads(self.config.to_json_string(use_diff=False))
         checkpoint[SAVED] = {"config": config, "task": self.task, "lora": self.lora, "model_id": self.model_id}
 
@@ -190,7 +191,7 @@ class HFModule(LightningModule):
         try:
             file = folder / "tokenizer.json" if folder.is_dir() else fetch(self.model_id, "tokenizer.json")
         except DataError:
-            return None  # one of another form
+            return None  # the model has a tokenizer of another format
         return tokenizer_of_definition(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     def _mean_loss(self, batch: Any) -> Tensor:
@@ -200,7 +201,7 @@ class HFModule(LightningModule):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Draw the same numbers on every process, and leave its generator as it was."""
+        """Draw the same random numbers on every process, and restore its generator afterwards."""
         seed = torch.initial_seed() % 2**63
         if self._trainer is not None:
             seed = self.trainer.strategy.broadcast(seed)

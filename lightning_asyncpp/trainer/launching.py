@@ -1,4 +1,4 @@
-"""How a Trainer strategy starts its processes, and what it can say in the process that started them."""
+"""Start of a Trainer strategy's processes, and the calls that work in the process that started them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_asyncpp.trainer.checkpoint import PipelineCheckpoints
 
 
 class Launching(PipelineCheckpoints):
-    """Starts processes, and knows what to say in the one that started them.
+    """Strategy that starts processes, and answers for the process that started them.
 
     Attributes:
-        start_method: how processes are started.
+        start_method: way in which processes are started.
     """
 
     start_method: str
@@ -33,9 +33,9 @@ class Launching(PipelineCheckpoints):
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole module's ``state_dict`` on rank 0, this stage's part on others; a collective that drains first.
+        """Drain, and return the whole module's ``state_dict`` on rank 0, this stage's part on others; collective.
 
-        In the process that forked or spawned the ranks it is the module's own, which took up what they trained.
+        The process that forked or spawned the ranks returns the state of its own module, which has the trained weights.
         """
         return dict(self._module.state_dict()) if self._started_others else super().full_state_dict()
 
@@ -51,18 +51,18 @@ class Launching(PipelineCheckpoints):
 
     @property
     def _started_others(self) -> bool:
-        """Whether this process is no rank, but forks or spawns those that are."""
+        """Whether this process is not a rank, but forks or spawns the ranks."""
         return self.session.mesh is None and self.start_method != "popen"
 
 
 def _launch(
     strategy: Launching, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a function in forked or spawned processes, whose model the module of this process takes up afterwards."""
+    """Run a function in forked or spawned processes; this process's module then loads the trained weights."""
     trainer: L.Trainer | None = kwargs.get("trainer")
     if trainer is not None:
         if trainer.state.fn == TrainerFn.FITTING:
-            trainer.lightning_module.configure_model()  # whole, of memory of its own
+            trainer.lightning_module.configure_model()  # the whole model, in memory that no rank shares
         function = functools.partial(_run_in_child, strategy, trainer, function)
     return launch(function, *args, **kwargs)
 
@@ -70,12 +70,12 @@ def _launch(
 def _run_in_child(
     strategy: Launching, trainer: L.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run on every rank; Lightning tells a strategy of errors only where no launcher is in between."""
+    """Run a function on a rank and report errors to the strategy, which Lightning does not do under a launcher."""
     try:
         results = function(*args, **kwargs)
         if trainer.state.fn == TrainerFn.FITTING:
             state = map_tensors(lambda tensor: tensor.detach().cpu(), strategy.full_state_dict())
-            # What Lightning asks for next, and sends to the process that started this one.
+            # Lightning calls state_dict() next and sends the result to the process that started this one.
             trainer.lightning_module.state_dict = lambda *_, **__: state  # type: ignore[method-assign]
     except BaseException as error:
         strategy.on_exception(error)

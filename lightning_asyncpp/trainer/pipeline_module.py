@@ -1,4 +1,4 @@
-"""The contract that the pipeline strategies expect of a LightningModule, spelled out as a base class."""
+"""Base class of LightningModules whose network is built stage by stage."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from lightning_asyncpp.core.microbatch import number_of_samples, split_batch
 
 
 class PipelineModule(L.LightningModule):
-    """A LightningModule whose ``self.model`` is built layer by layer, each stage only its own layers.
+    """LightningModule whose ``self.model`` is built layer by layer, by each stage only its own layers.
 
     A plain LightningModule works under the pipeline strategies too, as long as its ``training_step`` calls
     ``self.model(...)`` once. This class adds the construction on the meta device: implement :meth:`build_model`, and
-    every rank allocates its own stage alone, with initial weights that depend on the run's seed and the layer, never on
-    the number of stages. Under any other strategy the same weights are built whole.
+    every rank allocates only its own stage. The initial weights depend on the run's seed and the layer, never on the
+    number of stages. Under other strategies the whole model is built, with the same weights.
 
     Attributes:
         model: the network; ``None`` until :meth:`configure_model` ran.
-        loss_reduction: ``"mean"`` if ``training_step`` returns the mean over the microbatch's weight (the default), or
-            ``"sum"`` if it returns the sum.
+        loss_reduction: reduction of the loss of ``training_step``: ``"mean"`` over the microbatch's weight (the
+            default) or ``"sum"``.
     """
 
     loss_reduction: str = "mean"
 
-    # The function itself, by which the strategies know that it draws no random numbers: it may be called again for the
-    # batch on the host.
+    # Strategies recognise this very function as one that draws no random numbers, and may call it again for the batch
+    # on the host.
     split_batch = staticmethod(split_batch)
     """Cut a batch into ``parts`` microbatches along the first dimension; ``None`` stands for an empty slot."""
 
@@ -42,21 +42,21 @@ class PipelineModule(L.LightningModule):
     def build_model(self) -> nn.Module:
         """Return the network: an ``nn.Sequential`` or a module with ``pipeline_layers()``.
 
-        It is called under ``torch.device("meta")``. Every submodule that owns parameters or buffers needs a
-        ``reset_parameters()``, or one of its parents does.
+        It is called under ``torch.device("meta")``. Every submodule that owns parameters or buffers, or one of its
+        parents, needs a ``reset_parameters()``.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement build_model()")
 
     def microbatch_weight(self, microbatch: Any) -> float:
-        """Weight of a microbatch in the mini-batch's mean loss: by default its number of samples.
+        """Return the weight of a microbatch in the mini-batch's mean loss: by default its number of samples.
 
-        Strategies of this package call it with the microbatch on the host, as it was before it was moved to a GPU,
-        where they know it.
+        Where possible, strategies of this package call it with the microbatch on the host, before its transfer to a
+        GPU.
         """
         return float(number_of_samples(microbatch))
 
     def configure_model(self) -> None:
-        """Build ``self.model`` on the meta device; whole and materialised unless a pipeline strategy cuts it first."""
+        """Build ``self.model`` on the meta device, and materialise it unless a pipeline strategy will."""
         if self.model is not None:
             return
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A run that is told to end by a signal: what is saved, and its exit code."""
+"""Preemption: the end of a run by a signal, with a checkpoint and an exit code."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 
 class Preemption:
-    """Takes over Lightning's handlers of signals, and ends a run that all ranks agreed to end.
+    """Replacement of Lightning's signal handlers that ends a run when all ranks have agreed on it.
 
-    At the signal only a note is taken, at whatever point the process is. Lightning's handlers, which send to other
-    ranks or save, are called when all ranks are between the same two batches.
+    At the signal, which may come at any point of the process, only a note is taken. Lightning's handlers, which send to
+    other ranks or save, are called when all ranks are between the same two batches.
 
     Args:
-        trainer: whose run it is.
-        on_signal: called at a signal.
+        trainer: trainer of the run.
+        on_signal: function called at a signal.
 
     Attributes:
-        received: the first signal that this process got; 0 if none.
-        ended: the run was ended here, with everything saved.
+        received: first signal that this process received; 0 if none.
+        ended: whether the run was ended here, with everything saved.
     """
 
     def __init__(self, trainer: L.Trainer, on_signal: Callable[[], None]) -> None:
@@ -39,28 +39,28 @@ class Preemption:
         self._handlers: dict[int, Any] = {}  # Lightning's
 
     def install(self) -> None:
-        """Receive signals from here on; Lightning puts the handlers back that there were before the run."""
+        """Receive signals from here on; Lightning restores the earlier handlers after the run."""
         for number in {signal.SIGTERM, _requeue_signal(self._trainer) or signal.SIGTERM}:
-            handlers = getattr(signal.getsignal(number), "signal_handlers", None)  # Lightning's, and then the user's
+            handlers = getattr(signal.getsignal(number), "signal_handlers", None)  # Lightning's, then the user's
             if handlers and threading.current_thread() is threading.main_thread():
                 self._handlers[number] = handlers[0]
                 signal.signal(number, lambda received, _: self.receive(received))
 
     def receive(self, signum: int) -> None:
-        """Take a note of a signal; those after the first change nothing."""
+        """Note the first signal; later ones are ignored."""
         self.received = self.received or signum
         self._on_signal()
 
     def stop(self) -> None:
-        """Have Lightning end the run after this batch, or after its epoch; every rank calls it after the same batch."""
+        """Make Lightning end the run after this batch, or after its epoch; ranks call it after the same batch."""
         self._handlers[signal.SIGTERM](signal.SIGTERM, None)
 
     def end(self, exception: SIGTERMException, signals: Sequence[int]) -> None:
-        """Save what a restart goes on from, say so, and give the exception its exit code; a collective call.
+        """Save a checkpoint for the restart, report it, and set the exception's exit code; a collective call.
 
         Args:
-            exception: that ends the run, out of Lightning's loops.
-            signals: what each rank received.
+            exception: exception that ends Lightning's loops.
+            signals: signal that each rank received.
         """
         trainer, number = self._trainer, signal.Signals(max(signals) or signal.SIGTERM)
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
@@ -68,7 +68,7 @@ class Preemption:
             where = f" after step {trainer.global_step}"
             if (requeue := _requeue_signal(trainer)) in signals:
                 number = signal.Signals(requeue)
-                self._handlers[requeue](requeue, None)  # it saves for SLURM, too, and has the job start again
+                self._handlers[requeue](requeue, None)  # saves a checkpoint for SLURM, too, and requeues the job
         else:
             path, where = None, ""
         self.ended = True
@@ -76,11 +76,12 @@ class Preemption:
         rank_zero_info(f"Stopped by {number.name}{where}; {f'checkpoint: {path}' if path else 'nothing was saved'}")
 
     def _save(self) -> str | None:
-        """Write the checkpoint that ``ckpt_path="last"`` finds, and return its path; None if no callback says where."""
+        """Write the checkpoint that ``ckpt_path="last"`` finds; return its path, or None without a ModelCheckpoint."""
         trainer = self._trainer
         if trainer.validating:
-            trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end()  # it is not run again
-            trainer.training = True  # for what Lightning tears down
+            # The validation is not run again after the restart.
+            trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end()
+            trainer.training = True  # Lightning's teardown expects it
         full = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and not c.save_weights_only]
         if not full:
             return None
@@ -93,7 +94,7 @@ class Preemption:
 
 
 def save_nothing_on_exception(trainer: L.Trainer) -> None:
-    """Keep callbacks from saving a run that failed: they would wait for ranks that do not answer, and hide why."""
+    """Keep callbacks from saving a failed run: they would wait for ranks that do not answer, and hide the error."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
             rank_zero_info(f"{type(callback).__name__} saves nothing: the ranks of a failed pipeline do not answer")
@@ -101,10 +102,10 @@ def save_nothing_on_exception(trainer: L.Trainer) -> None:
 
 
 def _exit_code(trainer: L.Trainer, signum: int) -> int:
-    """What a process ends with whose run a signal ended: 128 + its number, as shells have it.
+    """Return the exit code of a process whose run a signal ended: 128 + the signal's number, as in shells.
 
-    Lightning's launcher kills what still runs once a process that it launched ends with an error, although the first
-    one, whose code is the run's, may still be writing logs: those end with 0.
+    Processes that Lightning launched return 0. At their first error Lightning's launcher would kill all others, among
+    them the first process, which gives the run its exit code and may still be writing logs.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
@@ -112,7 +113,7 @@ def _exit_code(trainer: L.Trainer, signum: int) -> int:
 
 
 def _requeue_signal(trainer: L.Trainer) -> Any:
-    """The signal upon which SLURM is to start the job again; None if it is not, or this is no SLURM job."""
+    """Return the signal at which the SLURM job is requeued; None without requeueing or outside of SLURM."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return (
         environment.requeue_signal if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
@@ -120,4 +121,4 @@ def _requeue_signal(trainer: L.Trainer) -> Any:
 
 
 def _do_nothing(*_: Any) -> None:
-    """What is called on an exception."""
+    """Replace a callback's ``on_exception``."""

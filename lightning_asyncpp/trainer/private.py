@@ -1,7 +1,7 @@
-"""The private names of Lightning that the strategies need, each behind one function that fails loudly without it.
+"""Private names of Lightning that the strategies need, each used by one function that fails loudly without it.
 
-Lightning has no public way to replace what it does about signals, to ask whether validation is due, or to give all
-ranks the metrics of one.
+Lightning has no public way to replace its signal handling, to ask whether validation is due, or to give all ranks the
+metrics of one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def drop_sigterm_broadcast(trainer: Trainer) -> None:
 
 
 def validation_is_due(trainer: Trainer) -> bool:
-    """Whether the training loop validates after the current batch."""
+    """Return whether the training loop validates after the current batch."""
     return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))  # type: ignore[arg-type]
 
 
 def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run the validations of a training in a context, from before their loaders are iterated; not the sanity check.
+    """Run the validations of a training in a context that is entered before their loaders are iterated.
 
-    That leaves no trace by itself: Lightning puts the generators back after it. A resumed run iterates over the loaders
-    of a validation that it then leaves out.
+    The sanity check needs none, as Lightning restores the generators after it. A resumed run iterates over the loaders
+    of a validation that it then skips, so that call is wrapped, too.
     """
     purpose = "keep the random numbers of validations apart from those of the training"
     loop = required(trainer.fit_loop.epoch_loop, "val_loop", purpose)
@@ -49,18 +49,18 @@ def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextMa
 
 
 def checkpoint_is_due(callback: Checkpoint, global_step: int) -> bool:
-    """Whether a checkpoint callback saves after the current batch, as far as its step interval says."""
+    """Return whether a checkpoint callback saves after the current batch by its step interval."""
     every = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
     return every > 0 and global_step % every == 0
 
 
 def saves_by_time(callback: Checkpoint) -> bool:
-    """Whether a checkpoint callback may save after any batch, by rank 0's clock."""
+    """Return whether a checkpoint callback may save after any batch, by rank 0's clock."""
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
 def before_step_logging(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call a function after all callbacks' end of a batch, before Lightning gives the loggers its values."""
+    """Call a function after ``on_train_batch_end`` of all callbacks, before Lightning logs the batch's values."""
     purpose = "hold back a stop until all ranks know of it"
     connector = required(trainer, "_logger_connector", purpose)
     log = required(type(connector), "update_train_step_metrics", purpose)
@@ -73,12 +73,12 @@ def before_step_logging(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def at_end_of_epoch(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call functions where the last batch of an epoch, or of an evaluation's loader, is over, before its hooks.
+    """Call functions after the last batch of an epoch, or of an evaluation's loader, before its hooks.
 
     Args:
-        trainer: that runs it.
-        before: called while values are still those of steps.
-        after: called when they are those of the epoch.
+        trainer: trainer that runs the loop.
+        before: function called while values are still those of steps.
+        after: function called when values are those of the epoch.
     """
     purpose = "let replicas put together what they logged in an epoch"
     connector = required(trainer, "_logger_connector", purpose)
@@ -95,13 +95,14 @@ def at_end_of_epoch(trainer: Trainer, before: Callable[[], None], after: Callabl
 
 
 class EpochValue(NamedTuple):
-    """What a last stage logged for an epoch under a name.
+    """Value that a last stage logged for an epoch under a name.
 
     Attributes:
-        key: where Lightning keeps it.
-        options: what it was logged with.
-        value: so far; with a mean, the weighted sum.
-        weight: of a mean; 1 for other reductions; None for a torchmetrics object, which replicas computed together.
+        key: key of the value in Lightning's results.
+        options: options of the call of ``self.log``.
+        value: value so far; for a mean, the weighted sum.
+        weight: sum of the weights of a mean; 1 for other reductions; None for a torchmetrics object, which replicas
+            computed together.
     """
 
     key: str
@@ -111,7 +112,7 @@ class EpochValue(NamedTuple):
 
 
 def epoch_values(trainer: Trainer, hook: str) -> list[EpochValue]:
-    """What this rank has for the epoch, of hooks whose names begin with ``hook``."""
+    """Return this rank's values for the epoch, logged in hooks whose names begin with ``hook``."""
     results, rows = trainer._results, []
     assert results is not None
     for key, metric in sorted(results.valid_items()):  # replicas compute metrics together, in one order
@@ -123,14 +124,14 @@ def epoch_values(trainer: Trainer, hook: str) -> list[EpochValue]:
         options["fx"] = meta.fx.partition(".")[0]
         value: Any = metric.value if metric.is_tensor else results._get_cache(metric, on_step=False)
         weight = getattr(metric, "cumulated_batch_size", 1) if metric.is_tensor else None
-        # On the host: other ranks have other devices.
+        # Values go to the host, since other ranks have other devices.
         weight = weight.cpu() if isinstance(weight, Tensor) else weight
         rows.append(EpochValue(key, options, value.cpu(), weight))
     return rows
 
 
 def set_epoch_value(trainer: Trainer, row: EpochValue, value: Tensor) -> None:
-    """Let Lightning take ``value`` for that of the epoch, on a rank that may not have logged it."""
+    """Set Lightning's value of the epoch, on a rank that may not have logged it."""
     results = trainer._results
     assert results is not None
     if row.key not in results:
@@ -139,7 +140,7 @@ def set_epoch_value(trainer: Trainer, row: EpochValue, value: Tensor) -> None:
 
 
 def set_step_values(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
-    """Let Lightning take these for the newest values of steps, in place of this rank's own."""
+    """Set Lightning's newest values of steps, in place of this rank's own."""
     if trainer.training:
         for metric in (trainer._results or {}).values():
             if metric.meta.on_step:
@@ -148,7 +149,7 @@ def set_step_values(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def running_hook(module: LightningModule, name: str) -> Iterator[None]:
-    """Let ``module.log`` take what runs meanwhile for the hook ``name``."""
+    """Run code that ``module.log`` takes for the hook ``name``."""
     before = current_hook(module)
     module._current_fx_name = name
     try:
@@ -158,16 +159,17 @@ def running_hook(module: LightningModule, name: str) -> Iterator[None]:
 
 
 def current_hook(module: LightningModule) -> str | None:
-    """Name of the hook that Lightning is running."""
+    """Return the name of the hook that Lightning is running."""
     return module._current_fx_name
 
 
 class AtUpdate(NamedTuple):
-    """What Lightning reads when an update is applied, as it was when its batch was run.
+    """State of the Trainer, as of the batch, that Lightning reads when the batch's update is applied.
 
     Attributes:
-        global_step: hooks decide by it.
-        clip_val, clip_algorithm: how the gradient is clipped.
+        global_step: number of the step, by which hooks decide.
+        clip_val: limit of the gradient clipping.
+        clip_algorithm: algorithm of the gradient clipping.
     """
 
     global_step: int
@@ -176,14 +178,14 @@ class AtUpdate(NamedTuple):
 
 
 def state_at_update(module: LightningModule) -> AtUpdate:
-    """What the update of the batch that has just run is to find."""
+    """Return the state for the update of the batch that has just run."""
     trainer = module.trainer
     return AtUpdate(trainer.global_step, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 @contextmanager
 def at_update(trainer: Trainer, state: AtUpdate) -> Iterator[None]:
-    """Let the trainer be meanwhile as it was when the batch was run whose update comes late."""
+    """Set the trainer's state back to that of an earlier batch while the batch's update is applied."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     counts = loop.optim_progress.optimizer.step.total
     present = counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
@@ -195,7 +197,7 @@ def at_update(trainer: Trainer, state: AtUpdate) -> Iterator[None]:
 
 
 def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
-    """Shuffle those training loaders alone of which ``shuffles`` says so: Lightning's sampler shuffles them all."""
+    """Shuffle only the training loaders for which ``shuffles`` is true: Lightning's sampler would shuffle all."""
     purpose = "read a loader that does not shuffle in its own order"
     connector = required(trainer, "_data_connector", purpose)
     prepare = required(type(connector), "_prepare_dataloader", purpose)
@@ -208,7 +210,7 @@ def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
 
 
 def begins_accumulation(trainer: Trainer) -> bool:
-    """Whether the gradients before the current batch are zeroed in it; as Lightning's closure decides."""
+    """Return whether the current batch begins a new accumulation, as Lightning's closure decides."""
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
@@ -218,7 +220,7 @@ def read_again(trainer: Trainer) -> None:
 
 
 def batches_ahead(trainer: Trainer) -> int:
-    """How many batches of training were read that have not been trained on."""
+    """Return the number of training batches that were read but not trained on."""
     purpose = "know where the training data is"
     fetcher = required(trainer.fit_loop, "_data_fetcher", purpose)
     progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]

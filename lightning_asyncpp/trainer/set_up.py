@@ -1,4 +1,4 @@
-"""What is asked of a Trainer and its module at set-up: what a pipeline cannot run, each with what to do; an example."""
+"""Checks of the Trainer, its callbacks and the module at set-up, and the module's example input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CALLBACKS: tuple[tuple[type, str], ...] = (
 
 
 def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> list[str]:
-    """What the Trainer's arguments and callbacks ask for that a pipeline cannot do."""
+    """Return what a pipeline cannot do of the Trainer's arguments and callbacks."""
     problems = problems_of_weight_dtype(weight_dtype, str(trainer.precision)) + problems_of_precision(trainer.precision)
     if getattr(trainer, "val_check_interval", None) is None:
         problems.append(
@@ -61,7 +61,7 @@ def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> lis
 
 
 def module_problems(module: LightningModule) -> list[str]:
-    """What the LightningModule does that a pipeline cannot follow."""
+    """Return the reasons why a pipeline cannot train a LightningModule."""
     problems = []
     if not module.automatic_optimization:
         problems.append(
@@ -77,7 +77,7 @@ def module_problems(module: LightningModule) -> list[str]:
 
 
 def optimizer_problem(optimizers: Sequence[Optimizer]) -> str:
-    """Why one update per mini-batch cannot use what configure_optimizers returned; empty if it can."""
+    """Return why a pipeline cannot use the result of ``configure_optimizers``; empty if it can."""
     if len(optimizers) > 1:
         return ONE_OPTIMIZER
     if not optimizers or not any(group["params"] for group in optimizers[0].param_groups):
@@ -101,9 +101,10 @@ def _callback_problems(trainer: L.Trainer) -> list[str]:
 def modules_example(
     module: LightningModule, network: nn.Module, microbatches: int, precision: Precision, device: device
 ) -> Example | None:
-    """The call of ``network`` that the module's ``example_input_array`` leads to; None without one.
+    """Return the call of ``network`` made for the module's ``example_input_array``; None without one.
 
-    The module's ``forward`` is run up to its call of the network; without one, the example is the network's own.
+    The module's ``forward`` is run up to its call of the network; without a ``forward`` the example is the network's
+    input.
     """
 
     def through(*args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
@@ -116,7 +117,7 @@ def modules_example(
 
 @contextmanager
 def hidden_example(module: LightningModule) -> Iterator[None]:
-    """Take ``example_input_array`` from a module meanwhile: the summary and loggers would run the whole with it."""
+    """Hide ``example_input_array`` from the summary and the loggers, which would run the whole model with it."""
     example, module.example_input_array = module.example_input_array, None
     try:
         yield
@@ -125,7 +126,7 @@ def hidden_example(module: LightningModule) -> Iterator[None]:
 
 
 def optimizers_in(configured: Any) -> list[Optimizer]:
-    """The optimizers among what a ``configure_optimizers`` returned, in any of Lightning's forms."""
+    """Return the optimizers in the result of ``configure_optimizers``, in any of Lightning's forms."""
     if isinstance(configured, Optimizer):
         return [configured]
     if isinstance(configured, Mapping):
@@ -139,7 +140,7 @@ def optimizers_in(configured: Any) -> list[Optimizer]:
 
 @contextmanager
 def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
-    """Hide a network that was refused before it was materialised: moving it to the CPU would hide the reason."""
+    """Hide a network that was refused before it was materialised: an error of its move would hide the reason."""
     network = network_in(module)
     is_attribute = module is not None and network is getattr(module, network_name(module), None)
     if module is None or network is None or not is_attribute or not any(p.is_meta for p in network.parameters()):

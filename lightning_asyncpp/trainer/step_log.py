@@ -1,8 +1,9 @@
-"""What steps and hooks log: the last stage calls Lightning's own ``self.log``; all ranks learn it where they decide.
+"""Values that steps and hooks log: the last stage calls Lightning's ``self.log``, and shares values where ranks decide.
 
-Rank 0 is the last stage of the first replica, so its loggers, bars and callbacks have what Lightning gives them. Others
-are told its ``callback_metrics`` where the pipeline drains, and the values of a whole epoch (of an evaluation's loader)
-at its end, which replicas put together. Nothing is exchanged inside ``self.log``: some ranks may not call it.
+Rank 0 is the last stage of the first replica, so its loggers, bars and callbacks receive what Lightning gives them. The
+other ranks receive rank 0's ``callback_metrics`` where the pipeline drains. At the end of an epoch, or of an
+evaluation's loader, they receive its values, reduced over replicas. ``self.log`` itself communicates nothing, since
+some ranks may not call it.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_grap
 
 
 class Replacement(functools.partial):
-    """Takes the place of a method of a module; a copy of the module (that averages weights, say) has the method itself.
+    """Replacement of a module's method that copies of the module (averages of weights) do not inherit.
 
-    ``Replacement(function).of(module, name)``: it is called instead.
+    After ``Replacement(function).of(module, name)`` the function is called instead of the method.
     """
 
     def of(self, module: LightningModule, name: str) -> Replacement:
-        """Stand for the method ``name`` of ``module``."""
+        """Replace the method ``name`` of ``module``."""
         self.module, self.name = module, name
         module.__dict__[name] = self
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The method of the copy."""
+        """Return the original method, bound to the copy."""
         return getattr(type(self.module), self.name).__get__(memo.get(id(self.module), self.module))
 
 
 @dataclass
 class _Logged:
-    """What the microbatches of a batch logged under a name.
+    """Values that the microbatches of a batch logged under a name.
 
     Attributes:
         options: arguments of ``self.log``.
-        metric: the torchmetrics object that was logged, if any; its epoch is Lightning's and its own.
-        values: of the microbatches, where they were computed.
-        weights: what each of them stands for.
+        metric: torchmetrics object that was logged, if any; it and Lightning compute the value of the epoch.
+        values: values of the microbatches, on the device where they were computed.
+        weights: weights of the values.
     """
 
     options: dict[str, Any]
@@ -67,20 +68,20 @@ class _Logged:
     weights: list[float] = field(default_factory=list)
 
     def add(self, value: Tensor | float, weight: float) -> None:
-        """Add the value of a microbatch; one without weight has no mean."""
+        """Add the value of a microbatch; without weight it does not count in a mean."""
         if weight or self.reduction != "mean":
             self.values.append(value)
             self.weights.append(weight)
 
     @property
     def reduction(self) -> str:
-        """How values are put together; what is none of these, Lightning refuses."""
+        """Name of the reduction of the values; Lightning refuses unknown ones."""
         given = self.options.get("reduce_fx", "mean")
         name = str(given if isinstance(given, str) else getattr(given, "__name__", "")).lower()
         return name if name in _REDUCTIONS else "mean"
 
     def together(self) -> tuple[Tensor, Tensor]:
-        """The value of the whole batch and what it stands for, where the values are."""
+        """Return the value of the whole batch and its weight, on the device of the values."""
         device = next((value.device for value in self.values if isinstance(value, Tensor)), torch.device("cpu"))
         wide: dict[str, Any] = {"dtype": torch.float32 if device.type == "mps" else torch.float64, "device": device}
         values = torch.stack([torch.as_tensor(value, **wide).reshape(()) for value in self.values])
@@ -90,7 +91,7 @@ class _Logged:
 
 
 def _mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean of values that are not NaN, which have no weight."""
+    """Return the weighted mean of values; NaN have no weight."""
     return (values * weights).masked_fill(values.isnan(), 0.0).sum() / weights.sum()
 
 
@@ -103,32 +104,32 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class StepLog:
-    """Stands between ``self.log`` and Lightning: what microbatches log becomes one call per batch, on the last stage.
+    """Replacement of ``self.log`` that makes one call per batch, on the last stage, of what microbatches log.
 
     Args:
-        session: the pipeline whose steps they are.
+        session: the pipeline.
 
     Attributes:
-        batch_weight: what the newest batch weighs.
+        batch_weight: weight of the newest batch.
     """
 
     def __init__(self, session: PipelineSession) -> None:
         self.session = session
         self.batch_weight = 1.0
-        self._trainer: L.Trainer | None = None  # while one runs
+        self._trainer: L.Trainer | None = None  # None while no trainer runs
         self._batch: dict[str, _Logged] = {}
-        self._rows: dict[str, _Logged] | None = None  # what a step records into; None outside of steps
+        self._rows: dict[str, _Logged] | None = None  # values of the running step; None outside of steps
         self._weight = 0.0
-        self._counted: list[tuple[int, dict[str, float]]] = []  # mini-batch, and what its layers counted
+        self._counted: list[tuple[int, dict[str, float]]] = []  # mini-batch, and the statistics of its layers
         self._for_bar: deque[tuple[str, Reading]] = deque()  # values on their way from the device
         self._epochs_for_bar: set[str] = set()
 
     def connect(self, trainer: L.Trainer, module: LightningModule) -> None:
-        """Take the place of ``module.log`` and let torchmetrics synchronise over the last stages alone.
+        """Replace ``module.log``, and make torchmetrics synchronise over the last stages only.
 
         Args:
-            trainer: that runs the module.
-            module: whose metrics they are.
+            trainer: trainer that runs the module.
+            module: module that logs.
         """
         self.disconnect()
         assert self.session.mesh is not None
@@ -138,7 +139,7 @@ class StepLog:
         Replacement(self._take).of(module, "log")
         for name in EPOCH_ENDS:
             Replacement(self._end_epoch, name, getattr(module, name)).of(module, name)
-        # Replicas are put together here, where no rank can be missing.
+        # share_epoch() reduces over replicas, where no rank can be missing.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
         group = self._mesh.groups.last_stages if self._mesh.groups is not None else None
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
@@ -149,7 +150,7 @@ class StepLog:
             metric.dist_sync_on_step = False
 
     def disconnect(self) -> None:
-        """Give ``module.log`` and the module's hooks back."""
+        """Restore ``module.log`` and the module's hooks."""
         if self._trainer is not None:
             for name in ("log", *EPOCH_ENDS):
                 self._module.__dict__.pop(name, None)
@@ -162,7 +163,7 @@ class StepLog:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def recording(self, step: Callable[[Any], Any]) -> Callable[[Any, float | None], Any]:
-        """The step of a microbatch, whose logged values are kept; without a weight it does not run to its end."""
+        """Return a step that keeps logged values with the microbatch's weight, and discards them if it has none."""
 
         def run(microbatch: Any, weight: float | None) -> Any:
             self._rows, self._weight = {} if weight is None else self._batch, weight or 0.0
@@ -174,10 +175,10 @@ class StepLog:
         return run
 
     def log_batch(self, weight: float) -> None:
-        """Log, in the hook of the step, what its microbatches logged.
+        """Log, in the hook of the step, the values of its microbatches.
 
         Args:
-            weight: of the batch.
+            weight: weight of the batch.
         """
         self.batch_weight = weight
         self._show_in_bar()
@@ -185,7 +186,7 @@ class StepLog:
         for name, logged in batch.items():
             value, size = logged.together() if logged.values else (None, None)
             if (metric := logged.metric) is not None:
-                if value is not None:  # its own is that of the last microbatch
+                if value is not None:  # the metric itself holds only the value of the last microbatch
                     vars(metric)["_forward_cache"] = value
                 self._log(name, metric, **logged.options)
             elif value is not None:
@@ -193,7 +194,7 @@ class StepLog:
                 self._log(name, value, **(self._without_bar(name, value, options) if _is_late(value) else options))
 
     def _without_bar(self, name: str, value: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Keep a step's value from the progress bar, which would wait for the device, until the host has it."""
+        """Hold a step's value back from the progress bar, which would wait for the device, until the host has it."""
         assert self._trainer is not None
         if not options.get("prog_bar") or options.get("on_step") is False or not self._trainer.training:
             return options
@@ -204,27 +205,27 @@ class StepLog:
         return {**options, "prog_bar": False}
 
     def _show_in_bar(self) -> None:
-        """Give the bar what has come from the device."""
+        """Show the values that have arrived from the device in the progress bar."""
         assert self._trainer is not None
         while self._for_bar and self._for_bar[0][1].is_there():
             name, reading = self._for_bar.popleft()
             self._trainer.progress_bar_metrics[name] = reading.get()[0][0]
 
     def receive(self, updates: Sequence[Update]) -> None:
-        """Keep what layers counted in the batches of updates, until :meth:`end_batch`."""
+        """Keep the layers' statistics of updates until :meth:`end_batch`."""
         for update in updates:
             if update.message.weight and len(update.message.statistics):
                 counted = self.session.whole_model.statistics.metrics(update.message.statistics)
                 self._counted.append((update.mini_batch, counted))
 
     def end_batch(self) -> None:
-        """Log, at the end of a batch, what layers counted."""
+        """Log the layers' statistics at the end of a batch."""
         for name, value in self._counted[-1][1].items() if self._counted and self._mesh.is_last else ():
             self._log(name, torch.tensor(value), logger=False, on_step=True, on_epoch=False)
         self.log_counted()
 
     def log_counted(self) -> None:
-        """Send the loggers what layers counted, each as of the step of its own mini-batch."""
+        """Send the loggers the layers' statistics, each with the step of its mini-batch."""
         trainer = self._trainer
         if trainer is None or not self._counted:
             return
@@ -237,7 +238,7 @@ class StepLog:
         self._counted.clear()
 
     def _take(self, name: str, value: Any, *flags: Any, **options: Any) -> None:
-        """What ``module.log`` does while the strategy runs: nothing off the last stage."""
+        """Replace ``module.log`` while the strategy runs; stages before the last one log nothing."""
         if not self._mesh.is_last:
             return
         options.update(zip(_FLAGS, flags))
@@ -258,7 +259,7 @@ class StepLog:
     # -- what all ranks know --------------------------------------------------------------------------------------
 
     def share_metrics(self) -> None:
-        """Let all ranks have rank 0's ``callback_metrics``; a blocking collective."""
+        """Broadcast rank 0's ``callback_metrics`` to all ranks; a blocking collective."""
         if self._trainer is None or self._mesh.world_size == 1:
             return
         known = self._trainer.callback_metrics  # replicas compute them together
@@ -270,12 +271,12 @@ class StepLog:
             private.set_step_values(self._trainer, known)
 
     def share_epoch(self, hook: str = "") -> None:
-        """Put together what the last stages logged for an epoch, or a loader, and log it on all ranks.
+        """Reduce the values of an epoch, or of a loader, over replicas, and set them on all ranks.
 
-        A blocking collective.
+        This is a blocking collective.
 
         Args:
-            hook: only what was logged in hooks that begin so.
+            hook: beginning of the names of the hooks whose values are shared.
         """
         if self._trainer is None:
             return
@@ -291,7 +292,7 @@ class StepLog:
         self._epochs_for_bar.clear()
 
     def _end_epoch(self, name: str, hook: Callable[[], None]) -> None:
-        """Run a hook of the module at the end of an epoch, the last but for those of callbacks that decide."""
+        """Run the module's hook at the end of an epoch, and share the epoch before callbacks decide by its values."""
         hook()
         self.share_epoch(name)
 
@@ -309,7 +310,7 @@ def _over_replicas(rows: list[private.EpochValue]) -> Tensor:
 
 
 def _is_late(value: Tensor) -> bool:
-    """Whether the host would wait for a value."""
+    """Return whether the host would wait for a value."""
     return value.is_cuda
 
 

@@ -17,10 +17,10 @@ from lightning_asyncpp.trainer.base import PipelineStrategy
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
-    """Asynchronous pipeline parallelism without a flush: PipeDream-2BW, of which only a share of a gradient is old.
+    """Asynchronous pipeline parallelism without a flush: PipeDream-2BW with only a share of each gradient delayed.
 
     Raises:
-        ConfigurationError: when training starts, on every rank, with every problem that was found.
+        ConfigurationError: problems were found when training starts; raised on every rank, with all problems.
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021).
     """
@@ -38,15 +38,15 @@ class SyncPipelineStrategy(PipelineStrategy):
 
 
 class DelayedGradientStrategy(PipelineStrategy):
-    """Trains on one device what an asynchronous pipeline would train: is that safe for my model?
+    """Simulation of a pipeline on one device, to find out whether delayed gradients suit a model.
 
-    The engine of the pipeline strategies runs all stages in this process, on one whole model: the training is bitwise
-    that of ``async_pipeline`` with as many stages and microbatches, and takes their time one after the other. With one
-    stage nothing is asked of the module but automatic optimization: each of its gradients is one update old.
+    The engine of the pipeline strategies runs all stages in this process, one after the other, on one whole model. The
+    training is bitwise that of ``async_pipeline`` with as many stages and microbatches. With one stage the module only
+    needs automatic optimization, and each of its gradients is one update old.
 
     Args:
-        stages: number of stages. With one, any module will do: it is not cut, and its whole step runs on older weights.
-        delay: 1 for what an asynchronous pipeline trains, 0 for what a synchronous one does.
+        stages: number of stages. With one, any module works: it is not cut, and its whole step runs on older weights.
+        delay: 1 to train as an asynchronous pipeline does, 0 as a synchronous one.
         microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
         staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
     """
@@ -86,6 +86,6 @@ class DelayedGradientStrategy(PipelineStrategy):
 
     @property
     def _runs_whole_steps(self) -> bool:
-        """Whether the module is taken as it is: nobody cuts it, and it does not say where one could."""
+        """Whether the module is not cut: there is one stage, and the module declares no layers."""
         network = network_in(self._module)
         return self.num_stages == 1 and (network is None or not has_layers(network))

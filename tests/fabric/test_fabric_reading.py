@@ -65,7 +65,7 @@ def test_a_plain_loader_begins_its_epoch_again(pools: Pools, tmp_path: Path) -> 
     pools.run(2, read_and_train, "plain", "", str(tmp_path))
     found = pools.run(2, warned_of, "plain", "", str(tmp_path), "2")
     assert len(found[0]) == 1
-    assert "a DataLoader cannot say where it was" in found[0][0]
+    assert "a DataLoader cannot save its position" in found[0][0]
     assert not found[1]
 
 

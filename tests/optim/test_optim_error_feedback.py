@@ -146,8 +146,8 @@ def test_lent_weights_equal_the_snapshot_bitwise(base):
     optimizer = ErrorFeedback(params.items(), BASES[base])
     for step in range(4):
         set_gradients(params, step)
-        lent = {p: p.detach().clone() for p in params.values()}
-        with optimizer.weights_before(lent):
+        provided = {p: p.detach().clone() for p in params.values()}
+        with optimizer.weights_before(provided):
             optimizer.step()
     train(ErrorFeedback(reference.items(), BASES[base]), reference, range(4))
     assert all(torch.equal(p, q) for p, q in zip(params.values(), reference.values()))

@@ -1,4 +1,4 @@
-"""Error Feedback's memory: one persistent buffer, and no temporary of model size when the weights are lent."""
+"""Error Feedback's memory: one persistent buffer, and no temporary of model size when the weights are provided."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def allocated(function, path):
     return peak, sum(sizes.values())
 
 
-@pytest.mark.parametrize("lent", [True, False])
+@pytest.mark.parametrize("provided", [True, False])
 @pytest.mark.parametrize("buffer_dtype", [None, "bfloat16"])
-def test_peak(lent, buffer_dtype, tmp_path, monkeypatch):
+def test_peak(provided, buffer_dtype, tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
     p = nn.Parameter(torch.ones(1024, ELEMENTS // 1024))
     p.grad = torch.ones_like(p)
@@ -46,7 +46,7 @@ def test_peak(lent, buffer_dtype, tmp_path, monkeypatch):
     optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=0.1, foreach=False), buffer_dtype=buffer_dtype)
 
     def step():
-        if lent:
+        if provided:
             before.copy_(p.detach())
             with optimizer.weights_before({p: before}):
                 optimizer.step()
@@ -57,7 +57,7 @@ def test_peak(lent, buffer_dtype, tmp_path, monkeypatch):
     peak, kept_later = allocated(step, tmp_path / "second.json")
     assert kept == pytest.approx(MODEL_BYTES / (2 if buffer_dtype else 1), rel=0.01)  # the one buffer
     assert kept_later == pytest.approx(0, abs=0.01 * MODEL_BYTES)
-    if lent:
+    if provided:
         assert peak < 0.1 * MODEL_BYTES
     else:
         assert peak == pytest.approx(MODEL_BYTES, rel=0.1)  # the snapshot

@@ -1,4 +1,4 @@
-"""The first updates of a module, compared: does a pipeline train it as one process does?"""
+"""Comparison of a module's first updates in a pipeline and in one process."""
 
 from lightning_asyncpp.tools.check.model_check import check_model
 from lightning_asyncpp.tools.check.record import CheckReport, Difference

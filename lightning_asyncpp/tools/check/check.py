@@ -1,4 +1,4 @@
-"""``asyncpp check RECIPE``: would a pipeline train this recipe's model as a single process does?"""
+"""``asyncpp check RECIPE``: test that a pipeline trains a recipe's model as a single process does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_asyncpp.tools.parsers import check_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what ``check_model`` finds; a difference ends with code 1."""
+    """Print the report of ``check_model``; a difference ends with code 1."""
     own, rest = check_parser().parse_known_args(argv)
     sys.argv[1:] = written_out(["check", *rest])[1:]
     cli = make_cli(run=False, save_config_callback=None)
@@ -29,14 +29,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
-    """The recipe's pipeline and clipping, with the numbers of stages and microbatches that were given instead."""
+    """Return the recipe's pipeline and clipping, with the given numbers of stages and microbatches."""
     trainer = cli.trainer
     settings = getattr(getattr(trainer.strategy, "session", None), "settings", None)
     replicas = getattr(settings, "data_parallel_size", 1)
     stages = own.stages or max(2, trainer.num_nodes * trainer.num_devices // replicas)
     partition = getattr(settings, "partition", "auto")
     if not isinstance(partition, str) and len(partition) != stages:
-        partition = "auto"  # the recipe's is for another number of stages
+        partition = "auto"  # the recipe's partition is for another number of stages
     microbatches = own.microbatches or getattr(settings, "microbatches", None)
     given = {"stages": stages, "microbatches": microbatches, "partition": partition, "seed": own.seed}
     of_pipeline = ("delay", "staleness", "slack", "lookahead") if settings is not None else ()
@@ -46,7 +46,7 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
 
 
 def _batches(cli: LightningCLI) -> Iterator[Any]:
-    """The batches of the recipe's data, as the Trainer reads them."""
+    """Return the batches of the recipe's data, as the Trainer reads them."""
     data: Any = copy.deepcopy(cli.model) if cli.datamodule is None else cli.datamodule
     data.trainer = cli.trainer
     data.prepare_data()

@@ -1,4 +1,4 @@
-"""Trains the first updates of a module several ways, with real Trainers in this process, and compares them."""
+"""Comparison of several trainings of a module's first updates, with real Trainers in this process."""
 
 from __future__ import annotations
 
@@ -67,24 +67,26 @@ def check_model(
 ) -> CheckReport:
     """Train the first updates of a module several ways, in this process, and compare them.
 
-    Each is a ``Trainer`` of its own with a copy of the module, its optimizer, schedulers and hooks. ``pieces``: a
-    pipeline without delay against the whole model, to the last bit: whether cutting the model changes something.
-    ``delayed``: a pipeline against the rule that it trains by, on the whole model: whether the delay does. ``whole``:
-    losses and gradients of whole batches against those of their microbatches, up to rounding.
+    Each training has its own ``Trainer`` and a copy of the module, with its optimizer, schedulers and hooks.
+
+    - ``pieces`` compares a pipeline without delay with the whole model, bit for bit: does cutting the model change it?
+    - ``delayed`` compares a pipeline with its staleness rule on the whole model: does the delay change more than that?
+    - ``whole`` compares losses and gradients of whole batches with those of their microbatches, up to rounding.
 
     Args:
-        module: a LightningModule; it is not changed.
-        data: a loader, or a list of batches, which are repeated where there are too few.
+        module: a LightningModule, which is not changed.
+        data: a loader, or a list of batches, which are repeated if there are too few.
         stages: number of stages.
-        microbatches, staleness, slack, lookahead, partition: as for the strategy; nothing is measured, numbers of
-            parameters count instead.
-        delay: 0 for ``sync_pipeline``.
+        microbatches, staleness, slack, lookahead, partition: as for the strategy; ``partition="auto"`` measures no
+            times and uses numbers of parameters instead.
+        delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
         updates: number of updates.
-        seed: of the run.
-        **trainer: of the Trainers, such as ``gradient_clip_val``, ``precision``, ``callbacks``; default: on the CPU.
+        seed: seed of the run.
+        **trainer: arguments of the Trainers, such as ``gradient_clip_val``, ``precision``, ``callbacks``; by default
+            they run on the CPU.
 
     Raises:
-        ConfigurationError: the pipeline cannot train the module, with every problem that was found.
+        ConfigurationError: the pipeline cannot train the module; the message has all problems.
     """
     accumulated = trainer.get("accumulate_grad_batches", 1)
     batches = list(itertools.islice(data, updates * accumulated))
@@ -105,7 +107,7 @@ def check_model(
 
 @dataclass
 class _Check:
-    """Runs Trainers and compares what they recorded."""
+    """Runs of Trainers and comparisons of their records."""
 
     module: LightningModule
     batches: Sequence[Any]
@@ -120,7 +122,7 @@ class _Check:
     _held: Mapping[str, int] = field(default_factory=dict)
 
     def compare_stages(self, name: str, **arguments: Any) -> Difference | str:
-        """Compare a pipeline with the reference: to the last bit, unless the model has several stages use one value."""
+        """Compare a pipeline with the reference, bit for bit unless several stages of the model use one value."""
         print(f"check_model: comparing {name} ...", file=sys.stderr, flush=True)
         strategy = DelayedGradientStrategy(**arguments)
         found = self._run(strategy)
@@ -154,14 +156,14 @@ class _Check:
         return first_difference(whole, *self._plain(self.settings.microbatches, **hooks))
 
     def _plain(self, parts: int, seed: int = 0, **hooks: Any) -> tuple[Record, Rounding]:
-        """What batches give at the first weights, in so many pieces, and what rounding may change of it."""
+        """Return the record of batches in so many microbatches at the first weights, and its rounding tolerances."""
         settings = replace(self.settings, microbatches=parts, delay=0, staleness="uniform", slack=0)
         strategy = ReferenceStrategy(settings, {}, self.seed + seed, self.device, at_first=True, **hooks)
         found, eps = self._run(strategy), strategy.draws.eps
-        return found, {LOSS: eps**0.75, GRADIENT: eps**0.5}  # where terms cancel fewer digits are left
+        return found, {LOSS: eps**0.75, GRADIENT: eps**0.5}  # terms that cancel leave fewer digits
 
     def _run(self, strategy: Strategy) -> Record:
-        gc.collect()  # circles of what was trained before
+        gc.collect()  # reference cycles of earlier trainings
         given = {"accelerator": "cpu", **_QUIET, **self.trainer}
         callbacks = given.pop("callbacks", None) or []
         module, callbacks, batches = copy.deepcopy((self.module, callbacks, self.batches))
@@ -187,7 +189,7 @@ class _Check:
 
 
 def _possible_hooks(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a loss may be: a sum, or a mean over labels that count, or over what masks leave; as a line, and a hook."""
+    """Yield hooks for a loss that is a sum, or a mean over labels or masks, each with the line that defines it."""
     yield "`loss_reduction = 'sum'`, which divides by the number of samples", {"loss_reduction": "sum"}
     entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
     keys = [k for k, v in entries.items() if isinstance(v, Tensor)] if isinstance(entries, Mapping) else []
@@ -200,11 +202,11 @@ def _possible_hooks(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Neither log nor warn, and leave random numbers as they were."""
+    """Suppress logs and warnings, and restore the random states afterwards."""
     states, disabled = random_states(), logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), mock.patch.dict(os.environ):  # which gets the seed
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):  # where seed_everything() stores the seed
             warnings.simplefilter("ignore")
             yield
     finally:

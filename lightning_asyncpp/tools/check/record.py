@@ -1,4 +1,4 @@
-"""What happens in the first updates of a training, where two trainings differ, and what a check found."""
+"""Record of a training's first updates, first difference between two records, and report of a check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SENTENCES = {
     8: "A mean over samples", 9: "Samples first", 11: "Each parameter by itself", 12: "Of its own batch",
     13: "The optimizer changes weights", 14: "One update behind", 15: "After its own update",
 }  # fmt: skip
-# Of these, what may explain a difference that a comparison finds; of a kind, or of any other.
+# Sentences that may explain a difference, by comparison and kind; "" stands for all other kinds.
 _WHY: dict[str, dict[str, tuple[int, ...]]] = {
     "pieces": {"loss": (3, 6, 7), "gradient": (5, 3, 11, 13, 14), "gradient used": (6, 11, 7), "": (11, 13, 6)},
     "delayed": {"gradient used": (12, 14), "weights": (13, 12), "value at the end": (15, 14), "": (14, 4, 12)},
@@ -39,17 +39,17 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first quantity that differs; ``values``: what is right, and what was found; of a tensor its norm."""
+    """First quantity that differs; ``values`` are the expected and the found one, for tensors their norms."""
 
     update: int
     kind: str
     name: str  # of a parameter or buffer
     values: tuple[Any, Any]
-    others: int  # parameters that differ in it, too
+    others: int  # number of further parameters that differ in this quantity
     comparison: str = ""
     stage: int | None = None
-    hint: str = ""  # what was found to make it right
-    attributes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # of the module, that differ as well
+    hint: str = ""  # a change that was found to remove the difference
+    attributes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # attributes of the module that differ
 
     def __str__(self) -> str:
         place = f" of {self.name}" if self.name else ""
@@ -69,27 +69,27 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Whether a pipeline trains a module as one process does; layers on each stage, losses of the first updates."""
+    """Report on the equality of a pipeline and one process, with the layers of each stage and the first losses."""
 
     stages: Sequence[Sequence[str]]
     microbatches: int
     losses: Sequence[float]
-    comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole": what differs, or how equal they are
-    accumulated: int = 1  # batches per update
+    comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole": the difference, or a text if equal
+    accumulated: int = 1  # number of batches per update
 
     @property
     def differences(self) -> list[Difference]:
-        """Of all comparisons."""
+        """Differences of all comparisons."""
         return [found for found in self.comparisons.values() if isinstance(found, Difference)]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs, and losses are finite."""
+        """Whether there is no difference and all losses are finite."""
         return not self.differences and all(map(math.isfinite, self.losses))
 
     @property
     def bitwise(self) -> bool:
-        """Whether the pipeline trains to the last bit what the whole model does with its microbatches."""
+        """Whether the pipeline equals the whole model with its microbatches, bit for bit."""
         return all(found == EQUAL for name, found in self.comparisons.items() if name != "whole")
 
     def __str__(self) -> str:
@@ -110,31 +110,31 @@ def _both(kind: str, values: tuple[Any, Any]) -> str:
     return f"{norm}{expected} is right, {found} was found"
 
 
-# In the order in which they are compared.
+# Kinds of quantities, in the order of their comparison.
 KINDS = (
     "number of updates", "options of the group", "loss", "gradient", "gradient used", "weights", "value at the end",
 )  # fmt: skip
 UPDATES, OPTIONS, LOSS, GRADIENT, USED, WEIGHTS, END = KINDS
-Rounding = Mapping[str, float]  # of the kinds that are compared, what part of a number or of a norm it may change
-# Of another order of sums: Adam takes whole steps of rounding where a gradient is small.
+Rounding = Mapping[str, float]  # relative tolerance of a number or norm, by the kinds that are compared
+# Tolerances for another order of sums: Adam turns rounding of a small gradient into whole steps.
 OF_ORDER: Rounding = {kind: 1e-2 if kind in (WEIGHTS, END) else 1e-3 for kind in KINDS}
 _PLAIN = (bool, int, float, str, tuple, Tensor)
 Key = tuple[int, str, str]  # update; kind; name of a parameter, of another tensor or of a batch
 
 
 class Value(NamedTuple):
-    """A value, short enough to be kept: equal digests are equal values, a tensor is shown as its 2-norm."""
+    """Digest of a value, equal for equal values, and the value to show, for a tensor its 2-norm."""
 
     digest: Any
     shown: Any
 
 
 class Record(L.Callback):
-    """Records a training with other ``callbacks``."""
+    """Callback that records a training with other ``callbacks``."""
 
     def __init__(self, callbacks: Sequence[L.Callback] = ()) -> None:
         self.seen: dict[Key, Value] = {}
-        self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # update, parameter -> the module's plain ones
+        self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # the module's plain ones, by update and parameter
         self._callbacks = callbacks
         self._updates: Counter[str] = Counter()
         self._names: dict[Tensor, str] = {}
@@ -155,7 +155,7 @@ class Record(L.Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """See gradients before anybody changes them: this is the first callback."""
+        """Record gradients before anything changes them, as this is the first callback."""
         for name, parameter, _ in self._stepped(optimizer):
             self._see(self._updates[name], GRADIENT, name, parameter.grad)
             self.attributes[self._updates[name], name] = _plain(vars(pl_module))
@@ -180,7 +180,7 @@ class Record(L.Callback):
                 self._see(update, OPTIONS, f"{name} {option}", value)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Name, parameter and group of what an optimizer steps now: in a pipeline, of a stage."""
+        """Yield name, parameter and group of all that an optimizer steps now, in a pipeline those of a stage."""
         for group in optimizer.param_groups:
             yield from ((self._names.get(p, ""), p, group) for p in group["params"] if p.requires_grad)
 
@@ -191,12 +191,12 @@ class Record(L.Callback):
             self.seen[update, kind, name] = Value(repr(value), value)
 
     def numbers(self, kind: str) -> list[float]:
-        """Numbers, and norms of tensors, of a kind."""
+        """Return the numbers, and norms of tensors, of a kind."""
         return [value.shown for key, value in self.seen.items() if key[1] == kind and isinstance(value.shown, float)]
 
 
 def _kept_by(owner: object) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in attributes that are neither parameters nor buffers, also within containers and other modules."""
+    """Yield tensors in attributes that are neither parameters nor buffers, also in containers and other modules."""
     for name, value in vars(owner).items():
         if name not in ("_parameters", "_buffers", "_modules"):
             held = value.state_dict() if isinstance(value, nn.Module) else value
@@ -204,7 +204,7 @@ def _kept_by(owner: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors within containers, each with the way to it."""
+    """Yield the tensors in containers, each with its path."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
@@ -216,9 +216,9 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def first_difference(expected: Record, found: Record, rounding: Rounding | None = None) -> Difference | None:
-    """The first quantity in which two trainings differ: to the last bit, or by more than a ``rounding``.
+    """Return the first quantity in which two trainings differ at all, or by more than a ``rounding``.
 
-    A small norm beside large ones of its kind is then compared on their scale.
+    With a rounding, small norms are compared on the scale of the largest one of their kind.
     """
     kinds = dict.fromkeys(KINDS, 0.0) if rounding is None else rounding
     keys = [key for key in dict.fromkeys([*expected.seen, *found.seen]) if key[1] in kinds]
@@ -235,7 +235,7 @@ def first_difference(expected: Record, found: Record, rounding: Rounding | None 
 
 
 def _attributes_apart(expected: Record, found: Record, update: int, name: str) -> dict[str, tuple[Any, Any]]:
-    """Plain attributes of the module that differ then: what a step counts may, but one of them may be the cause."""
+    """Return the module's plain attributes that differ at an update; one of them may be the cause."""
     a, b = (record.attributes.get((update, name.partition(" ")[0]), {}) for record in (expected, found))
     names = a.keys() | b.keys() if a and b else ()
     return {key: (a.get(key), b.get(key)) for key in sorted(names) if repr(a.get(key)) != repr(b.get(key))}
@@ -247,7 +247,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _differ(a: Value | None, b: Value | None, rounding: float, scale: float) -> bool:
     if a is None or b is None:
-        return any(value is not None and value.shown for value in (a, b))  # no gradient is one of 0
+        return any(value is not None and value.shown for value in (a, b))  # no gradient equals a gradient of 0
     if not (rounding and isinstance(a.shown, float) and isinstance(b.shown, float)):
         return bool(a.digest != b.digest)
     is_close = math.isclose(a.shown, b.shown, rel_tol=rounding, abs_tol=rounding * scale)

@@ -1,4 +1,4 @@
-"""The rule of the reference under a real Trainer: a whole module, microbatch by microbatch, with Lightning's own step.
+"""The reference under a real Trainer, which trains a whole module microbatch by microbatch.
 
 :mod:`lightning_asyncpp.reference` computes the gradient. The Trainer does the rest: it accumulates, clips, calls hooks,
 steps the whole optimizer at once, and steps schedulers.
@@ -38,17 +38,18 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ReferenceStrategy(SingleDeviceStrategy):
-    """Trains a module as the reference does, with the settings of a pipeline.
+    """Strategy that trains a module as the reference does, with the settings of a pipeline.
 
     Args:
-        settings: of the pipeline.
-        held: parameter of the network -> how many microbatches of an update its stage holds back.
-        seed: of the run.
-        device: to train on.
-        at_first: take every gradient at the first weights, with the same draws for every sample, and without the losses
-            that layers add or BatchNorm's statistics: these are of each microbatch. One is then the whole batch.
-        zeros: (update, name) of parameters with a gradient of 0 in the pipeline: it sends zeros back for what the loss
-            does not need of another stage, where a single process has no gradient, and thus no weight decay.
+        settings: settings of the pipeline.
+        held: number of microbatches of an update that a parameter's stage holds back, by the parameter's name.
+        seed: seed of the run.
+        device: device of the training.
+        at_first: whether to take every gradient at the first weights, with the same draws for every sample, and without
+            auxiliary losses and BatchNorm's statistics, which depend on the microbatch. One microbatch is then the
+            whole batch.
+        zeros: (update, name) of parameters with a gradient of 0 in the pipeline, which sends zeros back for values that
+            the loss does not use; a single process has no gradient there, and thus no weight decay.
         **hooks: attributes of :class:`UserHooks`, in place of the module's.
     """
 
@@ -71,7 +72,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         module, settings = cast(L.LightningModule, self.lightning_module), self.settings
         self.network = cast(Any, network_in(module))
         problems_of_layers(self.network, module.example_input_array, name_in_steps(module), settings.num_stages)
-        units = pipeline_units(self.network)  # which that found
+        units = pipeline_units(self.network)  # found by problems_of_layers()
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
         super().setup(trainer)
         name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})
@@ -82,7 +83,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         for layer in module.modules() if self.at_first else ():
             if isinstance(layer, BATCH_NORMS):
                 layer.eval()
-        # Losses that layers add are kept from the step, which may add them itself in a plain training.
+        # Auxiliary losses are kept from the step, which may add them itself in a plain training.
         collection, called = collecting(), called_by_steps(self.network)
         called.register_forward_pre_hook(lambda *_: setattr(self, "_added", collection.__enter__()))
         called.register_forward_hook(lambda *_: collection.__exit__())
@@ -106,14 +107,14 @@ class ReferenceStrategy(SingleDeviceStrategy):
         return {**output.beside_loss(), "loss": loss}
 
     def _add_gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> None:
-        """Add the gradient of a batch, of which every microbatch runs on the weights that the rule gives it."""
+        """Add the gradient of a batch, each microbatch on the weights that the staleness rule assigns to it."""
         module, parts = cast(L.LightningModule, self.lightning_module), self.settings.microbatches
         if begins_accumulation(module.trainer):
             self._gradient, self.place = MeanGradient(), 0
         if not self.at_first:
-            self.run.take()  # also what hooks have changed
+            self.run.take()  # with the changes of hooks
         for parameter in self.run.parameters:
-            parameter.grad = None  # of the update before
+            parameter.grad = None  # the gradient of the previous update
         slots = [batch] if self.at_first and parts == 1 else self.hooks.split_batch(batch, parts)
         with self.draws if self.at_first else nullcontext():
             gradient_of(
@@ -146,12 +147,12 @@ class ReferenceStrategy(SingleDeviceStrategy):
         return result
 
     def drain(self) -> None:
-        """Do nothing: every update is applied at once."""
+        """Do nothing, since every update is applied at once."""
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the gradient as hooks left it; where a stage steps before that is known, by the last."""
+        """Clip by the norm of the gradient after hooks, or by the last norm if a stage steps before it is known."""
         parameters = self.run.parameters
-        norm = self._gradient.norm(parameters)  # which rounds as a pipeline does
+        norm = self._gradient.norm(parameters)  # rounds as a pipeline does
         grads = [p.grad for p in parameters if p.grad is not None]
         raw = [g for p in parameters if (g := self._gradient.mean(p, 0.0, None)) is not None]
         if len(raw) != len(grads) or not all(map(torch.equal, raw, grads)):
@@ -161,9 +162,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
 
 class SameDraws(TorchDispatchMode):
-    """Meanwhile torch draws one number for all elements of a tensor, always the same one, and dropout drops nothing."""
+    """Mode in which all random numbers of a tensor are equal, always the same one, and dropout drops nothing."""
 
-    eps = 0.0  # of the coarsest dtype that anything was computed in
+    eps = 0.0  # of the coarsest dtype of any computation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}

@@ -1,1 +1,1 @@
-"""``asyncpp plan``: what a recipe needs on a kind of device, before anything is trained."""
+"""``asyncpp plan``: memory and speed of a recipe on a kind of device, without training."""

@@ -1,4 +1,4 @@
-"""Kinds of devices as data: published figures, and how much of them is assumed to be reached."""
+"""Kinds of devices: published figures, and the shares of them that are assumed to be reached."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # it takes torch, for which `asyncpp plan --help` does not wait
+if TYPE_CHECKING:  # it imports torch, for which `asyncpp plan --help` does not wait
     from lightning_asyncpp.tools.plan.recipe import Recipe
 
 GIB = 2**30
 HOP_SECONDS = 20e-6
-"""What a message between two devices takes beside its bytes: an assumption."""
+"""Assumed latency of a message between two devices."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a recipe is to run on; speeds are peaks, in one direction."""
+    """Kind of device on which a recipe runs; speeds are peaks, in one direction."""
 
     name: str
-    memory: float  # GiB that a program can allocate: a little less than what the name says; 0: of the host
+    memory: float  # GiB that a program can allocate, a little less than the nominal size; 0 for the host's memory
     tflops: float  # of dense products in bf16, summed in fp32
     bandwidth: float  # GB/s of its own memory
     link: float  # GB/s to another device of the node
@@ -32,8 +32,8 @@ class Device:
 
     @property
     def room(self) -> float:
-        """Bytes that a stage may take."""
-        # The context of CUDA, the buffers of NCCL and cuBLAS, and gaps between allocations.
+        """Number of bytes that a stage may take."""
+        # The reserve is for the context of CUDA, buffers of NCCL and cuBLAS, and gaps between allocations.
         reserve = 2.0 + 0.05 * self.memory if self.is_gpu else 0.0
         return (self.memory - reserve) * GIB
 
@@ -42,7 +42,7 @@ class Device:
         return flops / (self.tflops * 1e12 * self.mfu)
 
     def update(self, moved: int, flops: int) -> float:
-        """Return the seconds of an update: its bytes through memory, and what it multiplies (Newton-Schulz)."""
+        """Return the seconds of an update, of its memory traffic and its matrix products (Newton-Schulz)."""
         return moved / (self.bandwidth * 1e9 * self.bandwidth_share) + self.compute(flops)
 
     def bytes_per_second(self, ranks: Sequence[int]) -> float:
@@ -51,7 +51,7 @@ class Device:
         return (self.link if len(nodes) == 1 else self.network) * 1e9
 
 
-# NVLink's published figure counts both directions; half of it is here. Networks: those of NVIDIA's DGX or HGX machines.
+# Links are half of NVLink's published figures, which count both directions. Networks are those of NVIDIA's DGX or HGX.
 _IB_400, _IB_200, _ETHERNET_100, _ETHERNET_10 = 50.0, 25.0, 12.5, 1.25
 
 DEVICES = {
@@ -67,17 +67,17 @@ DEVICES = {
         Device("cpu", 0.0, 0.1, 20, 5, 0.125, is_gpu=False),  # one core, by assumption
     )
 }
-"""By name."""
+"""Kinds of devices by name."""
 
 
 def device_of(name: str, recipe: Recipe, memory: float | None = None, mfu: float = 0.4) -> Device:
-    """Return the device that a recipe is to run on; of a single node it may have more of them than are usual.
+    """Return the device for a recipe; a single node may have more devices than usual.
 
     Args:
-        name: of its kind.
-        recipe: what it is to run.
-        memory: GiB, in place of the kind's.
-        mfu: see :class:`Device`.
+        name: name of the kind.
+        recipe: recipe to run.
+        memory: memory in GiB, in place of the kind's.
+        mfu: share of the peak that is reached, see :class:`Device`.
     """
     kind = DEVICES[name]
     usual = max(recipe.per_node, kind.devices_per_node if kind.is_gpu else recipe.devices)

@@ -1,4 +1,4 @@
-"""A recipe on a kind of device, answered: what every stage needs, and how fast its schedule and others would be."""
+"""Estimates of memory and speed for a recipe on a kind of device, under its schedule and others."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class StageTimes:
 
 
 class Estimate:
-    """A recipe's pipeline on its devices.
+    """Estimate of a recipe's pipeline on its devices.
 
     Args:
-        recipe: what is planned.
-        device: each of them.
+        recipe: recipe that is planned.
+        device: kind of each device.
 
     Attributes:
-        settings: of its pipeline.
-        partition: how many layers each stage has, and how that was chosen.
-        per_update: number of microbatches.
-        profiles: what the stages of one replica take.
+        settings: settings of the pipeline.
+        partition: numbers of layers of the stages, and the source of the choice.
+        per_update: number of microbatches per update.
+        profiles: profiles of the stages of one replica.
 
     Raises:
-        ConfigurationError: it cannot be run so.
+        ConfigurationError: the recipe cannot be run on so many devices.
     """
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
@@ -69,7 +69,7 @@ class Estimate:
         self.per_update = self.settings.microbatches * recipe.trainer.accumulate_grad_batches
         with recipe.trainer.precision_plugin.forward_context():
             for module in recipe.model.modules():
-                if isinstance(module, Experts):  # they try a kernel first, and look at what it computes
+                if isinstance(module, Experts):  # runs the trial of a kernel, which needs real values
                     module.use_grouped(torch.device("cpu"))
         self.profiles = self._profiles()
 
@@ -82,7 +82,7 @@ class Estimate:
 
     @cached_property
     def memory(self) -> list[Memory]:
-        """Of each stage, when it needs most."""
+        """Peak memory of each stage."""
         batch = sum(tensor.nbytes for tensor in tensors_of(self.recipe.batch))
         replicas, last = self.settings.data_parallel_size, self.settings.num_stages - 1
         return [
@@ -97,12 +97,12 @@ class Estimate:
 
     @property
     def samples(self) -> int:
-        """Samples per update, over all replicas."""
+        """Number of samples per update, over all replicas."""
         return self.recipe.batch_size * self.recipe.trainer.accumulate_grad_batches * self.settings.data_parallel_size
 
     @property
     def tokens(self) -> int | None:
-        """Targets per update, of batches of token sequences (batch, time + 1); None of others."""
+        """Number of targets per update for batches of tokens, (batch, time + 1); None for others."""
         batch = self.recipe.batch
         if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.is_floating_point():
             return None
@@ -110,17 +110,17 @@ class Estimate:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model that are trained; what two stages hold counts once."""
+        """Number of trained parameters of the whole model; shared ones count once."""
         return sum(p.numel() for p in self.recipe.model.parameters() if p.requires_grad)
 
     @property
     def flops_per_sample(self) -> float:
-        """Of a forward and its backward, recomputation included."""
+        """Floating-point operations of a forward and its backward per sample, recomputation included."""
         flops = sum(profile.forward.flops + profile.backward.flops for profile in self.profiles)
         return flops * self.settings.microbatches / self.recipe.batch_size
 
     def _profiles(self) -> list[Profile]:
-        """Run each stage once, of those that are alike the first."""
+        """Profile each stage, identical ones once."""
         tied = {stage for tie in self._whole.ties for stage in tie.stages}
         known: dict[str, Profile] = {}
         found: list[Profile] = []
@@ -161,7 +161,7 @@ class Estimate:
 
     @cached_property
     def schedules(self) -> dict[str, list[Schedule]]:
-        """The recipe's own schedule, and others: name -> schedule of each stage."""
+        """Schedules of all stages by name: the recipe's own and others."""
         own = [self._whole.schedule(self.settings, stage) for stage in range(self.settings.num_stages)]
         delayed = [replace(s, pipeline_rule=StalenessRule(1), slack=0) for s in own]
         return {
@@ -173,7 +173,7 @@ class Estimate:
 
     @cached_property
     def paces(self) -> dict[str, Pace]:
-        """How fast each schedule is; those are left out for which there are too few microbatches."""
+        """Speed of each schedule, without those for which there are too few microbatches."""
         found = {}
         for name, schedules in self.schedules.items():
             with suppress(DeadlockError):
@@ -181,19 +181,19 @@ class Estimate:
         return found
 
     def staleness(self, name: str) -> list[float]:
-        """Return how many updates old the gradients of each stage are under a schedule."""
+        """Return the delay of each stage's gradients in updates under a schedule."""
         return [schedule.stage_rule.staleness(self.per_update) for schedule in self.schedules[name]]
 
     @cached_property
     def times(self) -> list[StageTimes]:
-        """What each stage takes by itself."""
+        """Times of each stage's operations."""
         return [self._times(stage, profile) for stage, profile in enumerate(self.profiles)]
 
     def _times(self, stage: int, profile: Profile) -> StageTimes:
         device, replicas = self.device, self.settings.data_parallel_size
         mesh = Mesh(self.settings.num_stages, replicas, 0)
         transfer = reduction = 0.0
-        if profile.sent is not None:  # in the replica with the slowest link
+        if profile.sent is not None:  # time in the replica with the slowest link
             pairs = ([mesh.rank_of(stage, r), mesh.rank_of(stage + 1, r)] for r in range(replicas))
             transfer = profile.sent.num_bytes / min(device.bytes_per_second(pair) for pair in pairs)
         if replicas > 1:  # a ring: every device sends and receives each gradient nearly twice
@@ -214,7 +214,7 @@ class Estimate:
 
 
 def described(units: list[Unit]) -> list[Any]:
-    """Return what decides on memory and time: layers as they print, their modes, shapes, and what they share."""
+    """Return all that determines memory and time: layers as printed, their modes, shapes, and shared tensors."""
     layers = nn.ModuleList(unit.module for unit in units)
     tensors = (*layers.named_parameters(), *layers.named_buffers())  # shared ones once
     return [

@@ -1,8 +1,8 @@
-"""Tensors with a shape and a dtype but no memory, a meter over them, and operators as a GPU runs them.
+"""Tensors with shape and dtype but no memory, a meter of their memory and work, and stand-ins for GPU kernels.
 
-There is no GPU where a plan is made, so operators run as on the CPU. The few that torch runs otherwise on CUDA, and
-that language models are made of, are replaced: RMSNorm in one kernel, dropout with a mask of bytes, attention with
-dropout without a matrix of scores, and what CUDA's autocast computes in fp32.
+A plan is made without a GPU, so operators run as on the CPU. Operators of language models that torch runs differently
+on CUDA are replaced: RMSNorm in one kernel, dropout with a mask of bytes, attention with dropout without a matrix of
+scores, and operators that CUDA's autocast runs in fp32.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ stands_for_tensors(FakeTensor)
 
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-"""Under it new tensors, and what is computed from them, have no memory. There is one, so that all of them may meet.
+"""Mode in which new tensors and results have no memory; a single one, since fake tensors of two modes cannot be mixed.
 
-An operator that does not know the shape of its result must not be run on real zeros to find out.
+Operators without a rule for the shape of their result are not run on real zeros.
 """
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a new tensor without memory of the same shape and dtype, on the CPU whatever device the other is on."""
+    """Return a new tensor without memory of the same shape and dtype, always on the CPU."""
     with FAKE:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def drop_memory(module: nn.Module) -> None:
-    """Replace all parameters and buffers by :func:`empty_like` ones, shared ones by shared ones."""
+    """Replace all parameters and buffers by :func:`empty_like` ones; shared ones stay shared."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         parameters = part.named_parameters(recurse=False, remove_duplicate=False)
@@ -58,12 +58,12 @@ def drop_memory(module: nn.Module) -> None:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Count scores, and the values that they weigh; every head of the queries has its own. A mask saves nothing."""
+    """Return the operations of scores and weighted values, for every query head; a mask saves none."""
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Count two products for each of the forward, and the scores once more."""
+    """Return the operations of two products for each one of the forward, and of recomputing the scores."""
     return 2 * _attention(query, key, value) + 2 * math.prod(query.shape) * key.shape[-2]
 
 
@@ -71,30 +71,30 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     torch.ops.lightning_asyncpp.loop_linear: lambda x, weight, *_, **__: 2 * math.prod(x.shape) * weight.shape[1],
     torch.ops.lightning_asyncpp.loop_linear_backward: lambda g, x, *_, **__: 4 * math.prod(x.shape) * g.shape[1],
-    # Every row of the first meets one matrix.
+    # Every row of the first operand is multiplied with one matrix.
     torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1],
-    # Those of torch 2.11 are not known to its counter.
+    # torch's counter does not know these operators of torch 2.11.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""Operator -> its floating-point operations, from its arguments."""
+"""Functions from an operator's arguments to its floating-point operations, by operator."""
 
 
 @dataclass
 class Reading:
-    """What happened during a part of a run."""
+    """Memory and work of a part of a run."""
 
-    kept: int = 0  # bytes that are alive after it and were not before; negative if more was freed
-    peak: int = 0  # most bytes alive at a time, above those before it
-    moved: int = 0  # bytes that operators read and wrote, views left out
-    flops: int = 0  # of matrix products and attention
+    kept: int = 0  # bytes allocated minus bytes freed
+    peak: int = 0  # peak of allocated bytes, above those at the beginning
+    moved: int = 0  # bytes that operators read and wrote, without views
+    flops: int = 0  # floating-point operations of matrix products and attention
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operator, and the memory behind every result until it is freed; no kernel's own workspace.
+    """Mode that measures the memory and work of all operators, without the workspaces of kernels.
 
     Args:
-        before: tensors that are there already.
+        before: tensors that exist already.
     """
 
     def __init__(self, before: Iterable[Tensor] = ()) -> None:
@@ -108,7 +108,7 @@ class Meter(TorchDispatchMode):
             self._note(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the operator and note what it made."""
+        """Run the operator and measure its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = sum(self._note(tensor) for tensor in tensors_of(result))
@@ -120,7 +120,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def reading(self) -> Iterator[Reading]:
-        """Read what the body does; readings may not lie inside each other."""
+        """Measure a ``with`` block; blocks must not be nested."""
         reading, before = Reading(), self.alive
         self._peak, self._moved, self._flops = self.alive, 0, 0
         yield reading
@@ -128,7 +128,7 @@ class Meter(TorchDispatchMode):
         reading.moved, reading.flops = self._moved, self._flops
 
     def _note(self, tensor: Tensor) -> int:
-        """Count the memory of a tensor if it is new; return its bytes then."""
+        """Count the memory of a tensor if it is new; return its bytes, or 0."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         if key in self._known:
@@ -145,17 +145,17 @@ class Meter(TorchDispatchMode):
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the memory behind tensors, what they share counted once."""
+    """Return the bytes of the storages of tensors, shared ones counted once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 @contextmanager
 def kernels_of_gpu() -> Iterator[None]:
-    """Replace operations meanwhile."""
-    # Not by a mode of torch: what a checkpoint computes again in the backward would not see it.
+    """Replace operators by stand-ins for GPU kernels."""
+    # Not by a mode of torch, which would not apply to the recomputation of checkpoints in the backward.
     replacements: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in _REPLACEMENTS.items()]
-    # Optimizers that handle small pieces on a CPU: the Triton kernel of symmetric products is one operator here.
+    # Optimizers work in small pieces on a CPU; the Triton kernel of symmetric products is one operator.
     replacements += [
         (error_feedback, "CPU_CHUNK_ELEMENTS", error_feedback.CHUNK_ELEMENTS),
         (newton_schulz, "symmetric_product", newton_schulz.full_product),
@@ -168,15 +168,15 @@ def kernels_of_gpu() -> Iterator[None]:
 
 
 def as_on_gpu(optimizer: Optimizer) -> None:
-    """Set what optimizers choose by themselves on a GPU: many tensors, or many matrices, in one kernel."""
+    """Set the options that optimizers choose on a GPU: many tensors, or many matrices, in one kernel."""
     for group in optimizer.param_groups:
         undecided = [name for name in ("foreach", "batched") if name in group and group[name] is None]
         group.update(dict.fromkeys(undecided if not group.get("fused") else (), True))
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """What LayerNorm's kernel keeps is what CUDA's for RMSNorm does, and one more number per row."""
-    return F.layer_norm(input, normalized_shape, weight)  # the one that stands for it here
+    """Run LayerNorm, whose kernel keeps the memory of CUDA's RMSNorm and one more number per row."""
+    return F.layer_norm(input, normalized_shape, weight)  # itself replaced by kernels_of_gpu()
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -184,7 +184,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _attention_on_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # As positional arguments a mask and the dropout come first.
+    # The positional arguments begin with mask and dropout.
     kwargs = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs, "dropout_p": 0.0}
     return _sdpa(query, key, value, **kwargs)
 
@@ -194,7 +194,7 @@ def _in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    """A tensor of 16 bits as one of fp32 under autocast; everything else as it is."""
+    """Return a 16-bit tensor in fp32 under autocast, and any other value unchanged."""
     if not isinstance(value, Tensor) or not torch.is_autocast_enabled("cpu"):
         return value
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
@@ -208,4 +208,4 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "scaled_dot_product_attention": _attention_on_gpu,
 }
-"""Name in torch.nn.functional -> what stands for it."""
+"""Stand-ins by their names in torch.nn.functional."""

@@ -1,4 +1,4 @@
-"""``asyncpp plan RECIPE``: whether a recipe fits on a kind of device, and how fast it would be; nothing is trained."""
+"""``asyncpp plan RECIPE``: estimate whether a recipe fits on a kind of device, and its speed, without training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTH = 120
 
 
 def as_json(plan: Estimate) -> dict[str, Any]:
-    """Return everything; memory in bytes, times in seconds."""
+    """Return the whole plan as values for JSON; memory in bytes, times in seconds."""
     settings = plan.settings
     return {
         "device": asdict(plan.device),
@@ -61,7 +61,7 @@ def _stage(plan: Estimate, index: int) -> dict[str, Any]:
 
 
 def table(plan: Mapping[str, Any]) -> str:
-    """Return memory of every stage, speed of the schedules, and what follows from both, of :func:`as_json`."""
+    """Return tables of memory by stage and speed by schedule, with advice, for a plan of :func:`as_json`."""
     blocks = [_headline(plan), _memory(plan), _speed(plan), _advice(plan), _assumptions(plan["device"])]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -134,7 +134,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _count(number: float) -> str:
-    """A number with what stands before a unit."""
+    """Return a number with the prefix of a unit."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan; a recipe that does not fit ends with code 1.
 
     Raises:
-        ConfigurationError: it cannot be run at all.
+        ConfigurationError: the recipe cannot be run.
     """
     own, rest = plan_parser().parse_known_args(argv)
     try:
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out remarks on the devices of this machine."""
+    """Suppress messages about the devices of this machine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What a stage takes: measured on tensors without memory by the code that trains, and added up over its schedule."""
+"""Memory and work of a stage, measured on tensors without memory and summed over its schedule."""
 
 from __future__ import annotations
 
@@ -25,64 +25,64 @@ from lightning_asyncpp.tools.plan.fake_tensors import Meter, Reading, bytes_of
 
 @dataclass
 class Loopback:
-    """Takes the place of a stage's transport between neighbors that are not there."""
+    """Stand-in for a stage's transport, without neighbours."""
 
-    arriving: Header | None  # of what the stage before sends
-    sent: Header | None = None  # of what goes to the stage after
+    arriving: Header | None  # header of the previous stage's messages
+    sent: Header | None = None  # header of the messages to the next stage
 
     def receive_activation(self, k: int) -> Arrival:
-        """Return new tensors as the stage before sends them."""
+        """Return new tensors like those of the previous stage."""
         assert self.arriving is not None
         return Arrival(self.arriving, tuple(info.empty(torch.device("cpu")) for info in self.arriving.tensors))
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        """Note what is sent."""
+        """Note the header."""
         self.sent = header
 
     def receive_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return new tensors as the stage after sends them."""
+        """Return new tensors like those of the next stage."""
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in outputs]
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
-        """Drop them."""
+        """Drop the gradients."""
 
 
 @dataclass
 class Profile:
-    """What one stage takes for microbatches of one size; memory in bytes."""
+    """Memory and work of one stage for microbatches of one size; memory in bytes."""
 
-    num_parameters: int = 0  # trainable values
-    weights: int = 0  # memory of the parameters; with masters, of these
-    versions: int = 0  # of the weight versions beside them
+    num_parameters: int = 0  # number of trained parameters
+    weights: int = 0  # memory of the parameters, or of the masters
+    versions: int = 0  # memory of the weight versions beside them
     buffers: int = 0
-    gradients: int = 0  # of a set of them, as they are summed over microbatches
-    optimizer: int = 0  # what the optimizer keeps
-    correction: int = 0  # what Error Feedback, or another correction, keeps
-    forward: Reading = field(default_factory=Reading)  # what it keeps stays until the backward
-    first_backward: Reading = field(default_factory=Reading)  # with which the gradients come into being
+    gradients: int = 0  # memory of one set of gradients, as they are summed over microbatches
+    optimizer: int = 0  # memory of the optimizer's state
+    correction: int = 0  # memory of the state of Error Feedback, or of another correction
+    forward: Reading = field(default_factory=Reading)  # its activations are kept until the backward
+    first_backward: Reading = field(default_factory=Reading)  # allocates the gradients
     backward: Reading = field(default_factory=Reading)
     update: Reading = field(default_factory=Reading)
-    sent: Header | None = None  # of what goes to the stage after
+    sent: Header | None = None  # header of the messages to the next stage
 
 
 @dataclass
 class StageUnderTest:
-    """A stage whose weights have no memory, and all that runs it."""
+    """Stage without memory for its weights, and the objects to run it."""
 
     stage: Stage
     meter: Meter
-    versions: int  # of its weights
-    compute_dtype: torch.dtype | None  # of the versions beside masters
+    versions: int  # number of weight versions
+    compute_dtype: torch.dtype | None  # dtype of the versions beside masters
     batch: Any  # a microbatch, on the first and the last stage
-    arriving: Header | None  # of what the stage before sends
+    arriving: Header | None  # header of the previous stage's messages
     hooks: UserHooks
-    step: Callable[[Any, float | None], Any]  # of the user, called with a microbatch and its weight
-    optimizer: Optimizer  # of its parameters
+    step: Callable[[Any, float | None], Any]  # the user's step, of a microbatch and its weight
+    optimizer: Optimizer  # optimizer of the stage's parameters
 
     def __post_init__(self) -> None:
         stage = self.stage
         self.transport = Loopback(self.arriving)
-        transport: Any = self.transport if stage.num_stages > 1 else None  # it has all that the runner calls
+        transport: Any = self.transport if stage.num_stages > 1 else None  # has the methods that the runner calls
         mesh = Mesh(stage.num_stages, 1, stage.num_stages - 1 - stage.index)
         self.runner = stage_runner(stage, mesh, transport, self.hooks, 0, stage.device)
         self.found = Profile(
@@ -101,7 +101,7 @@ class StageUnderTest:
         found, state = self.found, self.optimizer.state
         gradients = self._mini_batch()
         again = {name: None if g is None else torch.empty_like(g) for name, g in gradients.items()}
-        self._update(gradients)  # in which the optimizer's state comes into being
+        self._update(gradients)  # allocates the optimizer's state
         with self.meter.reading() as found.update:
             self._update(again)
         remembered = [of_one.get(key) for of_one in state.values() for key in getattr(self.optimizer, "keys", ())]
@@ -111,7 +111,7 @@ class StageUnderTest:
 
     def _mini_batch(self) -> dict[str, Tensor | None]:
         found, meter = self.found, self.meter
-        flights = [self._forward(0)]  # what a layer makes at its first call and keeps is not part of every call
+        flights = [self._forward(0)]  # not measured: layers may allocate memory at their first call only
         with meter.reading() as found.forward:
             flights.append(self._forward(1))
         with meter.reading() as found.first_backward:
@@ -129,7 +129,7 @@ class StageUnderTest:
         return flight
 
     def _update(self, gradients: dict[str, Tensor | None]) -> None:
-        """Step as the update queue and the session do; gradients are used up."""
+        """Step as the update queue and the session do, and free the gradients."""
         before = self.weights.advance()
         for name, parameter in self.weights.parameters.items():
             parameter.grad = gradients.get(name)
@@ -141,43 +141,43 @@ class StageUnderTest:
 
 
 _MINI_BATCHES = 4
-"""After three of them nothing changes from one to the next."""
+"""Number of simulated mini-batches; after three of them the memory repeats."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is alive on a stage when it is most."""
+    """Peak memory of a stage."""
 
-    parts: dict[str, int]  # in bytes: see :func:`peak_of`
-    in_flight: int  # number of microbatches
-    during: str  # what runs then: forward, backward, reduction or update
+    parts: dict[str, int]  # bytes by part, see :func:`peak_of`
+    in_flight: int  # number of microbatches in flight
+    during: str  # action at the peak: forward, backward, reduction or update
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts in bytes."""
         return sum(self.parts.values())
 
 
 def peak_of(schedule: Schedule, profile: Profile, per_update: int, batch: int, replicas: int = 1) -> Memory:
-    """Follow the schedule's actions over a few mini-batches and return the moment with the most memory.
+    """Follow the schedule's actions over a few mini-batches and return the peak memory.
 
-    Its parts: weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (all sets),
-    activations (of microbatches in flight) and working (the rest of that moment: logits, a microbatch's own gradients).
+    Its parts are weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (all sets),
+    activations (of microbatches in flight) and working (the rest: logits, a microbatch's own gradients).
 
     Args:
-        schedule: of the stage.
-        profile: what a microbatch takes there.
-        per_update: microbatches per update.
+        schedule: schedule of the stage.
+        profile: profile of the stage.
+        per_update: number of microbatches per update.
         batch: bytes of a batch on this stage.
-        replicas: of the pipeline.
+        replicas: number of replicas of the pipeline.
     """
     schedule = replace(schedule, pipeline_rule=replace(schedule.pipeline_rule, synchronous_start=0))
     batches = 2 if schedule.depth and schedule.pipeline_rule.delay else 1
     constant = {
         name: getattr(profile, name) for name in ("weights", "versions", "buffers", "optimizer", "correction")
     } | {"batch": batch * batches}
-    flights: dict[int, int] = {}  # microbatch -> what it keeps
-    gradients: dict[int, int] = {}  # mini-batch -> its sum, until its update
+    flights: dict[int, int] = {}  # bytes of activations by microbatch
+    gradients: dict[int, int] = {}  # bytes of summed gradients by mini-batch, until its update
     moments: list[Memory] = []
 
     def note(working: int, during: str) -> None:

@@ -1,4 +1,4 @@
-"""A recipe of ``asyncpp fit`` as a plan needs it: its module without memory, its pipeline's settings, a batch."""
+"""Recipes of ``asyncpp fit`` for a plan: a module without memory, the pipeline's settings, and a batch."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from lightning_asyncpp.trainer.set_up import module_problems, optimizers_in
 
 @dataclass
 class Recipe:
-    """What is planned."""
+    """Recipe that is planned."""
 
     module: LightningModule  # with fake tensors, connected to the trainer
-    model: nn.Module  # of it, what is cut
-    trainer: L.Trainer  # stands for the recipe's; nothing runs in it
+    model: nn.Module  # network of the module, which is cut
+    trainer: L.Trainer  # stand-in for the recipe's Trainer, in which nothing runs
     settings: PipelineSettings
-    devices: int  # processes, on all nodes
+    devices: int  # number of processes on all nodes
     nodes: int
-    per_node: int  # devices
-    batch: Any  # on the host, in the structure that the loader gives
+    per_node: int  # number of devices of a node
+    batch: Any  # on the host, in the loader's structure
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch."""
+        """Number of samples of a batch."""
         return number_of_samples(self.batch)
 
     def step(self) -> Callable[[Any, float | None], Any]:
-        """Return the user's training step, called as Lightning calls it: with a microbatch, and its weight, unused."""
+        """Return the user's training step as a function of a microbatch and its weight, which is unused."""
         step = self.module.training_step
         index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
         return lambda microbatch, weight: step(microbatch, *index)
 
     def optimizer_of(self, stage: Stage) -> Optimizer:
-        """Make the optimizer of the whole module, and leave it the parameters of a stage."""
+        """Make the optimizer of the whole module, and reduce it to the parameters of a stage."""
         (optimizer,) = optimizers_in(self.module.configure_optimizers())
         name_parameters(optimizer, {p: name for name, p in self.module.named_parameters()})
         StageOptimizer(optimizer, stage.parameters.values()).keep_own()
@@ -63,14 +63,14 @@ class Recipe:
 
 
 def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
-    """Build what a recipe describes, without memory.
+    """Build a recipe without memory.
 
     Args:
-        config: of ``asyncpp fit``, parsed.
-        devices: processes, in place of the recipe's.
+        config: parsed configuration of ``asyncpp fit``.
+        devices: number of processes, in place of the recipe's.
 
     Raises:
-        ConfigurationError: it is none of a pipeline, or does not say how many devices there are.
+        ConfigurationError: the strategy is not a pipeline, or the number of devices is unknown.
         ValueError: a class refuses its arguments.
     """
     settings = _settings(config["trainer"].get("strategy"))
@@ -104,28 +104,28 @@ def _settings(strategy: Any) -> PipelineSettings:
 
 
 def _trainer(config: Mapping[str, Any]) -> L.Trainer:
-    """Return a Trainer with all of the recipe's that decides on memory."""
+    """Return a Trainer with the recipe's arguments that affect memory."""
     steps = config.get("max_steps") or -1
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        plugins=[LightningEnvironment()],  # nothing is started, also in a job of Slurm
+        plugins=[LightningEnvironment()],  # starts no processes, even in a Slurm job
         precision=config.get("precision"),
         max_steps=steps if steps > 0 else 1000,  # schedules of the learning rate need a number, memory does not
         accumulate_grad_batches=config.get("accumulate_grad_batches") or 1,
         logger=False,
     )
-    trainer.strategy.materializes_stages = True  # type: ignore[attr-defined]  # so that layers stay on the meta device
+    trainer.strategy.materializes_stages = True  # type: ignore[attr-defined]  # layers then stay on the meta device
     return trainer
 
 
 def _module(config: Mapping[str, Any], trainer: L.Trainer) -> tuple[LightningModule, nn.Module]:
-    """Return the recipe's module and its network, on the meta device unless they look at values at once."""
+    """Return the recipe's module and its network, on the meta device unless their construction reads values."""
     try:
         with torch.device("meta"):
             module = _built(config, trainer)
         is_ready = has_layers(network_in(module))  # type: ignore[arg-type]
-    except Exception:  # what is wrong with the recipe shows once more, as a training would see it
+    except Exception:  # an error of the recipe occurs again below, as in a training
         is_ready = False
     if not is_ready:
         module = _built(config, trainer)
@@ -141,7 +141,7 @@ def _module(config: Mapping[str, Any], trainer: L.Trainer) -> tuple[LightningMod
 def _built(config: Mapping[str, Any], trainer: L.Trainer) -> LightningModule:
     arguments = dict(config.get("init_args") or {})
     if "compile_blocks" in arguments:
-        arguments["compile_blocks"] = False  # there is nothing to run fast
+        arguments["compile_blocks"] = False  # nothing is computed
     with torch.random.fork_rng(devices=[]):
         module: LightningModule = _instance(LightningModule, "model", {**config, "init_args": arguments})
         module.trainer = trainer
@@ -156,7 +156,7 @@ def _instance(kind: type, key: str, value: Mapping[str, Any]) -> Any:
 
 
 def _example_batch(module: LightningModule, data: LightningDataModule | None) -> Any:
-    """Return what the data or the module says a batch looks like, or else the first one."""
+    """Return the example batch of the data or the module, or else the first batch."""
     for owner in (data, module):
         if callable(example := getattr(owner, "example_batch", None)):
             return example()

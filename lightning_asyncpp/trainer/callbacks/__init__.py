@@ -1,1 +1,1 @@
-"""Callbacks for pipelines: how busy they are, what they do when, what the model writes."""
+"""Callbacks for pipelines: throughput, traces, terminal output, and sampled text."""

@@ -1,4 +1,4 @@
-"""How fast a run is, and how well a pipeline is used, in the progress bar and the logger: over the last batches."""
+"""Throughput of a run and utilisation of its pipeline over the last batches, for the progress bar and the logger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GB = 1e9
 
 
 class _Batch(NamedTuple):
-    """When a batch ran, its tokens over all replicas, and what the stage did until it ended."""
+    """Start and end of a batch, its tokens over all replicas, and the spans of the stage until its end."""
 
     since: float
     until: float
@@ -31,13 +31,13 @@ class _Batch(NamedTuple):
 
 
 class PipelineMonitor(L.Callback):
-    """Logs throughput and how well the pipeline is used, averaged over the last batches.
+    """Callback that logs throughput and the utilisation of the pipeline, averaged over the last batches.
 
     Under any strategy:
 
-    - ``tokens_per_second``: of all replicas, which are taken to be as fast as the first; time spent in validation does
-      not count. Tokens are what the module's ``microbatch_weight`` counts in a batch.
-    - ``tokens_seen``: since the training began; a checkpoint has it, and a run goes on counting from there.
+    - ``tokens_per_second``: throughput of all replicas, each taken to be as fast as the first; time spent in validation
+      does not count. The module's ``microbatch_weight`` counts the tokens of a batch.
+    - ``tokens_seen``: tokens since the training began; checkpoints keep the number for resumed runs.
     - ``mfu``: share of the devices' peak that the model's own operations use (0 to 1). It needs the module's
       ``flops_per_batch`` (floating-point operations of a forward and its backward of the whole model, for the batch of
       one replica) or ``flops_per_token``; and a device whose peak Lightning knows, or ``peak_flops``. ``measure_flops``
@@ -45,33 +45,33 @@ class PipelineMonitor(L.Callback):
 
     Under a pipeline also:
 
-    - ``gradient_norm``: 2-norm over all stages, before clipping, of the newest update: that of the batch before.
-    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1): that of a
-      flush, but also updates, the loader and the trainer's own work.
-    - ``gradient_staleness``: updates by which the newest gradient is too old, the mean over the microbatches of a
-      mini-batch and over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the
-      delay has begun.
+    - ``gradient_norm``: 2-norm over all stages, before clipping, of the newest update, that of the previous batch.
+    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1). Beside
+      flushes it includes updates, the loader and the trainer's own work.
+    - ``gradient_staleness``: delay of the newest gradient in updates, a mean over the microbatches of a mini-batch and
+      over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has
+      begun.
 
-    On a GPU a batch counts when the device has come to its end: usually a batch or two later. Nothing is exchanged:
-    rank 0, the last stage of the first replica, logs its own spans, and the staleness that the schedules of all stages
-    say.
+    On a GPU a batch counts when the device has finished it, usually a batch or two later. Ranks exchange nothing for
+    these values: rank 0, the last stage of the first replica, logs its own spans, and computes the staleness from the
+    schedules of all stages.
 
-    After each validation and each epoch of training of a pipeline on GPUs, ``peak_memory_stage_0``, ... go to the
-    loggers: the most that torch has had allocated on each stage, over its replicas, in GB. Ranks exchange it then, and
-    at no other time.
+    After each validation and each training epoch of a pipeline on GPUs, the loggers receive ``peak_memory_stage_0``,
+    ...: torch's peak of allocated memory on each stage, the largest over its replicas, in GB. Ranks communicate only
+    for this.
 
-    Throughput, ``mfu`` and ``bubble`` stand in the progress bar, too.
+    Throughput, ``mfu`` and ``bubble`` are also shown in the progress bar.
 
     Args:
         window: number of batches that are averaged.
-        every_n_batches: log after every so many batches: logging costs the last stage more than measuring does.
-        peak_flops: operations per second that one device can do at most; default: what Lightning knows of it.
+        every_n_batches: number of batches between two logs; logging costs the last stage more than measuring does.
+        peak_flops: peak of one device in operations per second; ``None`` for the value that Lightning knows.
 
     Attributes:
-        tokens_seen: so far; on rank 0.
+        tokens_seen: tokens so far, on rank 0.
 
     Raises:
-        ConfigurationError: an argument makes no sense.
+        ConfigurationError: an argument is below 1.
     """
 
     def __init__(self, window: int = 20, every_n_batches: int = 10, peak_flops: float | None = None) -> None:
@@ -84,20 +84,20 @@ class PipelineMonitor(L.Callback):
         self._peak = peak_flops
         self._reader: Reader | None = None
         self._clock: Clock = HOST
-        self._since: Moment | None = None  # None: the clock stands still
-        self._ending: deque[tuple[Moment, Moment, float]] = deque()  # batches that a device may not have ended
+        self._since: Moment | None = None  # None while the clock is stopped
+        self._ending: deque[tuple[Moment, Moment, float]] = deque()  # batches that a device may not have finished
         self._recent: deque[_Batch] = deque(maxlen=window)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on needs to know."""
+        """Return the state for a resumed run."""
         return {"tokens_seen": self.tokens_seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Load the number of tokens of the interrupted run."""
         self.tokens_seen = state_dict["tokens_seen"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget an earlier run, and follow what this stage does."""
+        """Forget an earlier run, and begin to record this stage."""
         self._since = None
         self._ending.clear()
         self._recent.clear()
@@ -118,7 +118,7 @@ class PipelineMonitor(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take in what happened since the end of the batch before, loading included, and log."""
+        """Measure the time since the end of the previous batch, with the loading of data, and log."""
         if not trainer.is_global_zero or self._since is None:
             return
         tokens, now = _tokens(trainer, pl_module, batch), self._clock.now()
@@ -145,11 +145,11 @@ class PipelineMonitor(L.Callback):
         _show_memory(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let go of the stage."""
+        """Stop recording the stage."""
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Let go of the stage."""
+        """Stop recording the stage."""
         self._close()
 
     def _close(self) -> None:
@@ -158,7 +158,7 @@ class PipelineMonitor(L.Callback):
             self._reader = None
 
     def _read_ended(self) -> None:
-        """Take in the batches that have ended where they are computed."""
+        """Read the spans of the batches that their device has finished."""
         while self._ending and (until := self._clock.when(self._ending[0][1])) is not None:
             since, _, tokens = self._ending.popleft()
             begun = self._clock.when(since)
@@ -191,12 +191,12 @@ class PipelineMonitor(L.Callback):
     def _bubble(self, seconds: float) -> float:
         start, end = self._recent[0].since, self._recent[-1].until
         busy = utilisation((span for batch in self._recent for span in batch.spans), start, end)
-        return 1 - busy * (end - start) / seconds  # validations between them do not count
+        return 1 - busy * (end - start) / seconds  # validations between the batches do not count
 
 
 def _log(pl_module: L.LightningModule, name: str, value: float) -> None:
-    """Log a value of this process alone."""
-    # Of a float Lightning makes a tensor on the device, and waits for it whenever it shows it.
+    """Log a value of this process only."""
+    # Lightning would turn a float into a tensor on the device, and wait for it to show it.
     tensor = torch.tensor(value, device="cpu")
     pl_module.log(name, tensor, prog_bar=name in _IN_BAR, rank_zero_only=True, on_step=True, on_epoch=False)
 
@@ -207,17 +207,17 @@ def _replicas(trainer: L.Trainer) -> int:
 
 
 def _tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
-    """Tokens of a batch, over all replicas; 0 where nobody counts them."""
+    """Return the number of tokens of a batch over all replicas; 0 if the module does not count them."""
     weigh = getattr(pl_module, "microbatch_weight", None)
     if not callable(weigh):
         return 0.0
     weighed = getattr(trainer.strategy, "batch_weight", None)
-    # A pipeline has weighed it on the host; the batch here may be on a GPU, which would be waited for.
+    # A pipeline has weighed the batch on the host; this one may be on a GPU, for which the host would wait.
     return float(weigh(batch) if weighed is None else weighed) * _replicas(trainer)
 
 
 def _staleness(trainer: L.Trainer) -> float | None:
-    """Updates by which the newest gradient is too old: the mean over all parameters that are trained."""
+    """Return the delay of the newest gradient in updates, the mean over all trained parameters."""
     session = trainer.strategy.session  # type: ignore[attr-defined]
     engine, microbatches = session.running(), session.resolved.microbatches * trainer.accumulate_grad_batches
     newest, trained = max(0, engine.mini_batch - 1), engine.stage.whole.num_trained
@@ -227,7 +227,7 @@ def _staleness(trainer: L.Trainer) -> float | None:
 
 
 def _known_peak(trainer: L.Trainer) -> float | None:
-    """Operations per second of this device at the run's precision, if Lightning knows them."""
+    """Return this device's peak in operations per second at the run's precision, if Lightning knows it."""
     dtype = _DTYPES.get(str(trainer.precision).partition("-")[0])
     return None if dtype is None else get_available_flops(trainer.strategy.root_device, dtype)
 
@@ -241,7 +241,7 @@ def _show_memory(trainer: L.Trainer) -> None:
 
 
 def peak_memory(session: PipelineSession, device: torch.device) -> dict[str, float]:
-    """Return the most that torch had allocated on each stage, of several replicas the largest; a collective call."""
+    """Return torch's peak memory on each stage, the largest over its replicas, in GB; a collective call."""
     assert session.mesh is not None
     with session.watch.collective():
         own = f"{session.mesh.stage} {torch.cuda.max_memory_allocated(device)}"

@@ -1,4 +1,4 @@
-"""A callback that records what every stage of a pipeline does when."""
+"""Callback that records the timeline of every stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ FOLDER = "trace"
 
 
 class PipelineTrace(L.Callback):
-    """Records what every stage does in every ``fit``: forwards, backwards, updates, and what they waited for.
+    """Callback that records the forwards, backwards, updates and waits of every stage in every ``fit``.
 
-    Each process writes a file of its own; ``asyncpp trace FOLDER`` shows them together. Nothing is exchanged between
-    processes while they train. With files of an earlier recording in the folder, the next goes to ``<folder>-2``, ...
+    Each process writes its own file; ``asyncpp trace FOLDER`` shows them together. Processes exchange nothing for it
+    while they train. If the folder holds an earlier recording, the next one goes to ``<folder>-2``, ...
 
     Args:
-        dirpath: folder of the files; default: ``trace`` in the logger's folder, else in ``default_root_dir``.
-        first_mini_batch: the first mini-batch to record, counted over the run from 0.
-        mini_batches: how many to record; default: all that follow. A file grows by about 200 bytes per microbatch.
+        dirpath: folder of the files; ``None`` for ``trace`` in the logger's folder, or else in ``default_root_dir``.
+        first_mini_batch: first mini-batch to record, counted over the run from 0.
+        mini_batches: number of mini-batches to record; ``None`` for all that follow. A file grows by about 200 bytes
+            per microbatch.
 
     Attributes:
-        folder: where the newest recording is; ``None`` before the first.
+        folder: folder of the newest recording; ``None`` before the first.
 
     Raises:
-        ConfigurationError: the strategy is none of a pipeline's.
+        ConfigurationError: the strategy is not a pipeline's.
     """
 
     def __init__(self, dirpath: str | None = None, first_mini_batch: int = 0, mini_batches: int | None = None) -> None:
@@ -60,34 +61,34 @@ class PipelineTrace(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Tell that the batch is there."""
+        """Record the begin of the batch."""
         if self._recorder is not None:
             self._recorder.begin_batch()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell that the batch is over."""
+        """Record the end of the batch."""
         if self._recorder is not None:
             self._recorder.end_batch()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """An epoch's end is no time in which data is fetched."""
+        """End the wait for data: the end of an epoch fetches none."""
         if self._recorder is not None:
             self._recorder.end_pause()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Tell what the time until the next batch goes for."""
+        """Record the time until the next batch as a checkpoint."""
         if self._recorder is not None:
             self._recorder.note_checkpoint()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave validations out."""
+        """Record the begin of a validation."""
         if self._recorder is not None:
             self._recorder.begin_pause(Beside.EVALUATE)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Go on."""
+        """Record the end of a validation."""
         if self._recorder is not None:
             self._recorder.begin_pause(Wait.DATA)
 

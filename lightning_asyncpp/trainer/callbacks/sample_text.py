@@ -1,4 +1,4 @@
-"""A callback that lets a model write while it is trained, also one that lies on the stages of a pipeline."""
+"""Callback that samples text from a model during training, also over the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_asyncpp.trainer.gpt_module import GPTModule
 
 
 class SampleText(Callback):
-    """After every validation, writes how the model continues some prompts: to TensorBoard, or else to the screen.
+    """Callback that continues prompts after every validation, and writes the texts to TensorBoard or to the screen.
 
-    All ranks take part: each token is a forward of the whole pipeline and a broadcast, which training waits for. What
-    the run trains is not changed by it.
+    All ranks take part: each token is a forward of the whole pipeline and a broadcast, for which training waits. The
+    callback does not change what the run trains.
 
     Args:
-        prompts: what to continue; an empty one stands for the beginning of a document.
-        max_new_tokens: most tokens per prompt.
-        temperature: what logits are divided by; 0 takes the most likely token.
-        top_k: draw among so many of the most likely tokens; ``None`` for all.
-        top_p: draw among the most likely tokens that together have this probability; ``None`` for all.
-        seed: of the draws, the same at every validation.
+        prompts: texts to continue; an empty one stands for the beginning of a document.
+        max_new_tokens: maximum number of new tokens per prompt.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number of most likely tokens to draw from; ``None`` for all.
+        top_p: total probability of the most likely tokens to draw from; ``None`` for all.
+        seed: seed of the draws, the same at every validation.
         tokenizer: ``"byte"`` or the path of a tokenizer.json; ``None`` for that of the trainer's ``TextDataModule``.
     """
 
@@ -54,10 +54,10 @@ class SampleText(Callback):
         self.tokenizer_name = tokenizer
 
     def setup(self, trainer: L.Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before training starts, what cannot be sampled from.
+        """Refuse, before training starts, a module or data that cannot be sampled from.
 
         Raises:
-            ConfigurationError: with all reasons.
+            ConfigurationError: the module is not a ``GPTModule``, or there is no tokenizer.
         """
         problems = []
         if not isinstance(pl_module, GPTModule):
@@ -71,7 +71,7 @@ class SampleText(Callback):
             )
         if problems:
             raise ConfigurationError.from_problems(problems)
-        self._tokenizer(trainer)  # which may not be there
+        self._tokenizer(trainer)  # raises if its file is missing
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
         """Continue the prompts; rank 0 writes the texts."""
@@ -104,13 +104,13 @@ class SampleText(Callback):
             agree=agree,
         )
         new = [token for token in tokens if token != tokenizer.end_of_document]
-        # Decoded behind the prompt: some tokenizers leave the first space of a text out.
+        # Decoded together with the prompt: some tokenizers drop the first space of a text.
         whole, shown = (tokenizer.decode(torch.tensor(ids)) for ids in (start + new, start))
         return prompt + whole[len(shown) :]
 
 
 def _next_logits(trainer: L.Trainer, module: GPTModule) -> NextLogits:
-    """Run the model as it lies, on one process or on stages: logits on the last one, ``None`` elsewhere."""
+    """Return a function that runs the model in one process or over stages; it returns logits on the last stage only."""
 
     def last_logits(tokens: Tensor) -> Tensor:
         assert module.model is not None
@@ -133,7 +133,7 @@ def _write(trainer: L.Trainer, texts: Sequence[str]) -> None:
     boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
     for number, text in enumerate(texts):
         for board in boards:
-            # Indented by four, so that TensorBoard's Markdown shows the text as it is.
+            # Indented by four, so that TensorBoard's Markdown shows the text verbatim.
             shown = "\n".join(f"    {line}" for line in text.splitlines())
             board.experiment.add_text(f"sample_{number}", shown, trainer.global_step)
         if not boards:

@@ -1,4 +1,4 @@
-"""What a terminal shows of a training: a table of the stages when it starts, then a bar that fits 80 columns."""
+"""Terminal output of a training: a table of the stages at its start, then a progress bar that fits 80 columns."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _SHORT = {"train_loss": "loss", "tokens_per_second": "tok/s", "val_loss": "val"}
 _FIRST = ("loss", "tok/s", "bubble", "val")
 _LEAST_BAR = 8
 _TQDMS_BAR = 10
-"""Columns of a bar in a line without a width."""
+"""Columns of tqdm's bar in a line without a width."""
 
 
 class PipelineProgressBar(TQDMProgressBar):
     """Lightning's bar with short names: ``loss`` for ``train_loss``, ``tok/s`` for ``tokens_per_second``; shares in %.
 
-    What there is no room for is left out, from the end: loss, throughput and bubble come first, then the validation's
-    loss, then what else is logged with ``prog_bar=True``. The number of the version and the batches per second are not
-    shown. ``asyncpp fit`` uses it where a recipe names no other bar.
+    Values are shown as far as there is room: first loss, throughput and bubble, then the validation's loss, then other
+    values logged with ``prog_bar=True``. The version number and the batches per second are not shown. ``asyncpp fit``
+    uses this bar unless a recipe names another one.
 
     Args:
-        refresh_rate: batches from one drawing to the next.
-        process_position: lines above that belong to others.
-        leave: leave the bar of every epoch behind.
+        refresh_rate: number of batches between two refreshes.
+        process_position: number of lines above that belong to other bars.
+        leave: whether the bar of every epoch stays on the screen.
     """
 
     BAR_FORMAT = "{desc}|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -46,10 +46,10 @@ class PipelineProgressBar(TQDMProgressBar):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """What is shown beside the bar, in its order."""
+        """Return the values beside the bar, in their order."""
         shown = {_SHORT.get(name, name): _text(name, value) for name, value in trainer.progress_bar_metrics.items()}
         ordered = {name: shown[name] for name in (*_FIRST, *shown) if name in shown}
-        if trainer.state.fn == TrainerFn.FITTING:  # also in a validation of it, which ends with the training's bar
+        if trainer.state.fn == TrainerFn.FITTING:  # also in validations, which end with the training's bar
             ordered = _fitting(self.train_progress_bar, ordered)
         return {**ordered}
 
@@ -63,7 +63,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _fitting(bar: tqdm, metrics: dict[str, str]) -> dict[str, str]:
-    """As many metrics as the line has room for; all of them where it has no width, as in a file."""
+    """Return as many metrics as the line has room for; all of them if it has no width, as in a file."""
     now = bar.format_dict
     if now["ncols"] is None:
         return metrics
@@ -79,9 +79,9 @@ def _fitting(bar: tqdm, metrics: dict[str, str]) -> dict[str, str]:
 
 
 class StageSummary(ModelSummary):
-    """Prints, when a training starts, what each stage of the pipeline holds, and what it costs where that is known.
+    """Summary of the layers, parameters and, where known, costs of each stage, printed when a training starts.
 
-    The pipeline strategies put it in the place of a ``ModelSummary`` or ``RichModelSummary``.
+    The pipeline strategies replace a ``ModelSummary`` or ``RichModelSummary`` by it.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
@@ -90,7 +90,7 @@ class StageSummary(ModelSummary):
 
 
 def show_stages(trainer: L.Trainer) -> None:
-    """Have a Trainer that shows a model summary show all stages."""
+    """Replace the model summary of a Trainer, if it has one, by a summary of all stages."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     summaries = [c for c in callbacks if isinstance(c, ModelSummary)]
     if not summaries or any(isinstance(c, StageSummary) for c in summaries):
@@ -102,11 +102,11 @@ def show_stages(trainer: L.Trainer) -> None:
 
 
 def stage_table(session: PipelineSession, model: Any = None) -> str:
-    """What every stage holds: layers, parameters, and its share of the cost.
+    """Return a table of the layers, parameters and share of the cost of every stage.
 
     Args:
-        session: the pipeline, started.
-        model: that was cut; its ``pipeline_costs_unit`` says what its costs are.
+        session: the started pipeline.
+        model: model that was cut; its ``pipeline_costs_unit`` is the unit of the costs.
     """
     whole, partition, mesh = session.whole_model, session.partition, session.mesh
     assert mesh is not None
@@ -123,7 +123,7 @@ def stage_table(session: PipelineSession, model: Any = None) -> str:
 
 
 def _places(mesh: Mesh) -> str:
-    """How to read the column of ranks, in a line."""
+    """Return a line that explains the column of ranks."""
     several = mesh.num_replicas > 1
     first = " of the first replica" if several else ""
     rest = " The ranks of a row hold the same stage, one per replica." if several else ""
@@ -134,7 +134,7 @@ def _places(mesh: Mesh) -> str:
 
 
 def _rows(whole: WholeModel, mesh: Mesh) -> list[list[str]]:
-    """A row of cells for each stage, and one for all."""
+    """Return a row of cells for each stage, and one for all."""
     rows, start = [], 0
     for stage, count in enumerate(whole.counts):
         ranks = ", ".join(str(mesh.rank_of(stage, replica)) for replica in range(min(mesh.num_replicas, 4)))
@@ -146,7 +146,7 @@ def _rows(whole: WholeModel, mesh: Mesh) -> list[list[str]]:
 
 
 def _add_costs(titles: list[str], rows: list[list[str]], loads: Sequence[float], unit: str | None) -> None:
-    """Columns of what stages cost, in the model's unit if it has one, and of their shares."""
+    """Add columns with the costs of stages, in the model's unit if it has one, and with their shares."""
     total = sum(loads)
     for row, load in zip(rows, [*loads, total]):
         row += [_count(int(load))] * (unit is not None) + [f"{100 * load / (total or 1.0):.1f} %"]

@@ -40,8 +40,8 @@ def resumed(pools: Pools, folder: Path, kind: str, then: str, step: int, **chang
 @pytest.mark.parametrize(
     ("kind", "then", "reason"),
     [
-        ("plain", "plain", "a DataLoader cannot say where it was"),
-        ("stateful", "plain", "a DataLoader cannot say where it was"),
+        ("plain", "plain", "a DataLoader cannot save its position"),
+        ("stateful", "plain", "a DataLoader cannot save its position"),
         ("plain", "stateful", "with another loader, or another num_workers"),
         ("stateful", "stateful workers", "with another loader, or another num_workers"),
     ],

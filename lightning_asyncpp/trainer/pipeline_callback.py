@@ -1,4 +1,4 @@
-"""The callback that stands first in line: what others read after a batch, weights or metrics, it has made ready."""
+"""First callback of the Trainer: it prepares the weights and metrics that others read after a batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_asyncpp.trainer.preemption import Preemption, save_nothing_on_exc
 from lightning_asyncpp.trainer.step_log import StepLog
 
 
-class Conductor(Callback):
-    """Drains the pipeline when what follows a batch reads weights or metrics, and lets all ranks know these.
+class PipelineCallback(Callback):
+    """Callback that drains the pipeline and shares metrics before other callbacks read weights or metrics.
 
-    A run that is told to end (SIGTERM, SIGUSR1) ends on all ranks after the same batch: of training, by the control
-    message, or of an evaluation, by flags of its own.
+    After a signal (SIGTERM, SIGUSR1) the run ends on all ranks after the same batch. Ranks agree on that batch by the
+    control message in training and by flags in an evaluation.
 
     Args:
-        trainer: whose callbacks it stands in front of, once it is installed.
-        session: the pipeline, started.
-        step_log: what its steps log.
-        drain: finishes what is in flight and applies every update.
-        batch_ends: callbacks that come after their own update.
+        trainer: owner of the callbacks in front of which :meth:`install` puts this one.
+        session: the started pipeline.
+        step_log: values that the steps log.
+        drain: function that finishes all microbatches in flight and applies every update.
+        batch_ends: hooks that are called after their own update.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Conductor(Callback):
         self._stopping = False
 
     def install(self, trainer: L.Trainer) -> None:
-        """Stand in front of the trainer's callbacks and take over what Lightning does per batch, and on signals."""
-        callbacks = [c for c in trainer.callbacks if not isinstance(c, (Conductor, BeforeSaves))]  # type: ignore[attr-defined]
+        """Go first among the trainer's callbacks, and replace what Lightning does per batch and on signals."""
+        callbacks = [c for c in trainer.callbacks if not isinstance(c, (PipelineCallback, BeforeSaves))]  # type: ignore[attr-defined]
         place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
         callbacks.insert(place, BeforeSaves(self))
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
@@ -62,12 +62,12 @@ class Conductor(Callback):
         private.at_end_of_epoch(trainer, lambda: self._before_end_of_epoch(trainer), self.step_log.share_epoch)
 
     def request_stop(self) -> None:
-        """Ask all ranks to end after a common batch; nothing that a signal's handler must not do."""
+        """Ask all ranks to end after a common batch; safe to call in a signal handler."""
         if self.session.engine is not None:
             self.session.engine.updates.requested.interrupted = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Receive signals."""
+        """Install the signal handlers."""
         self.preemption.install()
 
     on_sanity_check_start = on_test_start = on_predict_start = on_train_start
@@ -75,7 +75,7 @@ class Conductor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Drain if anything that follows needs it; log what layers counted."""
+        """Drain if anything after this batch needs it, and log the statistics that layers counted."""
         engine = self.session.engine
         assert engine is not None
         self._hold_back_stop(trainer)
@@ -84,7 +84,7 @@ class Conductor(Callback):
         self.step_log.end_batch()
         if must_drain:
             self.step_log.share_metrics()
-        if engine.accumulating:  # an update within the batch may have agreed on a stop: it waits for a whole mini-batch
+        if engine.accumulating:  # a stop that an update within the batch agreed on waits for the mini-batch's end
             return
         if engine.updates.agreed.interrupted:
             self._is_preempted = True
@@ -94,24 +94,24 @@ class Conductor(Callback):
             self._stopping = trainer.should_stop = True
 
     def before_saves(self, trainer: L.Trainer) -> None:
-        """Let all ranks know what was logged up to here in this batch, where a checkpoint may be chosen by it."""
+        """Share the values logged so far in this batch if a checkpoint may be chosen by them."""
         if _checkpoint_is_due(trainer) or any(map(private.saves_by_time, trainer.checkpoint_callbacks)):
             self.step_log.share_metrics()
 
     def at_end_of_batch(self, trainer: L.Trainer) -> None:
-        """Hold back a stop; let all ranks know what a learning rate follows."""
+        """Hold back a stop, and share the metric that a learning rate follows."""
         self._hold_back_stop(trainer)
         if _plateau_is_due(trainer):
             self.step_log.share_metrics()
 
     def _hold_back_stop(self, trainer: L.Trainer) -> None:
-        """Ask for a stop that this rank alone may have decided on; it comes when all ranks know of it."""
+        """Turn a stop that may be this rank's alone into a request; the run stops when all ranks know of it."""
         if trainer.should_stop and not self._stopping:
             trainer.should_stop = False
             self.session.running().updates.requested.finished = True
 
     def _before_end_of_epoch(self, trainer: L.Trainer) -> None:
-        """Drain if the last batch was skipped (``on_train_batch_start`` returned -1); end an evaluation if all do."""
+        """Drain, as ``on_train_batch_start`` may have skipped the last batch; end an evaluation if all ranks do."""
         if trainer.training:
             self.drain()
             self.step_log.log_counted()
@@ -120,7 +120,7 @@ class Conductor(Callback):
             self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Leave out the validation of a run that ends."""
+        """Skip the validation of a run that ends."""
         self.preemption.install()
         if self._is_preempted:
             raise SIGTERMException
@@ -140,7 +140,7 @@ class Conductor(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """End here if all ranks do."""
+        """End the prediction if all ranks do."""
         self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -159,7 +159,7 @@ class Conductor(Callback):
             raise
 
     def _stop_evaluation_if_agreed(self, after_batch: bool) -> None:
-        """End the evaluation if all ranks do: after one of its batches, or else where a loader ends."""
+        """End the evaluation if all ranks do, after one of its batches or at the end of a loader."""
         engine = self.session.running()
         requested = engine.updates.requested.interrupted
         if not after_batch:
@@ -180,20 +180,20 @@ class Conductor(Callback):
 
 
 class BeforeSaves(Callback):
-    """Lets all ranks know what callbacks logged after a batch, before some of them choose checkpoints by it.
+    """Callback that shares what callbacks logged after a batch, before some of them choose checkpoints by it.
 
     Args:
-        conductor: knows what was logged.
+        pipeline_callback: callback that shares the values.
     """
 
-    def __init__(self, conductor: Conductor) -> None:
-        self._conductor = conductor
+    def __init__(self, pipeline_callback: PipelineCallback) -> None:
+        self._pipeline_callback = pipeline_callback
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Share it, after all callbacks but those that save."""
-        self._conductor.before_saves(trainer)
+        """Share the logged values after all callbacks but those that save."""
+        self._pipeline_callback.before_saves(trainer)
 
 
 def _checkpoint_is_due(trainer: L.Trainer) -> bool:
@@ -201,7 +201,7 @@ def _checkpoint_is_due(trainer: L.Trainer) -> bool:
 
 
 def _plateau_is_due(trainer: L.Trainer) -> bool:
-    """Whether a learning rate follows a metric after this batch."""
+    """Return whether a learning rate follows a metric after this batch."""
     waiting = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
     return any((trainer.fit_loop.batch_idx + 1) % config.frequency == 0 for config in waiting)
 
@@ -215,7 +215,7 @@ def _has_all_steps(trainer: L.Trainer) -> bool:
 
 
 def _is_finished(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Whether no training batch follows this one."""
+    """Return whether this is the last training batch."""
     epochs = trainer.max_epochs
     is_last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
     return _has_all_steps(trainer) or (is_last_epoch and _is_last(trainer, batch_idx))
