@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -52,6 +53,11 @@ class PipelineProgressBar(TQDMProgressBar):
         if trainer.state.fn == TrainerFn.FITTING:  # also in validations, which end with the training's bar
             ordered = _fitting(self.train_progress_bar, ordered)
         return {**ordered}
+
+    def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the bar: at the process's end it would be drawn below the error."""
+        with suppress(TypeError):  # no training has begun
+            self.train_progress_bar.close()
 
 
 def _text(name: str, value: Any) -> str:

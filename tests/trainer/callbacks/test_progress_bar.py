@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import pty
 import re
@@ -89,6 +90,31 @@ def test_a_wide_terminal_shows_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert re.findall(r"([\w/]+)=", last)[:4] == ["loss", "tok/s", "bubble", "val"]
     assert "mfu=40%" in last
     assert "gradient_staleness_stage_17=0.2500" in last
+
+
+class Fails(Logs):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if batch_idx == 5:
+            raise RuntimeError("a mistake")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_drawn_below_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(80, monkeypatch) as master:
+        trainer = L.Trainer(
+            accelerator="cpu", max_steps=12, logger=False, enable_checkpointing=False, enable_model_summary=False,
+            callbacks=[PipelineProgressBar()],
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match="a mistake"):
+            trainer.fit(Fails())
+        print("the last line")
+        trainer.callbacks.clear()  # type: ignore[attr-defined]
+        gc.collect()
+        sys.stdout.flush()
+        text = b"".join(all_of(master)).decode()
+    assert "5/" in text
+    assert text.rstrip().endswith("the last line")
 
 
 class NotesTheBar(L.Callback):
