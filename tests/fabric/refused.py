@@ -156,4 +156,4 @@ def collective_after_failure() -> None:
 
 
 def unknown_argument() -> None:
-    SyncPipelineStrategy(microbatches=3)
+    SyncPipelineStrategy(micro_batches=3)

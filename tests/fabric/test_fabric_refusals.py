@@ -80,5 +80,5 @@ def test_after_a_failure_collectives_raise(pools: Pools) -> None:
 
 
 def test_unknown_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'microbatches'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'micro_batches'"):
         refused.unknown_argument()

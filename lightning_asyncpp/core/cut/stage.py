@@ -142,7 +142,7 @@ class Stage:
             return function()
         finally:
             self._weights = None
-            for place, original in originals:
+            for place, original in reversed(originals):  # one place may have two names
                 place.table[place.key] = original
 
     def refresh(self) -> None:
