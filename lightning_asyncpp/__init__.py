@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """What not every program needs; none of it is imported before it is used."""
+        """Import a name on its first use: not every program needs it."""
         if name == "check_model":
             from lightning_asyncpp.tools.check import check_model
 

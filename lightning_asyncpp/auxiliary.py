@@ -1,13 +1,13 @@
-"""What layers say beside their output: losses of their own, and counts from which they learn without a gradient.
+"""Auxiliary losses of layers, and counts from which layers learn without a gradient.
 
-Only the last stage of a pipeline computes the loss, and a layer of another stage cannot add to it. So it says what it
-has to add to whoever runs the model, who :func:`collects <collecting>` it: a pipeline on every stage, or a plain
-training step in one process. The meaning is the same everywhere: an auxiliary loss of microbatch k
-adds to that microbatch's mean loss, and counts are summed over the microbatches and the replicas of an update.
+Only the last stage of a pipeline computes the loss, and a layer of another stage cannot add to it. So it records its
+auxiliary losses, and whoever runs the model :func:`collects <collecting>` them: a pipeline on every stage, or a plain
+training step in one process. The meaning is the same in both: an auxiliary loss of microbatch k adds to that
+microbatch's mean loss, and counts are summed over the microbatches and the replicas of an update.
 
-What nobody collects is left out. So is what a backward computes again (``torch.utils.checkpoint``): it was said in the
-forward, and the backward runs outside of the collection. That needs ``use_reentrant=False``: the other kind runs its
-forward without gradients, where nothing is said.
+Nothing is recorded outside of a collection. Activation checkpointing (``torch.utils.checkpoint``) therefore records
+once: its forward is collected, and the recomputation in the backward is not. It needs ``use_reentrant=False``, since
+the reentrant kind runs its forward without gradients, where nothing is recorded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StatisticsLayer(nn.Module):
 
 @dataclass
 class Collected:
-    """What the layers of a forward said.
+    """Auxiliary losses and statistics of the layers in a forward.
 
     Attributes:
         losses: tensors without dimensions, with their graph, in the order in which they were added.

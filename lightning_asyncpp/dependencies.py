@@ -1,4 +1,4 @@
-"""What this package needs of others: private names, and packages of its extras; an absence is an error that says so.
+"""Private names of other packages, and the packages of the extras; if one is missing, the error names it.
 
 Nothing heavy is imported here.
 """
@@ -87,12 +87,12 @@ def optional_package(name: str, user: str) -> Any:
 
 
 def needed(user: str, packages: Iterable[str], extra: str | None = None) -> str:
-    """What to say where packages are missing.
+    """Return the message for missing packages.
 
     Args:
-        user: what needs them.
-        packages: at least one.
-        extra: that brings all of them; default: the extra of each, or the package by its own name.
+        user: the part of this package that needs them.
+        packages: their names, at least one.
+        extra: the extra that installs all of them; default: the extra of each, or the package by its own name.
     """
     packages = list(packages)
     names = " and ".join(f"`{package}`" for package in packages)

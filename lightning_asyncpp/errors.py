@@ -142,7 +142,7 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
 
 
 def is_noise(error: BaseException) -> bool:
-    """Whether it is what a broken connection of a process group sounds like, which says nothing of why it broke.
+    """Return whether an error reports a broken connection of a process group, which does not tell why it broke.
 
     Recognised by where it comes from: torch.distributed's own classes, or the place in gloo's source that gloo puts
     into what it raises. An error of any other origin, and NCCL's about this rank's own device, is somebody's mistake.
@@ -155,7 +155,7 @@ def is_noise(error: BaseException) -> bool:
 
 
 def _essence(error: BaseException) -> str:
-    """What gloo says, without the place in its source before it and the advice behind it."""
+    """Return gloo's message without the place in its source before it and the advice after it."""
     return _PLACE.sub("", str(error)).partition(". This is typically caused")[0]
 
 
@@ -180,7 +180,7 @@ def raised_alike(error: E, rank: int) -> E:
 
 
 def is_alike(error: BaseException | None) -> bool:
-    """Whether all ranks raise it."""
+    """Return whether all ranks raise the error."""
     return hasattr(error, _MARK)
 
 

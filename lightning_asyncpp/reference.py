@@ -134,7 +134,7 @@ class MeanGradient:
         return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
 
     def is_usable(self, skip_nonfinite: bool) -> bool:
-        """Whether there is an update."""
+        """Return whether the mini-batch ends with an update."""
         finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
         if not finite and not skip_nonfinite:
             raise FloatingPointError("a gradient is not finite")
@@ -199,11 +199,11 @@ class Trajectory:
         self.t += 1
 
     def staleness(self, parameter: Tensor, count: int) -> float:
-        """How many updates old the gradient of ``count`` microbatches is: phi, the share of them that is held back."""
+        """Return the mean age phi of a gradient of ``count`` microbatches, in updates: the share that is held back."""
         return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
 
     def norm_for(self, parameter: Tensor, norm: float) -> float:
-        """By which a gradient is clipped, of a whole one of this norm."""
+        """Return the norm by which a parameter's gradient is clipped, given the norm of the whole gradient."""
         steps_ahead = self.t >= self.start and parameter in self.held and not self.exact_norm
         return self.norm_before if steps_ahead else norm
 

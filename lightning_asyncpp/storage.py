@@ -64,7 +64,7 @@ def make_folder(path: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder, and not a link to one."""
+    """Return whether a path is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -172,7 +172,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """What is in a folder that no sharded checkpoint consists of; nothing if there is no such folder."""
+    """Return the names in a folder that do not belong to a sharded checkpoint; none if there is no such folder."""
     names = os.listdir(folder) if is_folder(folder) else []
     return sorted(n for n in names if n != INDEX and not PART.fullmatch(n))
 
@@ -219,12 +219,12 @@ FORMAT = "lightning_asyncpp.sharded.2"
 
 
 class Target(NamedTuple):
-    """Where a save goes, the same on all stages.
+    """Target of a save, the same on all stages.
 
     Attributes:
         path: the checkpoint.
-        folder: where its files are written: that, if it is there, or else another folder that takes its place.
-        save: a name of the save, which its files have in theirs.
+        folder: folder of the new files: the checkpoint if it exists, or else a temporary one that takes its place.
+        save: name of the save, a part of its files' names.
     """
 
     path: str
@@ -263,7 +263,7 @@ def merged(parts: Sequence[Any]) -> Any:
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether it is a folder with an index; of one that nobody may look into it cannot be told."""
+    """Return whether a path is a folder with an index; False if the folder may not be read."""
     with suppress(OSError):
         return (path / INDEX).is_file()
     return False

@@ -107,7 +107,7 @@ class _Analysis:
     def _observed(
         self, cut: OwnForwardCut
     ) -> tuple[dict[str, frozenset[int]], dict[str, tuple[Sequence[int], Any]], dict[str, int]]:
-        """What a run of the whole model shows.
+        """Observe a run of the whole model.
 
         Returns:
             Name of a block -> positions of activations in what it takes; name -> what it returns, as in a cut;
@@ -147,7 +147,7 @@ class _Analysis:
         return replace(cut, around=tuple(around))
 
     def _of_whole(self, cut: OwnForwardCut) -> tuple[Result, Result]:
-        """What the whole model gives in evaluation and in training."""
+        """Return the results of the whole model in evaluation and in training."""
         self.runs.train(False)
         with torch.no_grad():
             evaluated = self.runs.whole(cut)

@@ -87,14 +87,14 @@ def _recorded(model: nn.Module, call: Call) -> _Calls:
 
 
 def _in_turn(names: Sequence[str], calls: _Calls) -> bool:
-    """Whether at least two of a list's layers were called, once each, and in order."""
+    """Return whether at least two of a list's layers were called, once each, and in order."""
     called = [name for name in names if name in calls.inputs]
     members = set(names)
     return len(called) > 1 and called == [name for name in calls.order if name in members]
 
 
 def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:
-    """Whether at least two of its layers are made of others, and of the same class; in a block no plain sequences."""
+    """Return whether at least two layers have children and the same class; within a block, sequences do not count."""
     kinds = Counter(
         type(child)
         for child in layers.children()
@@ -104,7 +104,7 @@ def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:
 
 
 def _follow_each_other(names: Sequence[str], calls: _Calls) -> bool:
-    """Whether each layer takes a tensor that the one before it returned: experts beside each other do not."""
+    """Return whether each layer takes a tensor that the one before it returned: experts beside each other do not."""
     given, taken = ([{id(t) for t in tensors.get(n, ())} for n in names] for tensors in (calls.outputs, calls.inputs))
     return all(a & b for a, b in zip(given, taken[1:]))
 

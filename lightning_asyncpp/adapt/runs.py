@@ -53,14 +53,14 @@ def examples_of(model: nn.Module) -> Iterator[Call]:
 
 
 def _num_needed(model: nn.Module) -> int:
-    """How many positional arguments a model cannot do without."""
+    """Return the number of positional arguments that a model requires."""
     parameters = list(inspect.signature(type(called_by_steps(model)).forward).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters)
 
 
 def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
-    """What the first layer may take: the first of each kind, as submodules come in any order; tokens first."""
+    """Yield candidate inputs for the first layer of each kind, tokens first: submodules come in any order."""
     known = getattr(model, "pretrained_cfg", None) or {}  # of timm
     if "input_size" in known:
         yield torch.randn(_BATCH, *known["input_size"])
@@ -106,7 +106,7 @@ _ROUNDING = 1e-3  # sums over several uses of a value may come in another order
 
 
 class Result(NamedTuple):
-    """What one way to run the model gives: gradients by name, unit by unit, and what arrived in each and got one."""
+    """Output of a run of the model, and per unit its gradients by name and the inputs that received a gradient."""
 
     output: Any
     gradients: list[dict[str, Tensor]]
@@ -229,7 +229,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def compare(expected: Result, found: Result) -> bool:
-    """Whether each parameter gets gradients in as many units, so that all are added in the same order.
+    """Return whether each parameter gets gradients in as many units, so that all are added in the same order.
 
     Raises:
         ConfigurationError: outputs differ at all, or gradients by more than rounding.
@@ -252,7 +252,7 @@ def compare(expected: Result, found: Result) -> bool:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same, NaN included."""
+    """Return whether two tensors are the same, NaN included."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 

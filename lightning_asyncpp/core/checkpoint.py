@@ -103,7 +103,7 @@ def _send(group: dist.ProcessGroup, part: Any) -> None:
 
 
 def _receive(group: dist.ProcessGroup, rank: int) -> Any:
-    """What a rank sends, in the same order."""
+    """Receive what a rank sends, in the same order."""
     received: dict[int, Tensor] = {}
 
     def with_content(tensor: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
 
 
 def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
-    """What a checkpoint of a drained pipeline holds beyond weights and optimizers, and how the pipeline runs.
+    """Return the settings and the state of a drained pipeline that a checkpoint holds beside weights and optimizers.
 
     The older weight version belongs to it: the mini-batch after the checkpoint runs on it.
     """
@@ -173,7 +173,7 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
 
 
 def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
-    """What all stages have of it on rank 0, ``part`` on others; a blocking collective on a drained pipeline.
+    """Gather the parts of all stages on rank 0; other ranks get ``part``. A blocking collective on a drained pipeline.
 
     All names of a shared parameter stand for one tensor then.
 
@@ -275,7 +275,7 @@ class CheckpointWriter:
         self._at_exit: AtExit | None = None  # a script may end without a word
 
     def collected(self, part: dict[str, Any]) -> dict[str, Any]:
-        """What this rank's content of a checkpoint has of a state, of which ``part`` is this stage's; collective."""
+        """Return the state that this rank writes, of which ``part`` belongs to this stage; a collective."""
         return part if self.sharded else gathered(self.session, part)
 
     def save(self, path: Any, content: dict[str, Any], write_file: Callable[[dict[str, Any]], None]) -> None:
@@ -339,7 +339,7 @@ class CheckpointWriter:
                 self._at_exit = None
 
     def _agreed_target(self, path: Any) -> Target:
-        """Where a sharded save goes, chosen on rank 0."""
+        """Return the target of a sharded save, chosen on rank 0."""
         mesh, folder = self._mesh, local_path(path)
         if folder is None:
             raise ConfigurationError(

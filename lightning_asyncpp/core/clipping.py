@@ -1,4 +1,4 @@
-"""How gradients are clipped over the stages of a pipeline.
+"""Gradient clipping over the stages of a pipeline.
 
 Each stage takes the norms of its own gradients in fp64 (:func:`norms_of`); of replicas and shared parameters, one
 counts. The control message of an update adds up their squares, so that every stage knows one norm of the whole gradient

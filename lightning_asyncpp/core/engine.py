@@ -110,7 +110,7 @@ class Engine:
         return self.idle and self._drained == self.next_forward
 
     def ended_as_agreed(self) -> bool:
-        """Whether all ranks have agreed to end here, and nothing is in flight on this one."""
+        """Return whether all ranks have agreed to end here, and nothing is in flight on this one."""
         return self.updates.agreed.interrupted and self.idle
 
     @property
@@ -298,7 +298,7 @@ class Engine:
         self.runner.seed = seed
 
     def has_no_backward(self, k: int) -> bool:
-        """Whether microbatch ``k``, which is in flight, is an empty slot or has no weight."""
+        """Return whether microbatch ``k``, which is in flight, is an empty slot or has no weight."""
         return not self._flights[k].weight
 
     def release(self) -> None:

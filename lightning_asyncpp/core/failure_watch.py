@@ -1,4 +1,4 @@
-"""How a session fails: what its ranks were told, what later calls raise, and what ends their waits.
+"""Failure of a session: its first cause, the errors of later calls, and the end of the ranks' waits.
 
 The connections of a process that ends are closed, which its neighbours notice at once. A process that catches the error
 of a run and turns to something else would let them wait until the timeout; so it closes the connections itself.
@@ -31,9 +31,9 @@ from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_alike, is_noise, peer_lost
 
 TOLD_SECONDS = 2 * POLL_SECONDS
-"""How long a rank that noticed that some rank is gone waits to be told why."""
+"""Seconds that a rank waits for the cause after it noticed that another rank is gone."""
 LEAVE_SECONDS = 30.0
-"""How long a rank may take to end after a failure, until it is ended."""
+"""Seconds that a rank may take to end after a failure, before it is terminated."""
 _STDERR = 2
 _TAG_NEVER_SENT = 6
 _MOMENT = timedelta(milliseconds=1)
@@ -42,10 +42,10 @@ _DECIDING = threading.Lock()
 
 
 class FailureWatch:
-    """What a session holds for the case that one of its ranks fails.
+    """Handling of a failure on any rank of a session.
 
-    :meth:`begin` when the ranks are connected, :meth:`started` when there is an engine. Whoever meets an error gives it
-    to :meth:`fail`, and what waits for other ranks runs within :meth:`collective`, after a :meth:`check`.
+    Call :meth:`begin` when the ranks are connected, and :meth:`started` when the engine exists. Pass every error to
+    :meth:`fail`, and wait for other ranks only within :meth:`collective`, after a :meth:`check`.
 
     Attributes:
         failure: the first one; there is no collective after it.
@@ -124,7 +124,7 @@ class FailureWatch:
             self._disconnect_soon(error)
 
     def hurry(self) -> None:
-        """What is left to do of this run has to end in time, until :meth:`release`."""
+        """Set a deadline for the rest of this run, until :meth:`release`."""
         if self._first is not None:
             self._deadline = threading.Timer(LEAVE_SECONDS, self._leave_now)
             self._deadline.daemon = True
@@ -200,7 +200,7 @@ class FailureWatch:
         background.run_later(2 * grace, self._give_up_default_group)
 
     def _words(self, cause: Cause) -> str:
-        """What this rank says of it: everything on rank 0, where users look."""
+        """Return this rank's message: the full text on rank 0, where users look, and one line on others."""
         return cause.line if self._mesh is not None and self._mesh.rank else cause.text
 
     def _give_up(self, error: PeerLostError) -> None:

@@ -1,4 +1,4 @@
-"""What went wrong first, on whichever rank: one key of torch's store, which all ranks read and only the first writes.
+"""First cause of a failure: one key of torch's store, which all ranks read and only the first failing rank writes.
 
 A thread of each rank asks for the key once a second, and nobody else touches the store: where it does not answer, as
 behind a cut network, no script waits for it.
@@ -89,7 +89,7 @@ class FirstCause:
         background.run(self._run, "first-cause")
 
     def wait(self, seconds: float) -> Cause | None:
-        """What went wrong first, waiting for it to be written."""
+        """Wait until the first cause is known, and return it; None after the timeout."""
         self._known.wait(seconds)
         return self.cause
 

@@ -43,7 +43,7 @@ class HostCopy:
         tensor.record_stream(stream)
 
     def is_done(self) -> bool:
-        """Whether the copy is there."""
+        """Return whether the copy is there."""
         return self._ready is None or self._ready.query()
 
     def wait(self) -> Tensor:
@@ -112,7 +112,7 @@ class Reading:
         self._copy = HostCopy(torch.cat([piece.double() for piece in pieces]))
 
     def is_there(self) -> bool:
-        """Whether :meth:`get` need not wait."""
+        """Return whether :meth:`get` need not wait."""
         return self._copy is None or self._copy.is_done()
 
     def get(self) -> list[list[float]]:

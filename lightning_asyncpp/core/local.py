@@ -200,7 +200,7 @@ class LocalPipeline(Engine):
         return [results[number] for number in range(len(of_stages))]
 
     def _is_ready(self, number: int, action: Action) -> bool:
-        """Whether what an action of a stage needs is there."""
+        """Return whether what an action of a stage needs is there."""
         engine, mailbox = self.engines[number], self._mailbox
         if action.kind is Kind.FORWARD:
             return engine.mesh.is_first or bool(mailbox.activations[number])
@@ -229,15 +229,15 @@ def _set_python_draws(states: tuple[Any, Any]) -> None:
 
 
 class _Turns:
-    """What the user's code finds when it is a stage's turn: as it would be in a process of its own.
+    """Attributes and generators of each stage, so that the user's code runs as in a process per stage.
 
-    What a stage's part of a step, or a hook of its update, assigns to the module is that stage's; what is assigned
-    between the calls that take turns is everybody's. Outside of them the module has the attributes of the last stage.
-    Within a batch every stage has states of Python's and NumPy's generators: first and last draw the same.
+    An attribute that a stage's part of a step, or a hook of its update, assigns to the module belongs to that stage;
+    one that is assigned between these calls belongs to all. Outside of them the module has the attributes of the last
+    stage. Within a batch every stage has its own states of Python's and NumPy's generators: first and last draw alike.
 
     Args:
         module: the user's.
-        stages: how many there are.
+        stages: number of stages.
     """
 
     def __init__(self, module: nn.Module, stages: int) -> None:
@@ -328,7 +328,7 @@ class AllWeights(WeightVersions):
         return found
 
     def shown(self) -> dict[str, Tensor]:
-        """What the newest version holds where the module holds something else: its masters."""
+        """Return the fp32 master weights of the newest version, which the module does not hold."""
         return self._merged(lambda weights: weights.shown()) or {}
 
     def older(self) -> dict[str, Tensor] | None:

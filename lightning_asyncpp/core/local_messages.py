@@ -18,7 +18,7 @@ _OLD = 8  # mini-batches after which nobody asks for a control message any more
 
 
 class Mailbox:
-    """What is under way between the stages of a process.
+    """Messages in flight between the stages of one process.
 
     Args:
         num_stages: number of stages P.
@@ -57,7 +57,7 @@ class Letter:
         self._is_there = True
 
     def is_completed(self) -> bool:
-        """Whether it is there."""
+        """Return whether the message is there."""
         return self._is_there
 
     def wait(self) -> None:
@@ -122,7 +122,7 @@ class LocalTransport(Transport):
 
     @property
     def route(self) -> str:
-        """How tensors travel, in words."""
+        """Description of how tensors travel."""
         return "within this process"
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
@@ -157,7 +157,7 @@ class LocalTransport(Transport):
         self._mailbox.parts[self._stage - 1, mini_batch] = vector
 
     def has_part(self, mini_batch: int) -> bool:
-        """Whether the stages behind have summed up theirs."""
+        """Return whether the later stages have summed up their parts."""
         return (self._stage, mini_batch) in self._mailbox.parts
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:

@@ -179,10 +179,10 @@ def _weights(microbatches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[f
 
 
 def checked_weight(returned: Any) -> float:
-    """What ``microbatch_weight`` returned, as a number.
+    """Return the result of ``microbatch_weight`` as a number.
 
     Raises:
-        ConfigurationError: it is none, or none that can be a weight.
+        ConfigurationError: it is not a number, or not one that can be a weight.
     """
     is_one = returned.numel() == 1 if isinstance(returned, Tensor) else isinstance(returned, (numbers.Real, np.number))
     if not is_one:
@@ -212,7 +212,7 @@ def fingerprint(batch: Any, microbatches: int = 1) -> int:
 
 @dataclass(frozen=True)
 class BatchOutput:
-    """What the last stage has to show for a batch.
+    """Results of a batch on the last stage.
 
     Attributes:
         results: what the user's step returned for each microbatch that had samples.
@@ -224,7 +224,7 @@ class BatchOutput:
 
     @property
     def weight(self) -> float:
-        """What the batch weighs."""
+        """Total weight of the batch."""
         return sum(self.weights)
 
     @cached_property
@@ -248,7 +248,7 @@ class BatchOutput:
         return torch.where(missing.any(), others, losses.sum() / total)  # to ask if any is NaN would wait for a GPU
 
     def beside_loss(self) -> dict[str, Any]:
-        """What a training step returned beside its loss, for the whole batch."""
+        """Return what training steps returned beside their losses, merged over the batch."""
         if not self.results or not isinstance(self.results[0], Mapping):
             return {}
         beside = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
@@ -287,13 +287,13 @@ _BY_NAME = ("split_batch", "microbatch_weight", "loss_reduction")
 
 
 def problems_of_reduction(loss_reduction: object) -> list[str]:
-    """What is wrong with how a step is said to reduce its losses."""
+    """Return what is wrong with the argument ``loss_reduction``."""
     return [] if loss_reduction in ("mean", "sum") else [f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'"]
 
 
 @dataclass(frozen=True)
 class UserHooks:
-    """What the user's module decides about batches and losses.
+    """Choices of the user's module about batches and losses.
 
     Attributes:
         split_batch: (batch, parts) -> that many microbatches, ``None`` for an empty slot.

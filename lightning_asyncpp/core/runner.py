@@ -132,7 +132,7 @@ class StageRunner(ABC):
         """
 
     def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
-        """What this stage has of a batch: so many microbatches, or empty slots.
+        """Cut a batch into this stage's microbatches and empty slots.
 
         Args:
             batch: the batch, on the device.
@@ -166,7 +166,7 @@ class StageRunner(ABC):
                 torch.autograd.backward(outputs, gradients)
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
-        """Where the backward starts: from what the stage after sends back."""
+        """Receive the gradients of the outputs, with which the backward starts, from the stage after."""
         with self.span(Wait.GRADIENT, flight.k):
             return self._neighbours.receive_gradients(flight.k, flight.outputs)
 
@@ -212,7 +212,7 @@ class StageRunner(ABC):
 
     @staticmethod
     def _open(arrival: Arrival) -> tuple[tuple[Any, ...], Any]:
-        """Where the gradients of what arrived will arrive, and what the first layer is called with."""
+        """Return the nodes that receive the gradients of an arrival, and the arguments of the first layer."""
         tensors, inputs = list(arrival.tensors), []
         for position, info in enumerate(arrival.header.tensors):
             if info.needs_gradient and torch.is_grad_enabled():
@@ -248,7 +248,7 @@ class StageRunner(ABC):
 
 
 class FirstStage(StageRunner):
-    """Where batches enter: the user's step is run up to its call of the model, and left there."""
+    """First stage: it runs the user's step up to its call of the model, and leaves the step there."""
 
     def forward(self, task: Task) -> Flight:
         """Take the arguments of the step's call, run the layers on them, and send what comes out."""

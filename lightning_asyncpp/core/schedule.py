@@ -30,7 +30,7 @@ Slack = int | Literal["exact"]
 
 
 class Kind(str, Enum):
-    """What a stage does."""
+    """Kind of an action of a stage."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -65,7 +65,7 @@ def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> 
 
 
 def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
-    """How many microbatches, the first of every mini-batch, run on the weights before the newest update on a stage.
+    """Return the number of leading microbatches per mini-batch that run on the weights before the newest update.
 
     ``"uniform"``: all. ``"least"``: ``depth(s) + slack``, or ``depth(0)`` on every stage for the slack ``"exact"``: by
     then the first stage has the gradient of the mini-batch before, so its norm over all stages is known.
@@ -79,7 +79,7 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
 
 
 def agrees_first(staleness: Staleness, slack: Slack) -> bool:
-    """Whether all stages have agreed on an update before any of them applies it.
+    """Return whether all stages have agreed on an update before any of them applies it.
 
     With the slack ``"exact"`` every stage holds back ``depth(0)`` microbatches. When it has run their forwards, the
     first stage has its gradient, so the norm over all stages is known before any of them steps.
@@ -89,11 +89,11 @@ def agrees_first(staleness: Staleness, slack: Slack) -> bool:
 
 @dataclass(frozen=True)
 class StalenessRule:
-    """Which weights microbatches run on, and which updates are due: nothing else in a pipeline computes that.
+    """Rule for the weights that microbatches run on and for the updates that are due; nothing else computes these.
 
-    The settings make it. The engine, the session and the queue of updates ask it, the last one also whether a stage
-    steps ahead of the others (:meth:`Schedule.steps_ahead`). Which version is alive beside the newest, for a
-    checkpoint, :class:`lightning_asyncpp.core.weights.WeightVersions` knows by itself.
+    The settings create it. The engine, the session and the queue of updates use it; the queue also asks whether a
+    stage steps ahead of the others (:meth:`Schedule.steps_ahead`). For a checkpoint,
+    :class:`lightning_asyncpp.core.weights.WeightVersions` tracks by itself which version is alive beside the newest.
 
     Update t makes W_{t+1}. The first ``held`` microbatches of mini-batch t run, forward and backward, on
     W_{max(t - delay, N)}, the others on W_t; so do all in a synchronous start of N mini-batches. Mini-batch N runs on
@@ -118,30 +118,30 @@ class StalenessRule:
         return max(mini_batch - self.delay, self.synchronous_start)
 
     def staleness(self, microbatches: int) -> float:
-        """How many updates old the gradient of a mini-batch of so many microbatches is: their mean, phi."""
+        """Return the mean age phi of a mini-batch's gradient, in updates, over its microbatches."""
         if self.held is None or self.held >= microbatches:
             return self.delay
         return self.delay * self.held / microbatches if self.held else 0
 
     @property
     def num_versions(self) -> int:
-        """How many weight versions are needed at a time, at most."""
+        """Maximum number of weight versions alive at a time."""
         return 1 if self.held == 0 else 1 + self.delay
 
     def in_start(self, mini_batch: int) -> bool:
-        """Whether mini-batch t belongs to the synchronous start."""
+        """Return whether mini-batch t belongs to the synchronous start."""
         return mini_batch < self.synchronous_start
 
     def updates_behind(self, mini_batch: int) -> int:
-        """How many mini-batches' updates are outstanding when mini-batch t was run: none after a flush."""
+        """Return the number of outstanding updates after mini-batch t was run: none after a flush."""
         return 0 if mini_batch < self.synchronous_start or self.held == 0 else self.delay
 
     def flushes(self, mini_batch: int) -> bool:
-        """Whether mini-batch t ends with a flush."""
+        """Return whether mini-batch t ends with a flush."""
         return self.updates_behind(mini_batch) == 0
 
     def updates_due(self, mini_batch: int) -> int:
-        """How many updates, from the first one of the run on, are due when mini-batch t was run."""
+        """Return the number of updates, from the start of the run, that are due after mini-batch t was run."""
         return mini_batch + 1 - self.updates_behind(mini_batch)
 
 
@@ -171,7 +171,7 @@ class Schedule:
 
     @cached_property
     def stage_rule(self) -> StalenessRule:
-        """Which weights this stage runs on."""
+        """Rule for the weights of this stage."""
         if self.pipeline_rule.delay == 0:
             return self.pipeline_rule
         stage = self.stage if self.shares_with is None else self.shares_with
@@ -189,7 +189,7 @@ class Schedule:
         return depth(self.stage, self.num_stages, self.lookahead)
 
     def steps_ahead(self, mini_batch: int) -> bool:
-        """Whether this stage applies the update of mini-batch t before all have agreed on it."""
+        """Return whether this stage applies the update of mini-batch t before all have agreed on it."""
         held, behind = self.stage_rule.held, self.pipeline_rule.updates_behind(mini_batch)
         return held is not None and not self.agrees_first and behind > 0
 

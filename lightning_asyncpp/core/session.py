@@ -191,7 +191,7 @@ class PipelineSession:
 
     @property
     def whole_model(self) -> WholeModel:
-        """What is known of the model before it was cut."""
+        """Knowledge of the model from before it was cut."""
         assert self.stage is not None, "cut() comes first"
         return self.stage.whole
 

@@ -23,12 +23,12 @@ STALENESS = get_args(Staleness)
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, and not a bool, which Python takes for one."""
+    """Return whether a value is a whole number, and not a bool, which Python takes for one."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def problems_of_precision(precision: str | None) -> list[str]:
-    """What is wrong with a precision of Lightning."""
+    """Return what is wrong with a precision of Lightning."""
     if precision in PRECISIONS:
         return []
     return [
@@ -38,7 +38,7 @@ def problems_of_precision(precision: str | None) -> list[str]:
 
 
 def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[str]:
-    """What is wrong with the dtype of the weight versions under a precision of Lightning."""
+    """Return what is wrong with the dtype of the weight versions under a precision of Lightning."""
     if weight_dtype == "bf16" and precision != "bf16-mixed":
         return [
             f"weight_dtype='bf16' needs precision='bf16-mixed', under which layers take weights and inputs of both"
@@ -48,7 +48,7 @@ def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[s
 
 
 def problems_of_partition(partition: object, num_stages: int | None = None) -> list[str]:
-    """What is wrong with an argument ``partition``, whatever the model is.
+    """Return what is wrong with the argument ``partition``, whatever the model is.
 
     Args:
         partition: ``"auto"``, ``"uniform"`` or the number of layers of each stage.
@@ -74,12 +74,11 @@ def problems_of_partition(partition: object, num_stages: int | None = None) -> l
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """What the user may choose about a pipeline, explained by the strategies.
+    """Settings of a pipeline; the strategies document them.
 
     Attributes:
-        delay: the most updates that a gradient may be old, or 0 for a flush per mini-batch; it comes with the name of
-            the strategy.
-        staleness: of the strategies another one is the default: :meth:`chosen`.
+        delay: maximum age of a gradient in updates, or 0 for a flush per mini-batch; the name of the strategy sets it.
+        staleness: the strategies have another default, see :meth:`chosen`.
     """
 
     microbatches: int | None = None
@@ -94,13 +93,13 @@ class PipelineSettings:
 
     @classmethod
     def chosen(cls, delay: int, staleness: Staleness | None = None, **others: Any) -> PipelineSettings:
-        """What a user chose for a strategy of that delay; who says nothing of the staleness gets the least."""
+        """Return the settings of a strategy with this delay; the default staleness is the least."""
         if staleness is None:
             staleness = "least" if delay else "uniform"
         return PipelineSettings(delay=delay, staleness=staleness, **others)
 
     def problems(self) -> list[str]:
-        """What is wrong whatever the number of processes is, each with its mend."""
+        """Return what is wrong with any number of processes, each with its remedy."""
         types = self._type_problems()
         plain = PipelineSettings()
         right = replace(self, **{name: getattr(plain, name) for name in types})
@@ -197,7 +196,7 @@ class PipelineSettings:
         return max(0, min(1, num_stages - 1, largest_lookahead(num_stages, microbatches, self.data_parallel_size)))
 
     def _is_synchronous(self, num_stages: int) -> bool:
-        """Whether no gradient is old; with the least staleness one stage has nothing under way at its update."""
+        """Return whether no gradient is old; with the least staleness one stage has nothing under way at its update."""
         return self.delay == 0 or (self.staleness == "least" and num_stages == 1)
 
     def _problems_of_schedule(self, num_stages: int, microbatches: int, lookahead: int) -> list[str]:

@@ -72,7 +72,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a schedule is once the pipeline is full, or fills and drains in every mini-batch.
+    """Speed of a schedule in its steady state, or with a warmup and a cooldown in every mini-batch.
 
     Attributes:
         step: time per mini-batch.
@@ -120,7 +120,7 @@ def _length(duration: Duration, stage: int, index: int) -> float:
 
 @dataclass
 class _Progress:
-    """What is done, and what has arrived; arguments as for :func:`simulate`."""
+    """Actions done and messages arrived so far; arguments as for :func:`simulate`."""
 
     schedules: Sequence[Schedule]
     microbatches: int

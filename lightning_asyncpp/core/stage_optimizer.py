@@ -250,14 +250,14 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def in_words(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
-    """What all ranks must have alike: the whole model's parameters, and the optimizer with the options of its groups.
+    """Describe what must be alike on all ranks: the whole model's parameters and the optimizer with its options.
 
     Args:
         optimizer: made from the whole model.
-        names: of its parameters.
+        names: parameter -> its name.
 
     Returns:
-        What it is -> its value.
+        Description of a quantity -> its value.
     """
     found = {f"the shape of {name}": str(tuple(parameter.shape)) for parameter, name in names.items()}
     found["the optimizer"] = name_of(optimizer)

@@ -21,7 +21,7 @@ from lightning_asyncpp.core.schedule import Kind
 
 
 class Wait(str, Enum):
-    """What a stage waited for; the values are the names in files."""
+    """Reason of a stage's wait; the values are the names in files."""
 
     ACTIVATION = "activation"  # of a microbatch, from the stage before
     GRADIENT = "gradient"  # of a microbatch, from the stage after
@@ -30,7 +30,7 @@ class Wait(str, Enum):
 
 
 class Beside(str, Enum):
-    """What happens around or behind the work of a stage; the values are the names in files."""
+    """Activity around or behind the work of a stage; the values are the names in files."""
 
     SEND = "send"  # handing a message to the transport: what it costs the stage, not how long it travels
     REDUCE = "reduce"  # gradients of a mini-batch on their way over the replicas, in the background

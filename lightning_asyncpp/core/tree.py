@@ -66,7 +66,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 
 def is_named_tuple(tree: Any) -> bool:
-    """Whether it is a tuple whose entries have names, which is made from its entries one by one."""
+    """Return whether it is a tuple whose entries have names, which is made from its entries one by one."""
     return isinstance(tree, tuple) and hasattr(tree, "_fields")
 
 

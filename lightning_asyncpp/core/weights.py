@@ -121,7 +121,7 @@ class WeightVersions:
         return self.leaves(self.newest) if self.has_masters else None
 
     def shown(self) -> dict[str, Tensor]:
-        """What the newest version holds, by name, where the module holds something else: its masters."""
+        """Return the master weights of the newest version by name; none if the module holds them itself."""
         if not self.has_masters:
             return {}
         leaves = self.leaves(self.newest)

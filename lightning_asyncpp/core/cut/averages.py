@@ -70,7 +70,7 @@ def averages_in(holders: Iterable[Any]) -> Iterator[AveragedModel]:
 
 
 def _averages(module: nn.Module, model: nn.Module, signature: list[Any]) -> bool:
-    """Whether a module holds an average of the model as its ``module``, as torch's and timm's do."""
+    """Return whether a module holds an average of the model as its ``module``, as torch's and timm's do."""
     network = getattr(module, "module", None)
     known = isinstance(module, AveragedModel) or any(callable(getattr(module, name, None)) for name in _UPDATES)
     return known and isinstance(network, nn.Module) and _is_alike(network, model, signature)

@@ -66,10 +66,10 @@ def cut(
 
 
 def whole_before(model: nn.Module, index: int, num_stages: int) -> WholeModel | None:
-    """What is known of a model that was cut before; None if it is whole.
+    """Return what is known of a model that was cut before; None if it is whole.
 
     Args:
-        model: it.
+        model: the model.
         index: the stage that is to be cut.
         num_stages: number of stages.
 

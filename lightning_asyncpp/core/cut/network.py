@@ -1,4 +1,4 @@
-"""Which attribute of a user's module is the network that a pipeline cuts; it may be the module itself."""
+"""The network that a pipeline cuts: an attribute of the user's module, or the module itself."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class OwnForward(nn.Module):
         self.of.training = mode
 
     def __getattr__(self, name: str) -> Any:
-        """Where to cut it, the module may say."""
+        """Read the attributes that describe cuts from the wrapped module."""
         return getattr(vars(self)["of"], name) if name in _OF_CUTS else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's class computes, whatever stands as ``forward`` in the object."""
+        """Run the forward of the module's class, even if the object has a ``forward`` of its own."""
         return type(self.of).forward(self.of, *args, **kwargs)
 
 
 def called_by_steps(network: nn.Module) -> nn.Module:
-    """What a step calls when it calls a network; its attributes are those that ``forward`` reads and sets."""
+    """Return the module that a step calls, whose attributes ``forward`` reads and sets."""
     return network.of if isinstance(network, OwnForward) else network
 
 
@@ -103,17 +103,17 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
 
 
 def name_in_steps(module: nn.Module) -> str:
-    """How a LightningModule's steps call its network."""
+    """Return the expression by which a LightningModule's steps call its network."""
     return "self" if isinstance(network_in(module), OwnForward) else f"self.{network_name(module)}"
 
 
 def prefix_of(module: nn.Module) -> str:
-    """What stands before the names of a network's parameters in those of its LightningModule."""
+    """Return the prefix of the network's parameter names in its LightningModule."""
     return "" if isinstance(network_in(module), OwnForward) else f"{network_name(module)}."
 
 
 def no_network(module: nn.Module) -> str:
-    """What to say to the user where there is none."""
+    """Return the message for a module without a network."""
     several = _children(module, _has_parameters)
     if several or _own(module):
         found = ", ".join(f"self.{name}" for name in [*several, *_own(module)][:5])
@@ -128,7 +128,7 @@ def no_network(module: nn.Module) -> str:
 
 
 def _is_network(module: nn.Module) -> bool:
-    """Whether it has weights and a forward of its own, which its steps call."""
+    """Return whether it has weights and a forward of its own, which its steps call."""
     return _is_own(type(module).forward) and _has_parameters(module) and _calls_itself(module)
 
 
@@ -137,7 +137,7 @@ def _is_own(method: Callable[..., Any]) -> bool:
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Whether a step, or what it may call, says ``self(...)``; True if the source of none can be read."""
+    """Return whether a step, or what it may call, says ``self(...)``; True if the source of none can be read."""
     answers = []
     for method in _own_methods(type(module)):
         try:

@@ -59,7 +59,7 @@ class Members(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class OwnForwardCut:
-    """Where a model may be cut whose own ``forward`` runs on every stage: its ``pipeline_layers``.
+    """Possible cuts of a model whose own ``forward`` runs on every stage: its ``pipeline_layers``.
 
     Attributes:
         blocks: names, in the order of their calls.
@@ -174,7 +174,7 @@ class OwnForwardStage:
             self._arrived, self._made = {}, {}
 
     def _leaving(self) -> dict[str, Any]:
-        """What goes on to the next stage beside the arguments."""
+        """Return the values for the next stage beside the arguments."""
         if missing := sorted(self._sends - self._made.keys()):
             raise self._not_called(self.end if self.cut.by_inputs else missing[0])
         return {str(at): self._made[at] for at in sorted(self._sends)}
@@ -186,9 +186,9 @@ class OwnForwardStage:
         )
 
     def _sent(self, key: int | str, value: Any) -> Any:
-        """What goes on of an argument: a copy, as the forward may change it in place.
+        """Return a copy of an argument for the next stage, as the forward may change the argument in place.
 
-        Of numbers that nobody needs it is an empty tensor, which tells their shape.
+        For real numbers that no later stage needs it is an empty tensor, which tells their shape.
         """
         is_blank = key in self.cut.blank and not self.first
         return map_tensors(
@@ -196,7 +196,7 @@ class OwnForwardStage:
         )
 
     def _given(self, key: int | str, value: Any) -> Any:
-        """What the forward of a later stage gets of an argument."""
+        """Return an argument as the forward of a later stage gets it."""
         if key not in self.cut.blank:
             return value
         return map_tensors(lambda t: t.new_zeros(()).expand(t.shape[1:]) if t.is_floating_point() else t, value)
@@ -225,7 +225,7 @@ class OwnForwardStage:
                 place.table[place.key] = original
 
     def call(self, kind: type, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a call of a block gives."""
+        """Return the output of a call of a block."""
         number, by_inputs = self._numbers[block], self.cut.by_inputs
         if number >= self.end:
             if by_inputs and number == self.end:
@@ -256,7 +256,7 @@ class OwnForwardStage:
         self._arrived = {}
 
     def _behind(self, number: int, output: Any) -> Any:
-        """Where outputs of blocks cross: keep them, and end behind the last one of this stage.
+        """Keep an output that crosses a cut, and end the forward after the last block of this stage.
 
         Code behind a block gets a copy of what goes on, since it may change that in place.
         """
@@ -268,7 +268,7 @@ class OwnForwardStage:
         return map_tensors(Tensor.clone, output) if number in self._sends else output
 
     def _zeros(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a block of an earlier stage returns where nobody looks, shaped as with the example, to scale."""
+        """Return zeros for an unused output of an earlier stage's block, of the example's shape scaled to the batch."""
         taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), None)
         example, output = self.cut.outputs[number]
 
@@ -321,6 +321,6 @@ def buffers_everywhere(model: nn.Module, cut: OwnForwardCut) -> list[Tensor]:
 
 
 def cut_of(model: nn.Module) -> OwnForwardCut | None:
-    """How a model is cut as it is; None if its layers are applied one after the other."""
+    """Return the cut of a model whose own forward runs; None if its layers are applied one after the other."""
     cut = getattr(model, "pipeline_layers", None)
     return cut if isinstance(cut, OwnForwardCut) else None

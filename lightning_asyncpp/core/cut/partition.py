@@ -1,4 +1,4 @@
-"""How many units each stage gets: arithmetic on the costs of units, without a look at what they are.
+"""Number of units of each stage, computed from the costs of the units alone.
 
 The slowest stage sets the pace of a pipeline, so the best cut is the one whose largest load is smallest.
 """

@@ -1,4 +1,4 @@
-"""Which cut a run gets, and what it goes by: what the user gave, what the model knows, what was measured, or sizes.
+"""Choice of a partition: by the user's argument, the model's own costs, measured costs, or numbers of parameters.
 
 Where nothing better is known, the forward and the backward of each unit are timed on a microbatch, one unit after the
 other and on a copy that is dropped again: a model on the meta device needs the memory of one unit, and a real one keeps
@@ -29,12 +29,12 @@ from lightning_asyncpp.core.wire.transport import begin
 from lightning_asyncpp.errors import ConfigurationError
 
 RUNS = 5
-"""How often a unit is timed; the fastest counts, for what disturbs a run only ever makes it slower."""
+"""Number of times that a unit is timed; the fastest counts, since a disturbance only makes a run slower."""
 _WARM_UP = 2
 BY_SIZE = "numbers of parameters"
-"""What a cut goes by where nothing better is known."""
+"""Basis of a partition where no costs are known."""
 Asked = Literal["auto", "uniform"] | Sequence[int]
-"""What the user may ask for: a cut by costs, one by numbers of layers, or the number of layers of each stage."""
+"""Argument ``partition``: a cut by costs, one by numbers of layers, or the number of layers of each stage."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Example:
 
 
 class _Costs(NamedTuple):
-    """What units cost, in any unit, how that is known, and what to warn of."""
+    """Relative costs of units, their source, and a warning."""
 
     values: tuple[float, ...]
     source: str
@@ -183,7 +183,7 @@ def _costs(model: nn.Module, units: Sequence[Unit], example: Example | None, see
 
 
 def _model_costs(model: nn.Module, units: Sequence[Unit]) -> _Costs | None:
-    """What the model's own ``pipeline_costs()`` says; None if it has none."""
+    """Return the costs from the model's own ``pipeline_costs()``; None if it has none."""
     method: Any = getattr(model, "pipeline_costs", None)
     if not callable(method):
         return None

@@ -1,4 +1,4 @@
-"""What lives on other stages: None in its modules, and in its place for whoever asks for the whole model.
+"""Parameters and buffers of other stages: None in their modules, and back in place for uses of the whole model.
 
 An optimizer is made from the whole model, so it finds the parameters of all stages, in their order and under their
 names, on every one of them. They take no memory: each keeps one element that stands for all of its own.
@@ -18,7 +18,7 @@ TABLES = ("_parameters", "_buffers")  # of every module: private names of torch,
 
 
 class Place(NamedTuple):
-    """Where a module keeps a tensor.
+    """Place where a module keeps a tensor.
 
     Attributes:
         table: the module's own parameters or buffers, name -> tensor.
@@ -32,13 +32,13 @@ class Place(NamedTuple):
 
 
 def places_of(module: nn.Module) -> list[Place]:
-    """Where a module keeps its own parameters and buffers."""
+    """Return the places of a module's own parameters and buffers."""
     tables = [vars(module)[name] for name in TABLES]
     return [Place(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
 
 
 class Pruned:
-    """What one stage of a model does not hold.
+    """Parameters and buffers that one stage of a model does not hold.
 
     Attributes:
         stage: the one that is left; -1 as long as the model is whole.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Use(NamedTuple):
-    """What a place holds.
+    """Use of a parameter or a buffer.
 
     Attributes:
         place: where a module keeps a parameter or a buffer.

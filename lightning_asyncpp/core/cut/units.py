@@ -87,7 +87,7 @@ def entering_units(model: nn.Module, entered: Callable[[int], object]) -> Iterat
 
 
 def has_layers(model: nn.Module) -> bool:
-    """Whether a model says by itself between which layers it can be cut."""
+    """Return whether a model says by itself between which layers it can be cut."""
     return isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None))
 
 
@@ -137,7 +137,7 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
 
 
 def _name_of(around: Sequence[str], block: str) -> str:
-    """What a block and tensors around it are called in messages: by the modules that hold those."""
+    """Return the name of a unit in messages: the modules that hold tensors around its block, and the block."""
     holders = list(dict.fromkeys(name.rpartition(".")[0] or name for name in around))
     more = [f"{len(holders) - 2} more"] if len(holders) > 2 else []
     return " + ".join([*holders[:2], *more, *filter(None, [block])]) or _ONLY_CODE
@@ -164,7 +164,7 @@ def use_names(units: Sequence[Unit]) -> Iterator[tuple[int, Unit, Callable[[str]
 
 
 def has_parameters(unit: Unit) -> bool:
-    """Whether there is something to train, or to keep, in a unit."""
+    """Return whether there is something to train, or to keep, in a unit."""
     return any(True for _ in unit.module.parameters())
 
 
@@ -205,7 +205,7 @@ def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str =
 
 
 def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
-    """What no stage could make of a model, whatever its layers are, with the mend.
+    """Return what keeps a model from being cut, whatever its layers are, and the remedy.
 
     Args:
         model: what is to be cut.
@@ -227,7 +227,7 @@ def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a model was given to ``torch.compile``, or ``compile()`` was called on it."""
+    """Return whether a model was given to ``torch.compile``, or ``compile()`` was called on it."""
     required(nn.Module, "_compiled_call_impl", "refuse a model compiled as a whole")
     is_wrapped = hasattr(model, "_orig_mod")  # as its state_dict shows
     return is_wrapped or model._compiled_call_impl is not None

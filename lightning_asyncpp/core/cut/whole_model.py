@@ -1,6 +1,6 @@
-"""What every stage knows of the whole model: found before it is cut, when all of it is still there.
+"""Knowledge of the whole model that every stage has, gathered before the model is cut.
 
-Among it is where the counts of each layer stand in the control message, and what the logger makes of their sums.
+It includes the position of each layer's counts in the control message, and how their sums are logged.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class WholeModel:
 
 
 def whole_of(model: nn.Module | None) -> WholeModel | None:
-    """What is known of a model that was cut; None if it is whole."""
+    """Return what is known of a model that was cut; None if it is whole."""
     return None if model is None else vars(called_by_steps(model)).get(CUT)
 
 

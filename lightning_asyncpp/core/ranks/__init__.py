@@ -1,1 +1,1 @@
-"""How ranks meet: their places, process groups, connections, and what all of them agree on."""
+"""The mesh of ranks, its process groups, and agreement among all ranks."""

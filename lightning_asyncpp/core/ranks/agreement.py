@@ -1,6 +1,6 @@
-"""What all ranks agree on: checks that each must pass, and the batch after which all end.
+"""Agreement among all ranks: checks that each must pass, and the batch after which all end.
 
-What one of them finds, all of them raise.
+If a check fails on one rank, all ranks raise the error.
 """
 
 from __future__ import annotations
@@ -167,12 +167,12 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
 
 
 def batches_behind(num_stages: int, microbatches: int) -> int:
-    """How many batches later a sum is read: so late that no stage waits for those behind it, which lag by nature."""
+    """Return the number of batches after which a sum is read: late enough that no stage waits for later stages."""
     return 2 + (num_stages - 1) // microbatches
 
 
 class StopRounds:
-    """How all ranks learn in an evaluation, where no control message travels, that one of them was told to end.
+    """Agreement on an early end of an evaluation, in which no control message travels.
 
     After every batch each rank gives its flag to an asynchronous sum over all ranks, and reads the sum of a few batches
     before: all ranks read the same one after the same batch, so all of them stop there. Replicas may have different
@@ -241,7 +241,7 @@ class StopRounds:
         self._pending.append((work, flags))
 
     def _take(self) -> tuple[bool, bool]:
-        """Whether any rank was told to end, and whether any has more batches, as of the oldest sum not read yet."""
+        """Read the oldest pending sum: whether any rank was told to end, and whether any has more batches."""
         work, flags = self._pending.popleft()
         if work is not None:
             with lost_peers():

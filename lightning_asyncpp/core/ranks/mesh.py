@@ -1,4 +1,4 @@
-"""Where each rank stands in the mesh of D replicas x P stages, and the process groups between them.
+"""The mesh of D replicas x P stages, and the process groups between its ranks.
 
 Rank 0 is the last stage of the first replica: the loss is there first, for the logger and the progress bar. Nobody
 else knows how ranks follow each other.
@@ -21,7 +21,7 @@ from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.process_groups import HostWork, disjoint_groups, neighbour_options, new_group
 
 GRACE_SECONDS = 5.0
-"""How long connections outlive their last use here: what was sent last may still be on its way to other ranks."""
+"""Seconds for which connections stay open after their last use: messages may still be on their way."""
 _retired: list[tuple[float, list[dist.ProcessGroup]]] = []
 
 
@@ -85,7 +85,7 @@ class Mesh:
         return f"{replicas}{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
 
     def name_of(self, stage: int) -> str:
-        """How messages call the rank of a stage of this replica."""
+        """Return the name in messages of the rank of a stage of this replica."""
         return f"rank {self.rank_of(stage)} (stage {stage})"
 
     def send(self, copy: HostCopy, rank: int, tag: int) -> HostWork:

@@ -77,7 +77,7 @@ def disjoint_groups(
 
 
 def splits() -> bool:
-    """Whether groups are made by splitting the communicator of all ranks: NCCL's, bound to a device from the start."""
+    """Return whether groups split the communicator of all ranks: NCCL's, bound to a device from the start."""
     world = dist.group.WORLD
     return dist.get_backend() == "nccl" and world is not None and getattr(world, "bound_device_id", None) is not None
 
@@ -119,7 +119,7 @@ class HostWork:
         background.run(lambda: self._wait(work), "host-work")
 
     def is_completed(self) -> bool:
-        """Whether it is done, or failed."""
+        """Return whether it is done, or failed."""
         return self._done.is_set()
 
     def wait(self) -> None:

@@ -34,7 +34,7 @@ _FIXED = 5  # numbers of a message, before what layers counted
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """What all ranks agree on about a mini-batch, from one asynchronous exchange.
+    """Quantities of a mini-batch that all ranks agree on, from one asynchronous exchange.
 
     Attributes:
         weight: sum of the microbatches' weights over the mini-batch and the replicas.
@@ -56,7 +56,7 @@ class ControlMessage:
 
 @dataclass
 class StopFlags:
-    """What this rank asks of all; carried by the next control message.
+    """Requests of this rank to all ranks, carried by the next control message.
 
     Attributes:
         interrupted: the process was told to end.
@@ -299,7 +299,7 @@ class MiniBatch:
         return self._norms
 
     def _is_finite(self) -> bool | Tensor:
-        """Whether what this stage counts of the gradient is finite; on the device where the host does not know."""
+        """Return whether this stage's share of the gradient is finite; on the device if the host does not know."""
         if self.message is not None or not self._norms:
             return all(map(math.isfinite, self.squares.values()))
         finite = torch.stack(list(self._norms.values())).isfinite().all()
@@ -320,7 +320,7 @@ class MiniBatch:
         self._reading = None if not norms or norms[0].is_cpu else Reading(norms)
 
     def _is_known(self) -> bool:
-        """Whether the device has got to everything that the message holds."""
+        """Return whether the device has got to everything that the message holds."""
         return all(not isinstance(r, Reading) or r.is_there() for r in (self._reading, self._statistics))
 
 

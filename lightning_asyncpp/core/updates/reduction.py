@@ -66,7 +66,7 @@ class Bucket:
 
     @property
     def device(self) -> torch.device:
-        """Where the gradients are."""
+        """Device of the gradients."""
         return self._like[self.names[0]].device
 
     def pack(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
@@ -306,11 +306,11 @@ class TiedGradients:
         self._passed_on = False
 
     def have_arrived(self) -> bool:
-        """Whether the sums of the stages behind are there, so that :meth:`pass_on` need not wait."""
+        """Return whether the sums of the stages behind are there, so that :meth:`pass_on` need not wait."""
         return all(received is None or received.work.is_completed() for received in self._from_behind)
 
     def has_whole_sums(self) -> bool:
-        """Whether :meth:`take_whole_sums` need not wait, nor :meth:`pass_on` before it."""
+        """Return whether :meth:`take_whole_sums` need not wait, nor :meth:`pass_on` before it."""
         return self.have_arrived() and all(whole is None or whole.work.is_completed() for whole in self._whole)
 
     def pass_on(self, gradients: Gradients, uses: Mapping[str, Sequence[Tensor]]) -> None:
@@ -344,7 +344,7 @@ class TiedGradients:
                 gradients[tie.name_on(self._mesh.stage)] = self._taken(self._whole, number)
 
     def have_left(self) -> bool:
-        """Whether nothing of what was sent is on its way; it is let go of then."""
+        """Free the sends that have completed, and return whether all have."""
         self._sends = [work for work in self._sends if not work.is_completed()]
         return not self._sends
 

@@ -127,7 +127,7 @@ class UpdateQueue:
 
     @property
     def applied(self) -> int:
-        """How many updates this stage has applied, or left out."""
+        """Number of updates that this stage has applied or left out."""
         return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
 
     def close(self, end: int, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:

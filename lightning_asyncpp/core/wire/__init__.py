@@ -1,1 +1,1 @@
-"""What travels between neighbouring stages: headers, activations and their gradients, over sockets or NCCL."""
+"""Messages between neighbouring stages: headers, activations and their gradients, over sockets or NCCL."""

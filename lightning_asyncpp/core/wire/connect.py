@@ -1,4 +1,4 @@
-"""How neighbouring stages connect: each tells the one before, over the process group, where it listens."""
+"""Connections of neighbouring stages: each sends its address to the stage before, over the process group."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def network_address() -> str:
 
 
 def _shown(connection: socket.socket) -> bytes:
-    """What a caller shows in time of the token."""
+    """Return the bytes of the token that a caller sends in time."""
     connection.settimeout(_SHOW_SECONDS)
     received = b""
     with suppress(OSError):

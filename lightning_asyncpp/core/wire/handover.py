@@ -1,4 +1,4 @@
-"""How a tensor goes from GPU to GPU over NCCL, so that nothing that waits for a whole device can hang.
+"""Transfer of tensors from GPU to GPU over NCCL, such that a wait for a whole device cannot hang.
 
 A message of NCCL is two kernels, and each lies on its stream until the other one runs. Whatever waits for the whole
 device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near the limit, the end of a profile) waits for
@@ -66,7 +66,7 @@ class Way(NamedTuple):
             torch.cuda.set_device(self.device)
 
     def launching(self) -> AbstractContextManager[object]:
-        """What is launched inside does not wait for what this thread has under way."""
+        """Return a context in which launches do not wait for earlier work of this thread."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> torch.cuda.Event | None:
@@ -106,14 +106,14 @@ class Way(NamedTuple):
 
 
 class _Put(NamedTuple):
-    """What lies in an outbox."""
+    """Tensor in an outbox."""
 
     tensors: list[Tensor]
     ready: torch.cuda.Event | None
 
 
 class Outbox:
-    """Where the tensors of one direction wait until the neighbour takes them, in the order in which they came.
+    """Queue of the tensors of one direction, from which the neighbour takes them in order.
 
     Args:
         way: to the neighbour.

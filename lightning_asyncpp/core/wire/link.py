@@ -38,7 +38,7 @@ HEADER_BYTES = _NUMBERS.size
 
 
 class Frame(NamedTuple):
-    """What stands before a message: what it is, which microbatch or mini-batch it is of, and its size in bytes."""
+    """Frame before a message: its kind, its microbatch or mini-batch, and its size in bytes."""
 
     kind: int
     number: int
@@ -169,7 +169,7 @@ class Link:
 
 
 class _Backlog:
-    """What a socket did not take at once, and the thread that sends it on: there is none until it is needed.
+    """Bytes that a socket did not accept at once, and the thread that sends them, started when it is needed.
 
     Args:
         connection: the socket.
@@ -264,7 +264,7 @@ class TensorInfo(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What an activation looks like: its kind, its tensors, and what was around several of them."""
+    """Layout of an activation: its kind, its tensors, and the structure around several tensors."""
 
     kind: int = 0
     tensors: tuple[TensorInfo, ...] = ()
@@ -288,7 +288,7 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True)
 class Header:
-    """What is announced before the tensors of microbatch ``k``.
+    """Header before the tensors of microbatch ``k``.
 
     Attributes:
         k: the microbatch, counted over the run (training) or over the evaluation.
@@ -319,7 +319,7 @@ class Header:
 
     @property
     def layout(self) -> Layout:
-        """What is sent only when it changes."""
+        """Layout of the activation, sent only when it changes."""
         return Layout(self.kind, self.tensors, self.structure)
 
     def pack(self) -> bytes:

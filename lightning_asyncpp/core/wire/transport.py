@@ -124,7 +124,7 @@ class Transport:
 
     @property
     def route(self) -> str:
-        """How tensors travel, in words."""
+        """Description of how tensors travel."""
         if self._direct is not None:
             return "between GPUs by NCCL"
         return "over sockets" if self.device.type == "cpu" else "through the host, over sockets"
@@ -217,7 +217,7 @@ class Transport:
         self._before.write(_PART, mini_batch, [_bytes_of(vector)])
 
     def has_part(self, mini_batch: int) -> bool:
-        """Whether :meth:`receive_part` can be called: here it waits."""
+        """Return whether :meth:`receive_part` can be called: here it waits."""
         return True
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
