@@ -121,8 +121,7 @@ class Engine:
     @property
     def at_newest(self) -> bool:
         """Whether microbatches of the open mini-batch may run at the weights that its own update is applied to."""
-        t = self.mini_batch
-        return self.schedule.staleness == "least" or self.schedule.pipeline_rule.version(t) == t
+        return self.schedule.staleness == "least" or self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch: all of its forwards, and the backwards that are due by then, also of earlier batches.

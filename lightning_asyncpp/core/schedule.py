@@ -128,6 +128,10 @@ class StalenessRule:
         """Maximum number of weight versions alive at a time."""
         return 1 if self.held == 0 else 1 + self.delay
 
+    def at_newest(self, mini_batch: int) -> bool:
+        """Return whether mini-batch t runs on the weights that its own update changes: no delay, or not yet."""
+        return self.version(mini_batch) == mini_batch
+
     def in_start(self, mini_batch: int) -> bool:
         """Return whether mini-batch t belongs to the synchronous start."""
         return mini_batch < self.synchronous_start

@@ -222,7 +222,7 @@ def _staleness(trainer: L.Trainer) -> float | None:
     engine, microbatches = session.running(), session.resolved.microbatches * trainer.accumulate_grad_batches
     newest, trained = max(0, engine.mini_batch - 1), engine.stage.whole.num_trained
     rules = [schedule.stage_rule for schedule in engine.schedules()]
-    ages = (0.0 if rule.version(newest) == newest else rule.staleness(microbatches) for rule in rules)
+    ages = (0.0 if rule.at_newest(newest) else rule.staleness(microbatches) for rule in rules)
     return sum(age * count for age, count in zip(ages, trained)) / sum(trained) if any(trained) else None
 
 
