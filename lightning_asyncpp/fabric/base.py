@@ -388,8 +388,13 @@ def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Opt
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         drop()
 
-    names = {name: vars(kind)[name] for name in ("__module__", "__qualname__", "__doc__") if name in vars(kind)}
-    return type(kind.__name__, (kind,), {**names, "zero_grad": zero_grad})
+    # marked as local, so that the command line does not see two classes of one name and call the name ambiguous
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": f"_with_zero_grad.<locals>.{kind.__name__}",
+        "zero_grad": zero_grad,
+    }
+    return type(kind.__name__, (kind,), names)
 
 
 @contextmanager

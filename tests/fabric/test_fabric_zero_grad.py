@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentParser
+from lightning.fabric import Fabric
+from lightning.pytorch.cli import OptimizerCallable
 from torch.nn import functional as F
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
@@ -61,3 +64,13 @@ def test_stages_of_one_process_drop_what_those_of_several_drop(pools: Pools) -> 
 
 def joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: array for part in parts for name, array in part.items()}
+
+
+def test_the_command_line_still_finds_an_optimizer_by_its_name() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy_of("2"))
+    fabric.launch()
+    wrapped = fabric.setup_module(make_model())
+    fabric.setup_optimizers(torch.optim.AdamW(wrapped.parameters(), lr=0.01))
+    parser = ArgumentParser()
+    parser.add_argument("--optimizer", type=OptimizerCallable)
+    assert parser.parse_args(["--optimizer=AdamW"]).optimizer.class_path == "torch.optim.AdamW"
