@@ -13,7 +13,9 @@ import torch.distributed as dist
 from hypothesis import settings
 
 import tests.helpers.spared  # noqa: F401
-from tests.helpers.workers import free_port
+from tests.helpers.engine_pool import EnginePools
+from tests.helpers.pool import Pools
+from tests.helpers.workers import free_port, opened
 
 # The same examples everywhere, and no time limit: machines that run tests are slow at times.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
@@ -21,6 +23,8 @@ settings.load_profile("steady")
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # or Lightning's launchers give this process more, for all tests to come
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at once
 
 # A shell's background job ignores it, and so would every process that tests send it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,3 +42,17 @@ def nothing_of_other_tests() -> Iterator[None]:
         yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """Return worker processes of one module: pools that stay gather threads and what scenarios set in a worker."""
+    with opened(Pools()) as pools:
+        yield pools
+
+
+@pytest.fixture(scope="module")
+def engine_pools() -> Iterator[EnginePools]:
+    """Return worker processes that run the engine alone."""
+    with opened(EnginePools()) as pools:
+        yield pools

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
-from tests.core.conftest import Pools
 from tests.helpers.cases import Case
 from tests.helpers.compare import (
     assert_same_losses,
@@ -20,6 +19,7 @@ from tests.helpers.compare import (
     weights_of,
 )
 from tests.helpers.engine import run_oracle
+from tests.helpers.engine_pool import EnginePools
 from tests.helpers.pairwise import covering, pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
@@ -52,8 +52,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check(pools: Pools, num_stages: int, case: Case) -> None:
-    results = pools.run(case, num_stages)
+def check(engine_pools: EnginePools, num_stages: int, case: Case) -> None:
+    results = engine_pools.run(case, num_stages)
     weights, losses = run_oracle(case, num_stages)
     assert_same_weights(results, weights)
     assert_same_losses(results, losses)
@@ -134,20 +134,20 @@ def over(stages: tuple[int, ...], cases_of: Any) -> list[tuple[int, Case]]:
 
 
 @few_of(over(STAGES, asynchronous))
-def test_asynchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
+def test_asynchronous_pipeline(engine_pools: EnginePools, num_stages: int, case: Case) -> None:
+    check(engine_pools, num_stages, case)
 
 
 @few_of(over(STAGES_SYNCHRONOUS, synchronous), of=["num_stages", "lookahead"])
-def test_synchronous_pipeline(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
+def test_synchronous_pipeline(engine_pools: EnginePools, num_stages: int, case: Case) -> None:
+    check(engine_pools, num_stages, case)
 
 
 @pytest.mark.parametrize(("cut", "counts"), [("even", [6, 3]), ("front", [8, 1]), ("back", [1, 8])])
-def test_the_cut_is_the_one_that_was_asked_for(pools: Pools, cut: str, counts: list[int]) -> None:
+def test_the_cut_is_the_one_that_was_asked_for(engine_pools: EnginePools, cut: str, counts: list[int]) -> None:
     case = Case(2, cut=cut, batch_sizes=(4, 4))
     assert case.counts(2) == counts
-    last, first = pools.run(case, 2)
+    last, first = engine_pools.run(case, 2)
     layers = {int(name.partition(".")[0]) for name in first["weights"]}
     assert max(layers) < counts[0] <= min(int(name.partition(".")[0]) for name in last["weights"])
 
@@ -168,35 +168,37 @@ def with_held_microbatches(num_stages: int) -> list[tuple[int, Case]]:
 
 
 @few_of(over((2, 3), with_held_microbatches), of=["staleness", "slack", "accumulate", "tied"], among=ABOUT_UPDATES)
-def test_held_microbatches(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
+def test_held_microbatches(engine_pools: EnginePools, num_stages: int, case: Case) -> None:
+    check(engine_pools, num_stages, case)
 
 
 @pytest.mark.slow
 @parametrized(with_held_microbatches(4))
-def test_held_microbatches_of_four(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
+def test_held_microbatches_of_four(engine_pools: EnginePools, num_stages: int, case: Case) -> None:
+    check(engine_pools, num_stages, case)
 
 
 @pytest.mark.parametrize("empty", [(0,), (2,)])
-def test_stages_that_step_ahead_are_clipped_after_a_batch_without_samples(pools: Pools, empty: tuple[int, ...]) -> None:
+def test_stages_that_step_ahead_are_clipped_after_a_batch_without_samples(
+    engine_pools: EnginePools, empty: tuple[int, ...]
+) -> None:
     sizes = tuple(0 if i in empty else 6 for i in range(5))
     case = Case(3, staleness="least", batch_sizes=sizes, max_norm=0.01, optimizer="counting", drains=(1,))
-    check(pools, 2, case)
+    check(engine_pools, 2, case)
     unclipped = run_oracle(replace(case, max_norm=None), 2)[0]
     assert any((a != b).any() for a, b in zip(unclipped.values(), run_oracle(case, 2)[0].values()))
 
 
 @pytest.mark.slow
 @parametrized(over(STAGES, grid))
-def test_full_grid(pools: Pools, num_stages: int, case: Case) -> None:
-    check(pools, num_stages, case)
+def test_full_grid(engine_pools: EnginePools, num_stages: int, case: Case) -> None:
+    check(engine_pools, num_stages, case)
 
 
-def test_the_comparison_can_fail(pools: Pools) -> None:
+def test_the_comparison_can_fail(engine_pools: EnginePools) -> None:
     """Weights of a run without the delay, or with another order of dropout, are told apart."""
     case = Case(3, dropout=0.2)
-    results = pools.run(case, 1)
+    results = engine_pools.run(case, 1)
     for other in (Case(3, dropout=0.2, delay=0), Case(3, dropout=0.2, seed=6)):
         with pytest.raises(AssertionError, match="not bitwise equal"):
             assert_same_weights(results, run_oracle(other)[0])

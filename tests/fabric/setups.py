@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, SyncPipelineStrategy
 from lightning_asyncpp.fabric.strategy import PipelineStrategy
 from lightning_asyncpp.models import GPT, GPTConfig
-from tests.core.cut.test_partition_choice import Sleeping
-from tests.helpers.cases import Case, make_model
+from tests.helpers.cases import Case, Sleeping, make_model
 from tests.helpers.fabric import Run, make_fabric
 
 CONFIG = GPTConfig(vocab_size=11, context_length=4, num_layers=2, dim=8, num_heads=2)

@@ -14,10 +14,10 @@ from torch import nn
 from tests.helpers.cases import Case
 from tests.helpers.engine import run_oracle
 from tests.helpers.fabric import Run
+from tests.helpers.modules import Second
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import arrays
-from tests.trainer.test_second_names import Second
 
 
 def second(_: float) -> Any:

@@ -7,10 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.core.conftest import pools
-
-__all__ = ["pools"]
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

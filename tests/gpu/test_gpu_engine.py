@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.core.conftest import Pools
 from tests.helpers.cases import Case
 from tests.helpers.compare import assert_same_norms, weights_of
 from tests.helpers.engine import run_oracle
+from tests.helpers.engine_pool import EnginePools
 
 CASES = {
     "plain": Case(4),
@@ -31,9 +31,9 @@ TOLERANCE = 2e-6
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_stages_that_share_a_gpu_equal_the_oracle(pools: Pools, name: str, stages: int) -> None:
+def test_stages_that_share_a_gpu_equal_the_oracle(engine_pools: EnginePools, name: str, stages: int) -> None:
     case = dataclasses.replace(CASES[name], device="cuda:0")
-    results = pools.run(case, stages)
+    results = engine_pools.run(case, stages)
     expected, _ = run_oracle(case, num_stages=stages)
     weights = weights_of(results)
     assert sorted(weights) == sorted(expected)
@@ -42,7 +42,7 @@ def test_stages_that_share_a_gpu_equal_the_oracle(pools: Pools, name: str, stage
     assert_same_norms(results)
 
 
-def test_replicas_that_share_a_gpu_hold_the_same_bits(pools: Pools) -> None:
-    results = pools.run(Case(3, data_parallel_size=2, unequal_weights=True, device="cuda:0"), 2)
+def test_replicas_that_share_a_gpu_hold_the_same_bits(engine_pools: EnginePools) -> None:
+    results = engine_pools.run(Case(3, data_parallel_size=2, unequal_weights=True, device="cuda:0"), 2)
     first, second = weights_of(results, 0), weights_of(results, 1)
     assert all(np.array_equal(first[name], second[name]) for name in first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -239,3 +240,17 @@ class Case:
         """Indices of the batches that share an update."""
         count = len(self.batch_sizes)
         return [list(range(i, min(i + self.accumulate, count))) for i in range(0, count, self.accumulate)]
+
+
+class Sleeping(nn.Linear):
+    """Takes its time in the forward and in the backward."""
+
+    def __init__(self, width: int, milliseconds: float) -> None:
+        super().__init__(width, width)
+        self.seconds = milliseconds / 1e3
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        output = super().forward(x)
+        output.register_hook(lambda _: time.sleep(self.seconds))
+        return output

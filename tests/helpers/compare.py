@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from torch import Tensor
+
+from lightning_asyncpp.core.cut.units import pipeline_units
+from tests.helpers.engine import run_oracle
+from tests.helpers.engine_pool import EnginePools
+from tests.helpers.random_cases import draw, is_exact
 
 Results = list[dict[str, Any]]
 
@@ -47,3 +53,20 @@ def assert_same_norms(results: Results) -> None:
 def assert_same_statistics(results: Results) -> None:
     """All ranks log the same numbers."""
     assert all(result["statistics"] == results[0]["statistics"] for result in results)
+
+
+def check_random_case(pools: EnginePools, seed: int) -> None:
+    num_stages, case = draw(seed)
+    results = pools.run(case, num_stages)
+    # Replicas read the same data: g + g over w + w is g over w exactly.
+    expected, _ = run_oracle(replace(case, data_parallel_size=1), num_stages)
+    exact = is_exact(pipeline_units(case.make_model()), case.counts(num_stages), case.data_parallel_size)
+    for replica in range(case.data_parallel_size):
+        weights = weights_of(results, replica)
+        assert sorted(weights) == sorted(expected)
+        copies = [copy for r in results if r["replica"] == replica for copy in r["copies"].items()]
+        for name, value in [*weights.items(), *copies]:
+            np.testing.assert_allclose(value, expected[name].numpy(), rtol=0, atol=0 if exact else 2e-3, err_msg=name)
+        assert all(np.array_equal(value, weights[name], equal_nan=True) for name, value in copies)
+    assert_same_norms(results)
+    assert_same_statistics(results)

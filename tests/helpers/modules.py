@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import IterableDataset
 from torchmetrics import MeanSquaredError
 
-from lightning_asyncpp import GPTModule, apply_layers
+from lightning_asyncpp import GPTModule, after_own_update, apply_layers
 from lightning_asyncpp.models import GPTConfig
 from tests.helpers.cases import DIM
-from tests.helpers.trainer import Net, Run
+from tests.helpers.resumable import ResumableNet
+from tests.helpers.trainer import Net, Run, Samples
 
 
 class Scaled(nn.Module):
@@ -298,3 +303,101 @@ class NormFirstNet(Net):
         super().__init__(run)
         torch.manual_seed(4)
         self.model = nn.Sequential(nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+
+
+class Begin(nn.Module):
+    """Holds a parameter that its model keeps, and a matrix that three places know."""
+
+    def __init__(self, scale: nn.Parameter, shared: nn.Linear) -> None:
+        super().__init__()
+        self.scale, self.linear = scale, nn.Linear(DIM, DIM)
+        self.linear.weight = shared.weight
+        self.register_buffer("offset", torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale + self.offset)
+
+
+class End(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.weight)
+
+
+class Second(nn.Module):
+    """The model keeps its layers' parameters, buffers and modules itself, too; a function of a layer uses one."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.fixed = nn.Parameter(torch.rand(DIM), requires_grad=False)
+        self.shared = nn.Linear(DIM, DIM, bias=False)
+        self.begin = Begin(self.scale, self.shared)
+        self.register_buffer("offset", self.begin.offset)
+        middle = [nn.Sequential(nn.Linear(DIM, DIM), norm(DIM), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList(middle)
+        self.blocks[1].fixed = self.fixed
+        self.statistics = middle[0][1]
+        self.favourite = middle[1]
+        self.end = End(self.shared.weight)
+        self.head = nn.Linear(DIM, 1)
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.begin, *self.blocks, (self.end, lambda end, x: end(x) + self.shared(x)), self.head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_layers(self, x)
+
+
+class SecondNet(Net):
+    train_dataloader = ResumableNet.train_dataloader
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = Second()
+        if run.options.get("weight_dtype"):  # torch has no BatchNorm of both dtypes on a CPU
+            self.model = Second(nn.LayerNorm)
+        self.head_weight = self.model.head.weight
+        self.twin = self.model
+
+
+SECOND_NAMES_RUN = Run(
+    SecondNet, "async", {"microbatches": 4}, optimizer="muon", error_feedback=True,
+    trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "enable_checkpointing": True},
+)  # fmt: skip
+
+
+EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
+
+
+class HasAverage(Net):
+    """Keeps torch's average of its network."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.6), use_buffers=True)
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [after_own_update(UpdatesAverage())]
+
+
+class UpdatesAverage(L.Callback):
+    """Brings the module's average up to date."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.ema.update_parameters(module.model)
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.samples = Samples(count, seed)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.samples[index] for index in range(len(self.samples)))

@@ -22,6 +22,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
 from tests.helpers.evaluations import may_have_children
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, Samples, make_trainer, report
 
 
@@ -136,3 +138,95 @@ def fit_showing(
     with may_have_children():
         trainer.fit(module, loader, vals, ckpt_path=run.ckpt_path, weights_only=True)
     return report(trainer, module) | {"numbers": module.numbers, "marks": marks.logged}
+
+
+class ResumableLoader(DataLoader):
+    """Goes on in mid-epoch, as a StatefulDataLoader does."""
+
+    start = done = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for index, batch in enumerate(super().__iter__()):
+            self.done = index + 1
+            if index >= start:
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done % len(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["done"]
+
+
+class ResumableNet(Net):
+    def train_dataloader(self) -> Any:
+        return ResumableLoader(Samples(self.run.samples), batch_size=self.run.batch_size)
+
+
+def saving(folder: Path, **when: Any) -> Any:
+    return (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}"} | when)
+
+
+RESUMABLE_RUN = Run(Net, dropout=0.2, optimizer="muon", error_feedback=True, scheduler="decay-step", samples=37)
+
+
+RESUMABLE_TRAINER = {"max_epochs": 3, "gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
+
+
+EPOCHS = {"max_epochs": 3}
+
+
+TWO_EPOCHS = {"max_epochs": 2}
+
+
+SAVING = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 1}
+
+
+def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[int, ...] = (), **more: Any) -> Run:
+    options = {"gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
+    return Run(
+        Net, dropout=0.2, optimizer="muon", error_feedback=True, val_samples=val_samples,
+        shuffle="own" not in kind,
+        callbacks=((SavesAfter, {"dirpath": folder} | SAVING),), trainer=options | trainer,
+        **{"strategy": "default", "scheduler": "decay-step", "samples": 37} | more,
+    )  # fmt: skip
+
+
+def saving_after(run: Run, *steps: int) -> Run:
+    """The same, saving after these steps alone."""
+    *callbacks, (saves, options) = run.callbacks
+    return replace(run, callbacks=(*callbacks, (saves, options | {"steps": steps})))
+
+
+def of_steps(report: dict[str, Any]) -> dict[int, list[float]]:
+    """Step -> what was logged of it: its loss, and what a hook drew. Means over a resumed epoch are of its rest."""
+    found: dict[int, list[float]] = {}
+    for step, metrics in report["records"]:
+        found.setdefault(step, []).extend(value for name, value in sorted(metrics.items()) if name.endswith("_step"))
+    return {step: values for step, values in found.items() if values}
+
+
+def check_resumed(
+    pools: Pools,
+    run: Run,
+    kind: str,
+    folder: Path,
+    steps: list[int],
+    stages: int = 2,
+    fit: Any = fit_showing,
+) -> list[Any]:
+    """Resumed after each of the steps, the rest equals that of the whole run, which is returned."""
+    if "litdata" in kind:
+        write_litdata(folder / "data", run.samples)
+    processes = stages * run.options.get("data_parallel_size", 1)
+    saving = saving_after(run, *steps) if run.callbacks[-1][0] is SavesAfter else run
+    whole = pools.run(processes, fit, saving, kind, str(folder / "data"))
+    for step in steps:
+        again = replace(run, callbacks=run.callbacks[:-1], ckpt_path=str(folder / f"step={step}.ckpt"))
+        resumed = pools.run(processes, fit, again, kind, str(folder / "data"))
+        assert resumed[0]["numbers"]
+        assert resumed[0]["numbers"] == whole[0]["numbers"][-len(resumed[0]["numbers"]) :], step
+        assert of_steps(resumed[0]) == {at: loss for at, loss in of_steps(whole[0]).items() if at >= step}
+        assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
+    return whole

@@ -8,12 +8,13 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW, WeightPrediction
 from tests.helpers.cases import DIM, make_model
+from tests.helpers.pool import Outcome, Pools
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),
@@ -358,3 +360,23 @@ def report(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
 def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
     """numpy arrays travel between processes by value; bfloat16, which numpy lacks, as float32."""
     return {name: (t.float() if t.is_floating_point() else t).detach().cpu().numpy() for name, t in tensors.items()}
+
+
+class CountsSteps(Callback):
+    """Fails the test if a training batch ends: every mistake must be found before."""
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a training step was run")
+
+
+def refusals(pools: Pools, run: Run, stages: int = 2) -> list[Outcome]:
+    """Run what must fail; the outcome of every rank."""
+    run = replace(run, callbacks=(*run.callbacks, (CountsSteps, {})))
+    return pools.outcomes(stages, fit, run)
+
+
+def assert_refused(outcomes: list[Outcome], *parts: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error, f"rank {rank} did not fail"
+        missing = [part for part in parts if part not in outcome.message]
+        assert not missing, f"rank {rank}: {missing} not in: {outcome.error}: {outcome.message}"

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.core.conftest import Pools
-from tests.core.test_random_cases import check
 from tests.helpers.cases import Case
-from tests.helpers.compare import assert_same_norms, assert_same_weights
+from tests.helpers.compare import assert_same_norms, assert_same_weights, check_random_case
 from tests.helpers.engine import run_oracle
-from tests.helpers.engine_pool import Prepare
+from tests.helpers.engine_pool import EnginePools, Prepare
 from tests.helpers.workers import opened
 from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once
 from tests.nccl_rules.emulated import emulate
@@ -37,9 +35,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Iterator[Pools]:
-    with opened(Pools(emulate)) as pools:
-        yield pools
+def emulated() -> Iterator[EnginePools]:
+    with opened(EnginePools(emulate)) as engine_pools:
+        yield engine_pools
 
 
 # Over five stages, between whose middle ones a rule may be broken that two or three cannot break; the rest over three.
@@ -57,7 +55,7 @@ def over_few_stages() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "stages"), over_few_stages())
-def test_it_equals_the_oracle(emulated: Pools, name: str, stages: int) -> None:
+def test_it_equals_the_oracle(emulated: EnginePools, name: str, stages: int) -> None:
     case = CASES[name]
     results = emulated.run(case, stages)
     expected, _ = run_oracle(case, stages)
@@ -69,15 +67,15 @@ USUAL = (1001, 1029)  # the last with replicas
 
 
 @pytest.mark.parametrize("seed", USUAL)
-def test_random_case(emulated: Pools, seed: int) -> None:
+def test_random_case(emulated: EnginePools, seed: int) -> None:
     """With replicas, too, whose reductions are then NCCL's."""
-    check(emulated, seed)
+    check_random_case(emulated, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [seed for seed in range(1000, 1100) if seed not in USUAL])
-def test_more_random_cases(emulated: Pools, seed: int) -> None:
-    check(emulated, seed)
+def test_more_random_cases(emulated: EnginePools, seed: int) -> None:
+    check_random_case(emulated, seed)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +87,9 @@ def test_more_random_cases(emulated: Pools, seed: int) -> None:
     ],
 )
 def test_a_broken_rule_is_found(broken: Prepare, found: str) -> None:
-    pools = Pools(broken)
+    engine_pools = EnginePools(broken)
     try:
         with pytest.raises(AssertionError, match=found):
-            pools.run(Case(5), 3)
+            engine_pools.run(Case(5), 3)
     finally:
-        pools.close()
+        engine_pools.close()

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.core.conftest import Pools
-from tests.core.test_random_cases import check
-from tests.helpers.compare import assert_same_norms, assert_same_weights
+from tests.helpers.compare import assert_same_norms, assert_same_weights, check_random_case
 from tests.helpers.engine import run_oracle
+from tests.helpers.engine_pool import EnginePools
 from tests.helpers.workers import opened
 from tests.nccl_rules.late import read_late
 from tests.nccl_rules.test_engine_by_the_rules import CASES
@@ -22,9 +21,9 @@ REPEATS = ("no-lookahead", "partial", "checkpointing", "synchronous", "tied", "f
 
 
 @pytest.fixture(scope="module")
-def late() -> Iterator[Pools]:
-    with opened(Pools(read_late)) as pools:
-        yield pools
+def late() -> Iterator[EnginePools]:
+    with opened(EnginePools(read_late)) as engine_pools:
+        yield engine_pools
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ def late() -> Iterator[Pools]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in REPEATS else name for name in CASES]
 )
-def test_it_equals_the_oracle(late: Pools, name: str, stages: int) -> None:
+def test_it_equals_the_oracle(late: EnginePools, name: str, stages: int) -> None:
     case = CASES[name]
     results = late.run(case, stages)
     expected, _ = run_oracle(case, stages)
@@ -44,6 +43,6 @@ def test_it_equals_the_oracle(late: Pools, name: str, stages: int) -> None:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow][seed < 1001 :]) for seed in range(1000, 1040)]
 )
-def test_random_case(late: Pools, seed: int) -> None:
+def test_random_case(late: EnginePools, seed: int) -> None:
     """With replicas, too."""
-    check(late, seed)
+    check_random_case(late, seed)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.optim import ErrorFeedback
-from tests.optim.test_optim_memory import ELEMENTS, MODEL_BYTES, allocated
+from tests.helpers.alone import allocated
+from tests.optim.test_optim_memory import ELEMENTS, MODEL_BYTES
 
 BASE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_asyncpp.optim import ErrorFeedback
+from tests.helpers.alone import allocated
 
 ELEMENTS = 2**20
 MODEL_BYTES = 4 * ELEMENTS
-
-
-def allocated(function, path):
-    """Return (peak, what is left) of the bytes that ``function`` allocated, from the allocator's own events.
-
-    Memory of before is not counted when it is freed meanwhile, as the garbage of other tests is.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    profiler.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    peak, sizes = 0, {}  # the sizes by address
-    for event in sorted(events, key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        if size > 0:
-            sizes[address] = size
-        else:
-            sizes.pop(address, None)
-        peak = max(peak, sum(sizes.values()))
-    return peak, sum(sizes.values())
 
 
 @pytest.mark.parametrize("provided", [True, False])

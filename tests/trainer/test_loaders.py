@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from tests.helpers.modules import WeighingNet
+from tests.helpers.modules import Stream, WeighingNet
 from tests.helpers.oracle import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, Samples, fit
-
-
-class Stream(IterableDataset):
-    """Samples without a length."""
-
-    def __init__(self, count: int, seed: int = 0) -> None:
-        self.samples = Samples(count, seed)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return (self.samples[index] for index in range(len(self.samples)))
 
 
 class StreamingNet(Net):

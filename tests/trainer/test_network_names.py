@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from lightning_asyncpp import ConfigurationError, check_model
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import fit_showing
+from tests.helpers.resumable import EPOCHS, check_resumed, fit_showing, run_of
 from tests.helpers.trainer import Net, Run, loader
-from tests.trainer.checkpoint.test_exact_resume import EPOCHS, check, run_of
 
 
 class Backbone(Net):
@@ -46,7 +45,7 @@ def test_trains_and_resumes(pools: Pools, strategy: str, tmp_path: Path) -> None
     of_usual = run_of(tmp_path / "usual", "litdata", EPOCHS, strategy=strategy, options=options)
     run = replace(run_of(tmp_path, "litdata", EPOCHS, strategy=strategy, options=options), module=Backbone)
     stages = 2 if strategy == "default" else 1
-    found = check(pools, run, "litdata", tmp_path, [3], stages)
+    found = check_resumed(pools, run, "litdata", tmp_path, [3], stages)
     usual = pools.run(stages, fit_showing, of_usual, "litdata", str(tmp_path / "data"))
     weights = joined_weights(found, stages)
     assert_equal_weights(

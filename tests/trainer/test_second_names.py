@@ -10,78 +10,14 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from lightning_asyncpp import apply_layers, check_model
+from lightning_asyncpp import check_model
 from tests.helpers.cases import DIM
+from tests.helpers.modules import SECOND_NAMES_RUN, Second, SecondNet
 from tests.helpers.oracle import assert_equal_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Net, Run, arrays, delayed, fit, train
-from tests.trainer.checkpoint.test_checkpoints import ResumableNet, saving
-from tests.trainer.failures.test_mistakes import assert_refused, refusals
-
-
-class Begin(nn.Module):
-    """Holds a parameter that its model keeps, and a matrix that three places know."""
-
-    def __init__(self, scale: nn.Parameter, shared: nn.Linear) -> None:
-        super().__init__()
-        self.scale, self.linear = scale, nn.Linear(DIM, DIM)
-        self.linear.weight = shared.weight
-        self.register_buffer("offset", torch.ones(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * self.scale + self.offset)
-
-
-class End(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.weight)
-
-
-class Second(nn.Module):
-    """The model keeps its layers' parameters, buffers and modules itself, too; a function of a layer uses one."""
-
-    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.scale = nn.Parameter(torch.rand(DIM) + 0.5)
-        self.fixed = nn.Parameter(torch.rand(DIM), requires_grad=False)
-        self.shared = nn.Linear(DIM, DIM, bias=False)
-        self.begin = Begin(self.scale, self.shared)
-        self.register_buffer("offset", self.begin.offset)
-        middle = [nn.Sequential(nn.Linear(DIM, DIM), norm(DIM), nn.Tanh()) for _ in range(2)]
-        self.blocks = nn.ModuleList(middle)
-        self.blocks[1].fixed = self.fixed
-        self.statistics = middle[0][1]
-        self.favourite = middle[1]
-        self.end = End(self.shared.weight)
-        self.head = nn.Linear(DIM, 1)
-
-    def pipeline_layers(self) -> list[Any]:
-        return [self.begin, *self.blocks, (self.end, lambda end, x: end(x) + self.shared(x)), self.head]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return apply_layers(self, x)
-
-
-class SecondNet(Net):
-    train_dataloader = ResumableNet.train_dataloader
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model = Second()
-        if run.options.get("weight_dtype"):  # torch has no BatchNorm of both dtypes on a CPU
-            self.model = Second(nn.LayerNorm)
-        self.head_weight = self.model.head.weight
-        self.twin = self.model
-
+from tests.helpers.resumable import saving
+from tests.helpers.trainer import Run, arrays, assert_refused, delayed, fit, refusals, train
 
 NAMES = ("model.scale", "model.begin.scale", "model.shared.weight", "model.end.weight", "head_weight", "twin.scale")
 
@@ -96,25 +32,19 @@ class KeepsState(Callback):
         self.into |= arrays(module.state_dict())
 
 
-RUN = Run(
-    SecondNet, "async", {"microbatches": 4}, optimizer="muon", error_feedback=True,
-    trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "enable_checkpointing": True},
-)  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def expected() -> dict[str, np.ndarray]:
     """What one process has in its ``state_dict`` after the same training."""
     state: dict[str, np.ndarray] = {}
-    run = replace(delayed(RUN, microbatches=4), callbacks=((KeepsState, {"into": state}),))
-    train(replace(run, trainer=RUN.trainer | {"enable_checkpointing": False}))
+    run = replace(delayed(SECOND_NAMES_RUN, microbatches=4), callbacks=((KeepsState, {"into": state}),))
+    train(replace(run, trainer=SECOND_NAMES_RUN.trainer | {"enable_checkpointing": False}))
     return state
 
 
 def test_one_process_is_the_reference(expected: dict[str, np.ndarray]) -> None:
-    weights, _ = oracle(RUN, 4, list(mini_batches_of(RUN, 2)), max_norm=0.4)
+    weights, _ = oracle(SECOND_NAMES_RUN, 4, list(mini_batches_of(SECOND_NAMES_RUN, 2)), max_norm=0.4)
     assert_equal_weights({name: expected[name] for name in weights}, weights)
-    assert not np.array_equal(expected["model.scale"], arrays(SecondNet(RUN).state_dict())["model.scale"])
+    assert not np.array_equal(expected["model.scale"], arrays(SecondNet(SECOND_NAMES_RUN).state_dict())["model.scale"])
     assert all(name in expected for name in NAMES)
 
 
@@ -122,22 +52,22 @@ def test_one_process_is_the_reference(expected: dict[str, np.ndarray]) -> None:
 def test_all_names_hold_the_trained_values(
     pools: Pools, stages: int, expected: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    results = pools.run(stages, fit, replace(RUN, callbacks=(saving(tmp_path, every_n_train_steps=5),)))
+    results = pools.run(stages, fit, replace(SECOND_NAMES_RUN, callbacks=(saving(tmp_path, every_n_train_steps=5),)))
     assert_equal_weights(results[0]["full_afterwards"], expected)
     # What stage 0 does not hold is not in its named_parameters() either.
     assert all("scale" not in name for result in results[: stages - 1] for name in result["weights"])
     checkpoint = torch.load(tmp_path / "step=10.ckpt", weights_only=True)
     assert_equal_weights(arrays(checkpoint["state_dict"]), expected)
     assert len({checkpoint["state_dict"][name].data_ptr() for name in NAMES[2:4]}) == 1
-    SecondNet(RUN).load_state_dict(checkpoint["state_dict"])
+    SecondNet(SECOND_NAMES_RUN).load_state_dict(checkpoint["state_dict"])
 
 
 def test_one_process_knows_stages_by_the_names_in_layers(pools: Pools) -> None:
     """The first name of the scale, the model's own, is of no layer; as on the last stage it would not be old at all."""
     options = {"microbatches": 4, "staleness": "least", "partition": [2, 3]}
-    results = pools.run(2, fit, replace(RUN, options=options))
+    results = pools.run(2, fit, replace(SECOND_NAMES_RUN, options=options))
     state: dict[str, np.ndarray] = {}
-    run = delayed(RUN, staleness="least", stages=2, microbatches=4, partition=[2, 3])
+    run = delayed(SECOND_NAMES_RUN, staleness="least", stages=2, microbatches=4, partition=[2, 3])
     train(replace(run, callbacks=((KeepsState, {"into": state}),)))
     assert_equal_weights(results[0]["full_afterwards"], state)
 
@@ -146,24 +76,32 @@ def test_one_process_knows_stages_by_the_names_in_layers(pools: Pools) -> None:
 def test_a_run_goes_on_with_other_stages(
     pools: Pools, form: str, expected: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    options = RUN.options | {"state_dict_type": form}
-    pools.run(2, fit, replace(RUN, options=options, callbacks=(saving(tmp_path, every_n_train_steps=3),)))
-    results = pools.run(3, fit, replace(RUN, ckpt_path=str(tmp_path / "step=3.ckpt")))
+    options = SECOND_NAMES_RUN.options | {"state_dict_type": form}
+    pools.run(2, fit, replace(SECOND_NAMES_RUN, options=options, callbacks=(saving(tmp_path, every_n_train_steps=3),)))
+    results = pools.run(3, fit, replace(SECOND_NAMES_RUN, ckpt_path=str(tmp_path / "step=3.ckpt")))
     assert_equal_weights(results[0]["full_afterwards"], expected)
 
 
 def test_names_that_disagree_are_refused(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, fit, replace(RUN, trainer=RUN.trainer | {"max_epochs": 1}, callbacks=(saving(tmp_path),)))
+    pools.run(
+        2,
+        fit,
+        replace(SECOND_NAMES_RUN, trainer=SECOND_NAMES_RUN.trainer | {"max_epochs": 1}, callbacks=(saving(tmp_path),)),
+    )
     checkpoint = torch.load(path := tmp_path / "step=5.ckpt", weights_only=True)
     checkpoint["state_dict"]["model.scale"] = torch.zeros(DIM)
     torch.save(checkpoint, path)
-    outcomes = refusals(pools, replace(RUN, ckpt_path=str(path)))
+    outcomes = refusals(pools, replace(SECOND_NAMES_RUN, ckpt_path=str(path)))
     assert_refused(outcomes, "model.scale and model.begin.scale are one parameter in this model, but differ")
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_versions_in_bf16_beside_masters(pools: Pools, stages: int) -> None:
-    run = replace(RUN, options=RUN.options | {"weight_dtype": "bf16"}, trainer={"precision": "bf16-mixed"})
+    run = replace(
+        SECOND_NAMES_RUN,
+        options=SECOND_NAMES_RUN.options | {"weight_dtype": "bf16"},
+        trainer={"precision": "bf16-mixed"},
+    )
     results = pools.run(stages, fit, run)
     state = results[0]["full_at_end"]
     assert np.array_equal(state["model.scale"], state["model.begin.scale"])
@@ -173,7 +111,7 @@ def test_versions_in_bf16_beside_masters(pools: Pools, stages: int) -> None:
 
 def test_check_model_says_the_same() -> None:
     batches = [{"x": torch.randn(8, DIM), "y": torch.randn(8, 1)}]
-    assert check_model(SecondNet(RUN), batches, stages=3, microbatches=4).bitwise
+    assert check_model(SecondNet(SECOND_NAMES_RUN), batches, stages=3, microbatches=4).bitwise
 
 
 class UsedBetween(Second):
@@ -193,7 +131,9 @@ class UsedBetweenNet(SecondNet):
 
 @pytest.mark.parametrize("partition", [[3, 2], [4, 1], [3, 1, 1]])
 def test_a_name_means_the_last_layer_before_that_holds_it(pools: Pools, partition: list[int]) -> None:
-    run = replace(RUN, module=UsedBetweenNet, options=RUN.options | {"partition": partition}, trainer={})
+    run = replace(
+        SECOND_NAMES_RUN, module=UsedBetweenNet, options=SECOND_NAMES_RUN.options | {"partition": partition}, trainer={}
+    )
     state: dict[str, np.ndarray] = {}
     train(replace(delayed(run, microbatches=4), callbacks=((KeepsState, {"into": state}),)))
     results = pools.run(len(partition), fit, run)

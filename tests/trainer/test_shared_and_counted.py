@@ -18,8 +18,8 @@ from tests.helpers.modules import small_gpt
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.random_layers import make
+from tests.helpers.resumable import RESUMABLE_TRAINER, ResumableNet, saving
 from tests.helpers.trainer import Net, Run, delayed, fit, train
-from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
 
 FIRST = "model.0.weight"
 
@@ -79,7 +79,7 @@ def test_the_pipeline_the_oracle_and_one_process_agree(pools: Pools, stages: int
 
 def test_the_copies_count_once_in_a_checkpoint_from_which_the_run_goes_on(pools: Pools, tmp_path: Path) -> None:
     run = replace(
-        RUN, module=ResumableSharingNet, callbacks=(saving(tmp_path, every_n_train_steps=3),), trainer=TRAINER
+        RUN, module=ResumableSharingNet, callbacks=(saving(tmp_path, every_n_train_steps=3),), trainer=RESUMABLE_TRAINER
     )
     whole = pools.run(3, fit, run)
     path = tmp_path / "step=3.ckpt"

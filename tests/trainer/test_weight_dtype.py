@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
+from tests.helpers.resumable import RESUMABLE_TRAINER, ResumableNet, saving
 from tests.helpers.trainer import Net, Run, Samples, fit
-from tests.trainer.checkpoint.test_checkpoints import TRAINER, ResumableNet, saving
 
 RUN = Run(
     ResumableNet, "async", {"microbatches": 4, "weight_dtype": "bf16"}, optimizer="muon", error_feedback=True,
-    samples=37, val_samples=(9,), trainer={**TRAINER, "precision": "bf16-mixed"},
+    samples=37, val_samples=(9,), trainer={**RESUMABLE_TRAINER, "precision": "bf16-mixed"},
 )  # fmt: skip
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import ConfigurationError
-from tests.core.conftest import Pools
 from tests.helpers.cases import DIM, Case
 from tests.helpers.compare import assert_same_weights
 from tests.helpers.engine import Training, run_oracle
+from tests.helpers.engine_pool import EnginePools
 from tests.helpers.random_layers import make
 
 SHARING_INSIDE = partial(make, (("linear", "tensor"), ("inside", "tensor")))
@@ -22,10 +22,10 @@ ALONE = Mesh(1, 1, 0)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_weights_that_have_two_names_in_one_layer_are_saved_as_one(pools: Pools, bf16: bool) -> None:
+def test_weights_that_have_two_names_in_one_layer_are_saved_as_one(engine_pools: EnginePools, bf16: bool) -> None:
     """With masters, both names stand for what gradients are taken at."""
     case = Case(3, model=SHARING_INSIDE, bf16=bf16, error_feedback=1.0, resumes=(2,))
-    assert_same_weights(pools.run(case, 2), run_oracle(case)[0])
+    assert_same_weights(engine_pools.run(case, 2), run_oracle(case)[0])
 
 
 def frozen_and_shared(_: float) -> nn.Sequential:
@@ -36,9 +36,9 @@ def frozen_and_shared(_: float) -> nn.Sequential:
     return model
 
 
-def test_frozen_weights_may_be_shared_by_any_number_of_stages(pools: Pools) -> None:
+def test_frozen_weights_may_be_shared_by_any_number_of_stages(engine_pools: EnginePools) -> None:
     case = Case(4, model=frozen_and_shared, cut=(1, 1, 2), bf16=True, error_feedback=1.0, resumes=(1,))
-    assert_same_weights(pools.run(case, 3), run_oracle(case)[0])
+    assert_same_weights(engine_pools.run(case, 3), run_oracle(case)[0])
 
 
 def trained(case: Case) -> Training:

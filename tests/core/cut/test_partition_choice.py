@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import weakref
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition_choice import Example, arguments_in, choose_partition, unit_times
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.errors import ConfigurationError
+from tests.helpers.cases import Sleeping
 
 CPU = torch.device("cpu")
 
@@ -29,20 +29,6 @@ class Costly(nn.Sequential):
 
     def pipeline_costs(self) -> Any:
         return self.costs
-
-
-class Sleeping(nn.Linear):
-    """Takes its time in the forward and in the backward."""
-
-    def __init__(self, width: int, milliseconds: float) -> None:
-        super().__init__(width, width)
-        self.seconds = milliseconds / 1e3
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        output = super().forward(x)
-        output.register_hook(lambda _: time.sleep(self.seconds))
-        return output
 
 
 def lines(count: int) -> list[nn.Module]:

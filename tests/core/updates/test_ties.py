@@ -35,10 +35,10 @@ from lightning_asyncpp.core.wire.link import Link
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPT, GPTConfig
-from tests.core.conftest import Pools
 from tests.helpers.cases import DIM, Case
 from tests.helpers.compare import assert_same_norms, weights_of
 from tests.helpers.engine import run_oracle
+from tests.helpers.engine_pool import EnginePools
 
 CPU = torch.device("cpu")
 TIE = Tie((0, 2), ("first", "second"))
@@ -104,9 +104,9 @@ def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> N
 
 
 @pytest.mark.parametrize("routed", [False, True])
-def test_replicas_share_and_reduce(pools: Pools, routed: bool) -> None:
+def test_replicas_share_and_reduce(engine_pools: EnginePools, routed: bool) -> None:
     case = Case(3, data_parallel_size=2, tied=True, routed=routed, max_norm=0.3, error_feedback=1.0)
-    results = pools.run(case, 2)
+    results = engine_pools.run(case, 2)
     first, second = weights_of(results, 0), weights_of(results, 1)
     assert all(np.array_equal(first[name], second[name]) for name in first)
     copies = [value for result in results for value in result["copies"].values()]

@@ -11,34 +11,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from lightning.pytorch.callbacks import WeightAveraging
+from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp import after_own_update
 from tests.helpers.cases import DIM
+from tests.helpers.modules import EMA, HasAverage
 from tests.helpers.pool import Pools, impatient
 from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, own_state, val_loaders
 
-EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
 DELAYED = {"delay": 1, "microbatches": 3}
-
-
-class HasAverage(Net):
-    """Keeps torch's average of its network."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.6), use_buffers=True)
-
-    def configure_callbacks(self) -> list[L.Callback]:
-        return [after_own_update(UpdatesAverage())]
-
-
-class UpdatesAverage(L.Callback):
-    """Brings the module's average up to date."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        module.ema.update_parameters(module.model)
 
 
 def averaged(run: Run, epochs: int, path: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_asyncpp.storage import load
 from tests.helpers.oracle import joined_weights
 from tests.helpers.pool import Pools, TrainerPool, impatient
+from tests.helpers.resumable import RESUMABLE_RUN, RESUMABLE_TRAINER, ResumableNet
 from tests.helpers.trainer import Run, fit
-from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 
 SHARDED = {"state_dict_type": "sharded"}
 BEHIND = {"async_checkpoints": True}
@@ -28,8 +28,10 @@ FIRST = 8  # calls of fsync on rank 0 in the first sharded save, before which th
 def run_of(folder: Path, epochs: int, **options: Any) -> Run:
     """Keeps its newest checkpoint alone."""
     keeping = {"dirpath": folder, "save_top_k": 1, "every_n_train_steps": 1, "filename": "{step}"}
-    trainer = TRAINER | {"max_epochs": epochs, "logger": False}
-    return replace(RUN, module=ResumableNet, callbacks=((ModelCheckpoint, keeping),), trainer=trainer, options=options)
+    trainer = RESUMABLE_TRAINER | {"max_epochs": epochs, "logger": False}
+    return replace(
+        RESUMABLE_RUN, module=ResumableNet, callbacks=((ModelCheckpoint, keeping),), trainer=trainer, options=options
+    )
 
 
 def killed(run: Run, folder: Path, after: float) -> None:

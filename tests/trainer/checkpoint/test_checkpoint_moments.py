@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers.oracle import assert_equal_weights, joined_weights, loss_after, mini_batches_of, oracle
 from tests.helpers.pool import Pools
+from tests.helpers.resumable import ResumableNet
 from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, report, val_loaders
-from tests.trainer.checkpoint.test_checkpoints import ResumableNet
 
 
 def saving(folder: Path, **when: Any) -> Any:

@@ -9,53 +9,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader
 
 from tests.helpers.cases import DIM
 from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights, plain_module
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Net, Run, Samples, arrays, fit
-
-
-class ResumableLoader(DataLoader):
-    """Goes on in mid-epoch, as a StatefulDataLoader does."""
-
-    start = done = 0
-
-    def __iter__(self) -> Any:
-        start, self.start = self.start, 0
-        for index, batch in enumerate(super().__iter__()):
-            self.done = index + 1
-            if index >= start:
-                yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done % len(self)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["done"]
-
-
-class ResumableNet(Net):
-    def train_dataloader(self) -> Any:
-        return ResumableLoader(Samples(self.run.samples), batch_size=self.run.batch_size)
-
-
-def saving(folder: Path, **when: Any) -> Any:
-    return (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}"} | when)
-
-
-RUN = Run(Net, dropout=0.2, optimizer="muon", error_feedback=True, scheduler="decay-step", samples=37)
-TRAINER = {"max_epochs": 3, "gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
+from tests.helpers.resumable import RESUMABLE_RUN, RESUMABLE_TRAINER, ResumableNet, saving
+from tests.helpers.trainer import Net, Run, arrays, fit
 
 
 @pytest.mark.parametrize("strategy", ["default", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_path: Path) -> None:
     callbacks = (saving(tmp_path, every_n_epochs=1, save_on_train_epoch_end=True),)
-    run = replace(RUN, strategy=strategy, shuffle=True, callbacks=callbacks, trainer=TRAINER)
+    run = replace(RESUMABLE_RUN, strategy=strategy, shuffle=True, callbacks=callbacks, trainer=RESUMABLE_TRAINER)
     whole = pools.run(stages, fit, run)
     resumed = pools.run(stages, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=5.ckpt")))
     assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
@@ -79,11 +46,11 @@ def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_
 def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, options: dict[str, Any], tmp_path: Path) -> None:
     """The mini-batch after the checkpoint runs on the older weights, which the checkpoint holds too."""
     run = replace(
-        RUN,
+        RESUMABLE_RUN,
         options=options,
         module=ResumableNet,
         callbacks=(saving(tmp_path, every_n_train_steps=every),),
-        trainer=TRAINER,
+        trainer=RESUMABLE_TRAINER,
     )
     whole = pools.run(stages, fit, run)
     for step in (3, 9):
@@ -96,7 +63,11 @@ def test_resumed_before_validation(pools: Pools, tmp_path: Path) -> None:
     """Saved by validation in mid-epoch, on its metric."""
     callbacks = (saving(tmp_path, monitor="val_loss"),)
     run = replace(
-        RUN, module=ResumableNet, callbacks=callbacks, val_samples=(9,), trainer=TRAINER | {"val_check_interval": 2}
+        RESUMABLE_RUN,
+        module=ResumableNet,
+        callbacks=callbacks,
+        val_samples=(9,),
+        trainer=RESUMABLE_TRAINER | {"val_check_interval": 2},
     )
     whole = pools.run(2, fit, run)
     resumed = pools.run(2, fit, replace(run, ckpt_path=str(tmp_path / "step=7.ckpt")))
@@ -105,7 +76,9 @@ def test_resumed_before_validation(pools: Pools, tmp_path: Path) -> None:
 
 def test_contents(pools: Pools, tmp_path: Path) -> None:
     """No code in it; the weights are the whole model's, in the order of the plain module."""
-    run = replace(RUN, callbacks=(saving(tmp_path, save_last=True),), trainer=TRAINER | {"max_epochs": 1})
+    run = replace(
+        RESUMABLE_RUN, callbacks=(saving(tmp_path, save_last=True),), trainer=RESUMABLE_TRAINER | {"max_epochs": 1}
+    )
     results = pools.run(3, fit, run)
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert_equal_weights(arrays(checkpoint["state_dict"]), joined_weights(results, 3))
@@ -134,13 +107,15 @@ def save_afterwards(run: Run, path: str) -> dict[str, Any]:
 
 
 def test_saved_after_the_end(pools: Pools, tmp_path: Path) -> None:
-    results = pools.run(3, save_afterwards, replace(RUN, trainer={"max_epochs": 1}), str(tmp_path / "end.ckpt"))
+    results = pools.run(
+        3, save_afterwards, replace(RESUMABLE_RUN, trainer={"max_epochs": 1}), str(tmp_path / "end.ckpt")
+    )
     for name in ("end.ckpt", "end.ckpt.validated"):
         checkpoint = torch.load(tmp_path / name, weights_only=True)
         assert_equal_weights(arrays(checkpoint["state_dict"]), joined_parts([result["weights"] for result in results]))
-    whole = pools.run(3, fit, replace(RUN, trainer={"max_epochs": 2}))
+    whole = pools.run(3, fit, replace(RESUMABLE_RUN, trainer={"max_epochs": 2}))
     ckpt_path = str(tmp_path / "end.ckpt")
-    resumed = pools.run(3, fit, replace(RUN, trainer={"max_epochs": 2}, ckpt_path=ckpt_path))
+    resumed = pools.run(3, fit, replace(RESUMABLE_RUN, trainer={"max_epochs": 2}, ckpt_path=ckpt_path))
     assert_equal_weights(joined_weights(resumed, 3), joined_weights(whole, 3))
     assert {result["step"] for result in results} == {10}
 

@@ -10,64 +10,19 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import SavesAfter, Showing, fit_showing, write_litdata
-from tests.helpers.trainer import Net, Run
+from tests.helpers.resumable import (
+    EPOCHS,
+    TWO_EPOCHS,
+    Showing,
+    check_resumed,
+    fit_showing,
+    of_steps,
+    run_of,
+)
+from tests.helpers.trainer import Run
 
-EPOCHS = {"max_epochs": 3}
-TWO_EPOCHS = {"max_epochs": 2}
 STEPS = {"max_steps": 12, "max_epochs": -1}
-SAVING = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 1}
-
-
-def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[int, ...] = (), **more: Any) -> Run:
-    options = {"gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
-    return Run(
-        Net, dropout=0.2, optimizer="muon", error_feedback=True, val_samples=val_samples,
-        shuffle="own" not in kind,
-        callbacks=((SavesAfter, {"dirpath": folder} | SAVING),), trainer=options | trainer,
-        **{"strategy": "default", "scheduler": "decay-step", "samples": 37} | more,
-    )  # fmt: skip
-
-
-def saving_after(run: Run, *steps: int) -> Run:
-    """The same, saving after these steps alone."""
-    *callbacks, (saves, options) = run.callbacks
-    return replace(run, callbacks=(*callbacks, (saves, options | {"steps": steps})))
-
-
-def of_steps(report: dict[str, Any]) -> dict[int, list[float]]:
-    """Step -> what was logged of it: its loss, and what a hook drew. Means over a resumed epoch are of its rest."""
-    found: dict[int, list[float]] = {}
-    for step, metrics in report["records"]:
-        found.setdefault(step, []).extend(value for name, value in sorted(metrics.items()) if name.endswith("_step"))
-    return {step: values for step, values in found.items() if values}
-
-
-def check(
-    pools: Pools,
-    run: Run,
-    kind: str,
-    folder: Path,
-    steps: list[int],
-    stages: int = 2,
-    fit: Any = fit_showing,
-) -> list[Any]:
-    """Resumed after each of the steps, the rest equals that of the whole run, which is returned."""
-    if "litdata" in kind:
-        write_litdata(folder / "data", run.samples)
-    processes = stages * run.options.get("data_parallel_size", 1)
-    saving = saving_after(run, *steps) if run.callbacks[-1][0] is SavesAfter else run
-    whole = pools.run(processes, fit, saving, kind, str(folder / "data"))
-    for step in steps:
-        again = replace(run, callbacks=run.callbacks[:-1], ckpt_path=str(folder / f"step={step}.ckpt"))
-        resumed = pools.run(processes, fit, again, kind, str(folder / "data"))
-        assert resumed[0]["numbers"]
-        assert resumed[0]["numbers"] == whole[0]["numbers"][-len(resumed[0]["numbers"]) :], step
-        assert of_steps(resumed[0]) == {at: loss for at, loss in of_steps(whole[0]).items() if at >= step}
-        assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
-    return whole
 
 
 @pytest.mark.parametrize(
@@ -83,7 +38,7 @@ def check(
 )
 def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stages: int, tmp_path: Path) -> None:
     """In mid-epoch and at an epoch's last batch, whose epoch's end is still to come; a plain loader at the latter."""
-    check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10] if "plain" in kind else [3, 10], stages)
+    check_resumed(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10] if "plain" in kind else [3, 10], stages)
 
 
 class CountsBatches(Showing):
@@ -100,7 +55,7 @@ def fit_counting(run: Run, kind: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["stateful", pytest.param("litdata", marks=pytest.mark.slow)])
 def test_with_loaders_that_were_made_before_the_checkpoint_was_read(pools: Pools, kind: str, tmp_path: Path) -> None:
-    check(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, [3, 10], fit=fit_counting)
+    check_resumed(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, [3, 10], fit=fit_counting)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +89,13 @@ def test_a_middle_stage_ends_the_epoch_with_the_others(
     pools: Pools, kind: str, trainer: dict[str, Any], tmp_path: Path
 ) -> None:
     """It reads placeholders, of which there always are some, and which have a state if what is read elsewhere has."""
-    check(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10], stages=3)
+    check_resumed(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10], stages=3)
 
 
 @pytest.mark.parametrize("kind", ["litdata", pytest.param("stateful noisy", marks=pytest.mark.slow)])
 def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, kind, EPOCHS, strategy="delayed", options={"microbatches": 2})
-    check(pools, run, kind, tmp_path, [3, 10], stages=1)
+    check_resumed(pools, run, kind, tmp_path, [3, 10], stages=1)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +113,7 @@ def test_saved_while_an_epoch_ends(pools: Pools, trainer: dict[str, Any], at_the
     saving = {"save_top_k": -1, "filename": "{step}", "every_n_epochs": 1, "save_on_train_epoch_end": at_the_end}
     run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="decay-epoch")
     run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
-    check(pools, run, "plain", tmp_path, [5, 10])
+    check_resumed(pools, run, "plain", tmp_path, [5, 10])
 
 
 class Saves(L.Callback):
@@ -176,7 +131,7 @@ def test_saved_by_a_callback_of_ones_own(strategy: str, pools: Pools, tmp_path: 
     """What the save finishes counts for the epoch's metrics, and was logged: a run that goes on does not see it."""
     run = run_of(tmp_path, "stateful", TWO_EPOCHS, strategy=strategy)
     run = replace(run, callbacks=((Saves, {"dirpath": tmp_path}),))
-    check(pools, run, "stateful", tmp_path, [4, 8], 2)
+    check_resumed(pools, run, "stateful", tmp_path, [4, 8], 2)
 
 
 @pytest.mark.slow
@@ -202,7 +157,7 @@ def test_after_every_batch(
     run = run_of(tmp_path, kind, trainer, options={"data_parallel_size": replicas})
     if replicas > 1 and "own" in kind:
         pytest.skip("the same data for both replicas")
-    check(pools, run, kind, tmp_path, list(range(1, 12 if replicas == 1 else 6)), stages)
+    check_resumed(pools, run, kind, tmp_path, list(range(1, 12 if replicas == 1 else 6)), stages)
 
 
 @pytest.mark.slow
@@ -214,7 +169,7 @@ def test_around_every_validation(
     pools: Pools, trainer: dict[str, Any], validating: dict[str, Any], tmp_path: Path
 ) -> None:
     run = run_of(tmp_path, "litdata", trainer | validating, val_samples=(9,), scheduler="decay-epoch")
-    check(pools, run, "litdata", tmp_path, list(range(1, 12)))
+    check_resumed(pools, run, "litdata", tmp_path, list(range(1, 12)))
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])

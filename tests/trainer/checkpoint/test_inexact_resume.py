@@ -12,9 +12,8 @@ import pytest
 
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import fit_showing, write_litdata
+from tests.helpers.resumable import TWO_EPOCHS, fit_showing, run_of, saving_after, write_litdata
 from tests.helpers.trainer import Run
-from tests.trainer.checkpoint.test_exact_resume import TWO_EPOCHS, run_of, saving_after
 
 MID_EPOCH, END, LAST = 3, 5, 10
 

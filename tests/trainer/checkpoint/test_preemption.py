@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
+from tests.helpers.resumable import RESUMABLE_RUN, RESUMABLE_TRAINER, saving
 from tests.helpers.trainer import Run
 from tests.trainer.checkpoint.preempted import Resumable, Signals, preempted, under_slurm
-from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, saving
 
-NET = replace(RUN, module=Resumable, trainer=TRAINER)  # 5 batches an epoch, 3 epochs
+NET = replace(RESUMABLE_RUN, module=Resumable, trainer=RESUMABLE_TRAINER)  # 5 batches an epoch, 3 epochs
 EPOCHS: dict[str, Any] = {}
 STEPS = {"max_epochs": -1, "max_steps": 12}
 OFTEN = {"val_check_interval": 2}
@@ -50,7 +50,7 @@ def run_of(folder: Path, trainer: dict[str, Any], vals: tuple[int, ...], *more: 
     monitor = "val_loss/dataloader_idx_0" if len(vals) > 1 else "val_loss"
     when = {"monitor": monitor, "save_top_k": 2} if vals else {}
     callbacks = (saving(folder, save_last=True, **when), *more)
-    return replace(NET, trainer=TRAINER | trainer, val_samples=vals, callbacks=callbacks, **changes)
+    return replace(NET, trainer=RESUMABLE_TRAINER | trainer, val_samples=vals, callbacks=callbacks, **changes)
 
 
 def check_resumed(whole: list[Any], resumed: list[Any], stages: int) -> None:

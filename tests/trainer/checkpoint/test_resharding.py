@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from lightning_asyncpp.storage import load
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module
 from tests.helpers.pool import Pools
+from tests.helpers.resumable import RESUMABLE_RUN, RESUMABLE_TRAINER, ResumableNet
 from tests.helpers.same import assert_same
 from tests.helpers.trainer import Run, arrays, fit
-from tests.trainer.checkpoint.test_checkpoints import RUN, TRAINER, ResumableNet
 
 FOUR = {"microbatches": 4}
 SHARDED = {"state_dict_type": "sharded"}
@@ -25,7 +25,11 @@ BEHIND = {"async_checkpoints": True}
 def run_of(folder: Path, epochs: int = 2, **options: Any) -> Run:
     saving = (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2})
     return replace(
-        RUN, module=ResumableNet, callbacks=(saving,), options=FOUR | options, trainer=TRAINER | {"max_epochs": epochs}
+        RESUMABLE_RUN,
+        module=ResumableNet,
+        callbacks=(saving,),
+        options=FOUR | options,
+        trainer=RESUMABLE_TRAINER | {"max_epochs": epochs},
     )
 
 
@@ -95,7 +99,7 @@ def test_from_asynchronous_to_synchronous(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_other_replicas(pools: Pools, before: int, after: int, tmp_path: Path) -> None:
     """At an epoch's end; the same with any number of stages."""
-    run = replace(run_of(tmp_path, data_parallel_size=before), module=RUN.module, shuffle=True, samples=40)
+    run = replace(run_of(tmp_path, data_parallel_size=before), module=RESUMABLE_RUN.module, shuffle=True, samples=40)
     saving = (ModelCheckpoint, {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "every_n_epochs": 1})
     run = replace(run, callbacks=(saving,))
     pools.run(2 * before, fit, run)
@@ -109,7 +113,7 @@ def test_both_forms_hold_the_same(pools: Pools, tmp_path: Path) -> None:
     contents = {}
     for form, options in {"full": {}, "sharded": SHARDED, "behind": SHARDED | BEHIND}.items():
         run = run_of(tmp_path / form, **options)
-        pools.run(2, fit, replace(run, trainer=TRAINER | {"max_epochs": 1}))
+        pools.run(2, fit, replace(run, trainer=RESUMABLE_TRAINER | {"max_epochs": 1}))
         load(tmp_path / form / "step=4.ckpt")
         contents[form] = load(tmp_path / form / "step=4.ckpt")
     for form in ("sharded", "behind"):

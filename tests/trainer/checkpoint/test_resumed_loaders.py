@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import Showing, fit_showing
-from tests.trainer.checkpoint.test_exact_resume import EPOCHS, TWO_EPOCHS, check, run_of
+from tests.helpers.resumable import EPOCHS, TWO_EPOCHS, Showing, check_resumed, fit_showing, run_of
 
 
 class Paired(Showing):
@@ -35,7 +34,7 @@ class Paired(Showing):
     ],
 )
 def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: Path) -> None:
-    check(pools, run_of(tmp_path, kind, TWO_EPOCHS), kind, tmp_path, [5])
+    check_resumed(pools, run_of(tmp_path, kind, TWO_EPOCHS), kind, tmp_path, [5])
 
 
 @pytest.mark.parametrize(
@@ -45,18 +44,18 @@ def test_what_workers_draw_in_the_next_epoch(kind: str, pools: Pools, tmp_path: 
 def test_several_streams(kind: str, steps: list[int], pools: Pools, tmp_path: Path) -> None:
     """All stages read all of them, and a run goes on in any epoch."""
     run = run_of(tmp_path, kind, EPOCHS, samples=30)
-    whole = check(pools, run, kind, tmp_path, steps)
+    whole = check_resumed(pools, run, kind, tmp_path, steps)
     read = {number for batch in whole[0]["numbers"] for number in batch}
     assert read == set(range(run.samples))
 
 
 def test_the_shorter_of_two_loaders_has_ended(pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, "two stateful", EPOCHS, samples=32)
-    check(pools, run, "two stateful", tmp_path, [1, 3], fit=partial(fit_showing, make=Paired))
+    check_resumed(pools, run, "two stateful", tmp_path, [1, 3], fit=partial(fit_showing, make=Paired))
 
 
 @pytest.mark.slow
 def test_loaders_that_are_made_anew(pools: Pools, tmp_path: Path) -> None:
     """A checkpoint says where the newest is."""
     run = run_of(tmp_path, "stateful", EPOCHS | {"reload_dataloaders_every_n_epochs": 1})
-    check(pools, run, "stateful", tmp_path, [3, 5, 7])
+    check_resumed(pools, run, "stateful", tmp_path, [3, 5, 7])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
@@ -14,13 +13,6 @@ from lightning_asyncpp import GPTModule, PipelineModule
 from tests.helpers.cases import DIM
 from tests.helpers.modules import small_gpt
 from tests.helpers.trainer import Net, Run
-
-
-class CountsSteps(Callback):
-    """Fails the test if a training batch ends: every mistake must be found before."""
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a training step was run")
 
 
 class TwoOptimizers(Net):

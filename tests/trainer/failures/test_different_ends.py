@@ -13,9 +13,9 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.helpers.modules import Stream
 from tests.helpers.pool import Pools, impatient
 from tests.helpers.trainer import Net, Run, fit, make_trainer
-from tests.trainer.test_loaders import Stream
 
 STAGES = 2  # rank 1 is the first stage, rank 0 the last
 SOON = 20.0

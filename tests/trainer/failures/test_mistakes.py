@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,9 @@ import pytest
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
 from tests.helpers.cases import DIM
-from tests.helpers.pool import Outcome, Pools
-from tests.helpers.trainer import Net, Run, fit
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import Net, Run, assert_refused, fit, refusals
 from tests.trainer.failures import mistakes as m
-
-
-def refusals(pools: Pools, run: Run, stages: int = 2) -> list[Outcome]:
-    """Run what must fail; the outcome of every rank."""
-    run = replace(run, callbacks=(*run.callbacks, (m.CountsSteps, {})))
-    return pools.outcomes(stages, fit, run)
-
-
-def assert_refused(outcomes: list[Outcome], *parts: str) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error, f"rank {rank} did not fail"
-        missing = [part for part in parts if part not in outcome.message]
-        assert not missing, f"rank {rank}: {missing} not in: {outcome.error}: {outcome.message}"
-
 
 SETTINGS = [
     (3, {"microbatches": 2}, ["microbatches=2", "use microbatches >= 3", "sync_pipeline"]),

@@ -15,9 +15,9 @@ import lightning as L
 import numpy as np
 import torch
 
+from tests.helpers.resumable import RESUMABLE_RUN, saving
 from tests.helpers.trainer import Run, arrays, make_trainer, val_loaders
 from tests.trainer.checkpoint.preempted import Resumable
-from tests.trainer.checkpoint.test_checkpoints import RUN, saving
 
 KILLED_AT = 7
 
@@ -26,7 +26,7 @@ def run_in(folder: Path) -> Run:
     """12 mini-batches over epochs of 5, with a checkpoint after every second."""
     trainer = {"max_epochs": -1, "max_steps": 12, "enable_checkpointing": True, "gradient_clip_val": 0.5}
     callbacks = (saving(folder / "checkpoints", save_last=True, every_n_train_steps=2),)
-    return replace(RUN, module=Resumable, trainer=trainer, callbacks=callbacks, val_samples=(20,))
+    return replace(RESUMABLE_RUN, module=Resumable, trainer=trainer, callbacks=callbacks, val_samples=(20,))
 
 
 class Killed(L.Callback):

@@ -16,15 +16,15 @@ from torch import nn
 
 from lightning_asyncpp import PipelineModule
 from tests.helpers.cases import DIM
+from tests.helpers.modules import EMA, HasAverage
+from tests.helpers.modules import SECOND_NAMES_RUN as SECOND_NAMES
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
+from tests.helpers.resumable import saving
 from tests.helpers.trainer import Net, Run, arrays, fit, loader, val_loaders
-from tests.trainer.callbacks.test_averages import EMA, HasAverage
-from tests.trainer.checkpoint.test_checkpoints import saving
 from tests.trainer.launching.main_process import fit_from_outside, run, starting
 from tests.trainer.launching.test_several_trainers import RUN as SEVERAL
 from tests.trainer.launching.test_several_trainers import train_twice_and_validate
-from tests.trainer.test_second_names import RUN as SECOND_NAMES
 
 PLAIN = Run(Net, options={"microbatches": 4}, samples=24, val_samples=(16,), trainer={"enable_checkpointing": True})
 
