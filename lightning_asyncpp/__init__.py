@@ -5,6 +5,8 @@ for ``Trainer`` and for ``Fabric``, and for notebooks ``"async_pipeline_notebook
 Fabric's classes are in :mod:`lightning_asyncpp.fabric`.
 """
 
+import lightning_asyncpp.light_start  # noqa: I001 - before anything that imports torch
+
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY

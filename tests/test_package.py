@@ -45,7 +45,7 @@ def about(content: dict[str, bytes]) -> Message:
 def test_the_wheel_has_the_files_of_the_package(content: dict[str, bytes]) -> None:
     """And nothing beside them."""
     package = [path for path in (ROOT / "lightning_asyncpp").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    expected = {str(path.relative_to(ROOT)) for path in [*package, ROOT / "lightning_asyncpp_command.py"]}
+    expected = {str(path.relative_to(ROOT)) for path in package}
     recipes = {f"lightning_asyncpp/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*.yaml")}
     assert "lightning_asyncpp/py.typed" in expected
     assert {name for name in content if ".dist-info/" not in name} == expected | recipes
@@ -106,7 +106,7 @@ def test_the_installed_wheel_trains_the_quickstart_in_an_empty_folder(wheel: Pat
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
-    where = [sys.executable, "-c", "import lightning_asyncpp_command as command; print(command.__file__)"]
+    where = [sys.executable, "-c", "import lightning_asyncpp; print(lightning_asyncpp.__file__)"]
     assert str(place) in subprocess.check_output(where, cwd=empty, env=environment, text=True)
     assert asyncpp("--version").startswith(f"asyncpp {__version__} (torch ")
     assert "\nquickstart " in asyncpp("recipes")

@@ -126,8 +126,9 @@ def test_recipes_to_train_are_listed(capsys: pytest.CaptureFixture[str]) -> None
 QUICK = """
 import json, sys
 sys.argv = ["asyncpp", *json.loads(sys.argv[1])]
-from lightning_asyncpp_command import main
 try:
+    from lightning_asyncpp.cli import main
+
     main()
 except SystemExit as end:
     heavy = [name for name in ("torch", "lightning", "numpy") if name in sys.modules]

@@ -91,8 +91,9 @@ def test_an_import_brings_nothing_heavy_but_what_lightning_does(package: str, af
 COMMAND = """
 import json, resource, sys
 sys.argv = ["asyncpp", *json.loads(sys.argv[1])]
-from lightning_asyncpp_command import main
 try:
+    from lightning_asyncpp.cli import main
+
     main()
 except SystemExit as end:
     code = end.code
@@ -146,7 +147,7 @@ def test_a_line_says_what_starts_before_torch_is_imported() -> None:
         "    def find_spec(self, name, *rest):\n"
         "        if name in ('torch', 'lightning'): sys.exit(7)\n"
         "sys.meta_path.insert(0, Stop())\n"
-        "import lightning_asyncpp_command; lightning_asyncpp_command.main()\n"
+        "from lightning_asyncpp.cli import main; main()\n"
     )
     said = [
         subprocess.run(
@@ -167,7 +168,6 @@ def test_whatever_does_more_than_help_has_the_whole_package(arguments: list[str]
     """Its names, and the strategies in both registries, before anything else happens."""
     after_lightning(
         f"import sys; sys.argv = ['asyncpp', *{arguments!r}]\n"
-        "import lightning_asyncpp_command as command; command._import_package()\n"
         "import lightning_asyncpp, lightning.pytorch.strategies, lightning.fabric.strategies\n"
         "assert lightning_asyncpp.AsyncPipelineStrategy\n"
         "names = {'async_pipeline', 'sync_pipeline', 'delayed_gradient'}\n"
