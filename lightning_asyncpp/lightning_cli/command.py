@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,13 +30,17 @@ from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.terminal import PipelineProgressBar
 from lightning_asyncpp.trainer.set_up import trainer_problems
 
+_FILE = re.compile(r"(?!(best|last|hpc|registry.*)$)(?!.*://).*")  # neither a word that Lightning knows nor a URL
 
-def check_start(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+
+def check_start(
+    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None, ckpt_path: str | None
+) -> None:
     """Raise the errors that every process would raise, before processes start.
 
     Raises:
-        ConfigurationError: the data is missing, or strategy, Trainer and number of devices do not fit together; the
-            message has all problems.
+        ConfigurationError: data or checkpoint is missing, or strategy, Trainer and number of devices do not fit
+            together; the message has all problems.
     """
     problems = []
     if isinstance(data, TextDataModule):
@@ -42,6 +48,8 @@ def check_start(trainer: L.Trainer, module: L.LightningModule, data: L.Lightning
             data.check_source()
         except DataError as error:
             problems.append(str(error))
+    if ckpt_path is not None and _FILE.fullmatch(ckpt_path) and not os.path.lexists(ckpt_path):
+        problems.append(f"--ckpt_path {ckpt_path}: there is no such file or folder")
     if isinstance(strategy := trainer.strategy, PipelineStrategy):
         settings, world_size = strategy.session.settings, trainer.num_nodes * trainer.num_devices
         problems += trainer_problems(trainer, settings.weight_dtype)
@@ -102,7 +110,7 @@ class AsyncppCLI(LightningCLI):
             cause = self._raised[-1] if self._raised else _first_cause(error)
             raise (ConfigurationError(str(cause)) if is_raised_by(cause) else cause) from None
         if self.subcommand is not None:
-            check_start(self.trainer, self.model, self.datamodule)
+            check_start(self.trainer, self.model, self.datamodule, self.config_init[self.subcommand].get("ckpt_path"))
             say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

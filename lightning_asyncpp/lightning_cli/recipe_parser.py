@@ -41,11 +41,14 @@ def explained(message: str, keys: Iterable[str]) -> str:
         keys: keys of the parser.
     """
     if "arguments are required" in message:
-        return f"{message} (give a recipe; `asyncpp recipes` lists some that have all that is needed)"
+        return f"{message}. Give a recipe that names a model; `asyncpp recipes` lists those of the package"
     known = [*_of_classes(message), *keys, *_WRITTEN, *_of_sections(), *_class_names()]
     unknown = dict.fromkeys(part for match in _UNKNOWN.finditer(message) for part in match.groups() if part)
     hints = {name: did_you_mean(name, known) for name in unknown if name not in known}
-    return "\n".join([*(f"there is no {name!r}{hint}" for name, hint in hints.items() if hint), message])
+    found = [f"there is no {name!r}{hint}" for name, hint in hints.items() if hint]
+    if found and message.startswith("unrecognized arguments: ") and message.count(" --") == 1:
+        return found[0]
+    return "\n".join([*found, f"{message}\n(`asyncpp fit --help=full` lists the options)"])
 
 
 def _of_classes(message: str) -> Iterator[str]:
@@ -87,7 +90,7 @@ class RecipeParser(LightningArgumentParser):
             super().error(message, ex)
         parser: RecipeParser = getattr(ex, "subcommand_parser", None) or self
         known = map(str, parser.get_defaults(skip_validation=True).keys(branches=True))
-        self.exit(2, f"asyncpp: error: {explained(message, known)}\n(`asyncpp fit --help=full` lists the options)\n")
+        self.exit(2, f"asyncpp: error: {explained(message, known)}\n")
 
     def parse_string(self, *args: Any, **kwargs: Any) -> Namespace:
         """Read a recipe, and replace a strategy's name by its class, which accepts options; arguments as the base's."""

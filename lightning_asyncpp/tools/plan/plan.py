@@ -121,10 +121,11 @@ def _advice(plan: Mapping[str, Any]) -> list[str]:
 
 def _assumptions(device: Mapping[str, Any]) -> list[str]:
     return textwrap.wrap(
-        f"Assumed: {device['mfu']:.0%} of {device['tflops']:g} TFLOP/s in forwards and backwards,"
+        f"Speeds are upper bounds: {device['mfu']:.0%} of {device['tflops']:g} TFLOP/s in forwards and backwards,"
         f" {device['bandwidth_share']:.0%} of {device['bandwidth']:g} GB/s in updates, {device['link']:g} GB/s between"
-        f" the {device['devices_per_node']} devices of a node, {device['network']:g} GB/s between nodes; no data"
-        " loading, no Python, no workspace of kernels.",
+        f" the {device['devices_per_node']} devices of a node, {device['network']:g} GB/s between nodes; no time"
+        " for data, Python and kernel launches, which decide where layers are small. No workspace of kernels in"
+        " memory.",
         _WIDTH,
     )
 
