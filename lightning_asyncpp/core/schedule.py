@@ -132,9 +132,9 @@ class StalenessRule:
         """Return whether mini-batch t runs on the weights that its own update changes: no delay, or not yet."""
         return self.version(mini_batch) == mini_batch
 
-    def in_start(self, mini_batch: int) -> bool:
-        """Return whether mini-batch t belongs to the synchronous start."""
-        return mini_batch < self.synchronous_start
+    def staleness_of(self, mini_batch: int, microbatches: int) -> float:
+        """Return the age that the optimizer is told of mini-batch t: :meth:`staleness`, 0 in a synchronous start."""
+        return 0 if mini_batch < self.synchronous_start else self.staleness(microbatches)
 
     def updates_behind(self, mini_batch: int) -> int:
         """Return the number of outstanding updates after mini-batch t was run: none after a flush."""

@@ -206,8 +206,7 @@ class AttachedOptimizer:
         """Tell the optimizer how old the gradients of the next mini-batch are, if it wants to know."""
         engine, rule = self._engine, self._engine.schedule.stage_rule
         if self._told_delay is not None:
-            in_start = rule.in_start(engine.mini_batch)
-            self._told_delay(0 if in_start else rule.staleness(engine.settings.microbatches))
+            self._told_delay(rule.staleness_of(engine.mini_batch, engine.settings.microbatches))
 
     def _apply(self, update: Update) -> None:
         if self._told_delay is not None:

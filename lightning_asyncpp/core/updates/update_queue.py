@@ -324,9 +324,8 @@ class UpdateQueue:
     def _step(self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool) -> Update:
         """Make room for the version that the update of a mini-batch makes, and step if its gradient is sound."""
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
-        staleness = 0 if rule.in_start(mini_batch.index) else rule.staleness(count)
         args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message
-        update = Update(*args, self.weights.advance(), staleness)
+        update = Update(*args, self.weights.advance(), rule.staleness_of(mini_batch.index, count))
         if is_sound:
             self._step_with(mini_batch.gradients, update)
         return update
