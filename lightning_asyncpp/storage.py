@@ -276,9 +276,7 @@ def read_index(folder: Path) -> dict[str, int]:
         StorageError: the index is missing or invalid.
     """
     if not is_sharded(folder):
-        raise StorageError(
-            f"{folder} is a folder without {INDEX}: no checkpoint, or one that was never completed"
-        )
+        raise StorageError(f"{folder} is a folder without {INDEX}: no checkpoint, or one that was never completed")
     text = (folder / INDEX).read_bytes()
     try:
         index = json.loads(text)

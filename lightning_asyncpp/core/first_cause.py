@@ -93,7 +93,7 @@ class FirstCause:
         return self.cause
 
     def report(self, cause: Cause, seconds: float) -> Cause:
-        """Write a cause unless there is one; return the first cause, or ``cause`` if it is not known within ``seconds``."""
+        """Write a cause unless there is one; return the first, or ``cause`` if it is not known within ``seconds``."""
         self._own = cause
         self._wake.set()
         self._known.wait(seconds)
