@@ -80,7 +80,7 @@ def whole_before(model: nn.Module, index: int, num_stages: int) -> WholeModel | 
     if whole is not None and (len(whole.counts), whole.pruned.stage) != (num_stages, index):
         raise ConfigurationError(
             f"the model was already cut for {len(whole.counts)} stages and cannot be cut for {num_stages}, or to"
-            " another stage: build the module anew and load its weights from a checkpoint, which has those of all stages"
+            " another stage: build the module anew and load its weights from a checkpoint, which has all stages"
         )
     return whole
 

@@ -261,6 +261,6 @@ def collective_problems(units: Sequence[Unit]) -> list[str]:
     if not synchronised:
         return []
     return [
-        f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, most of which have other layers:"
+        f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, most of which hold other layers:"
         " use BatchNorm, with the statistics of each microbatch, or GroupNorm"
     ]
