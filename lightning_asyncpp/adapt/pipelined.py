@@ -60,7 +60,9 @@ def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequ
         )
     if getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False  # type: ignore[union-attr]  # a cache may change what a model computes
-        rank_zero_info(f"{class_name(model)}: set config.use_cache=False: training needs no cache of keys and values")
+        rank_zero_info(
+            f"{class_name(model)}: set config.use_cache=False, since training needs no cache of keys and values"
+        )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with drawing_from(0, device), untouched(model), torch.inference_mode(False), torch.enable_grad():
         call = _working_example(model, example, device)

@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing has run since the last drain, on any stage; :attr:`idle` concerns this stage only."""
+        """Whether nothing has run since the last drain; :attr:`idle` alone says nothing about other stages."""
         return self.idle and self._drained == self.next_forward
 
     def ended_as_agreed(self) -> bool:
@@ -276,7 +276,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters of a drained engine; weights are saved apart, see :meth:`WeightVersions.older`."""
         if not self.idle:
-            raise RuntimeError("the state of a pipeline can be taken only when it is drained")
+            raise RuntimeError("the state of a pipeline needs a drained pipeline: call drain() first")
         return {
             "mini_batch": self.mini_batch, "microbatch": self.next_forward, "version": self.weights.newest,
             "norm": self.updates.last_norm, "evaluated": self.evaluated,
@@ -301,7 +301,7 @@ class Engine:
         return not self._flights[k].weight
 
     def release(self) -> None:
-        """Restore the parameters from their masters."""
+        """Replace masters in the module by the trained weights."""
         self.weights.release_masters()
 
     def close_connections(self) -> None:

@@ -155,7 +155,9 @@ def cut_batch(
     on_host = batch if on_host is None else on_host
     contents = split(batch, parts)
     if len(contents) != parts:
-        raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} microbatches")
+        raise ConfigurationError(
+            f"split_batch(batch, {parts}) returned {len(contents)} microbatches: return one per part, None if empty"
+        )
     is_whole = split is split_batch
     readable = split(on_host, parts) if is_whole and on_host is not batch else contents
     if any(tensor.is_cuda for tensor in _tensors(on_host if is_whole else contents)):
@@ -187,7 +189,7 @@ def checked_weight(returned: Any) -> float:
     if not is_one:
         what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
         raise ConfigurationError(
-            f"microbatch_weight(microbatch) returned {what}: return one number, such as how many targets count"
+            f"microbatch_weight(microbatch) returned {what}: return one number, such as the number of targets"
         )
     weight = float(returned)
     if not (math.isfinite(weight) and weight >= 0):

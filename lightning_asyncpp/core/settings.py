@@ -63,7 +63,9 @@ def problems_of_partition(partition: object, num_stages: int | None = None) -> l
         ]
     counts = list(partition)
     if empty := [stage for stage, count in enumerate(counts) if count < 1]:
-        return [f"partition={counts} gives stage {empty[0]} no layer ({counts[empty[0]]}): each number is at least 1"]
+        return [
+            f"partition={counts} gives stage {empty[0]} no layer ({counts[empty[0]]}): each number must be at least 1"
+        ]
     if num_stages is not None and len(counts) != num_stages:
         return [
             f"partition={counts} is for {len(counts)} stages, but there are {num_stages} (devices over"
@@ -167,7 +169,7 @@ class PipelineSettings:
             problems.append(f"delay={self.delay} must be 0 or 1")
         problems += self._problems_of_staleness()
         if self.weight_dtype not in (None, "bf16"):
-            problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for that of the parameters")
+            problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for the parameters' dtype")
         return problems
 
     def _problems_of_staleness(self) -> list[str]:

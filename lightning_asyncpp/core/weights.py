@@ -223,7 +223,7 @@ class WeightVersions:
             if not self.masters_hold_weights:
                 raise ConfigurationError(
                     "weights were changed outside the optimizer's step: with weight_dtype='bf16' and this optimizer the"
-                    " parameters are masters on another trajectory, and not the weights; leave weight_dtype out"
+                    " parameters are masters that differ from the weights; leave weight_dtype out"
                 )
             if self.parameters:
                 masters = [parameter.detach() for parameter in self.parameters.values()]

@@ -86,7 +86,7 @@ def finish_together(mesh: Mesh) -> None:
     """
     calls = exchange(mesh, _FINISHED)
     if others := [f"rank {rank}" for rank, text in enumerate(calls) if text != _FINISHED]:
-        raise different_calls(f"the run ends on this rank, and not on {', '.join(others)}")
+        raise different_calls(f"the run ends on this rank, but not on {', '.join(others)}")
 
 
 def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:

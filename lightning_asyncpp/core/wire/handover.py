@@ -286,22 +286,22 @@ class DeviceTensors:
 
     def put_activation(self, tensors: Sequence[Tensor]) -> None:
         """Add tensors for the next stage; announce them afterwards."""
-        assert self._to_next is not None, "nothing comes after the last stage"
+        assert self._to_next is not None, "the last stage has no next stage"
         self._to_next.put(tensors)
 
     def take_activation(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Take tensors that the previous stage has announced."""
-        assert self._from_before is not None, "nothing comes before the first stage"
+        assert self._from_before is not None, "the first stage has no previous stage"
         return self._from_before.take(infos)
 
     def put_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add gradients for the previous stage; announce them afterwards."""
-        assert self._to_before is not None, "nothing comes before the first stage"
+        assert self._to_before is not None, "the first stage has no previous stage"
         self._to_before.put(gradients)
 
     def take_gradients(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Take gradients that the next stage has announced."""
-        assert self._from_next is not None, "nothing comes after the last stage"
+        assert self._from_next is not None, "the last stage has no next stage"
         return self._from_next.take(infos)
 
     def wait_for_stage_after(self, limit: int) -> None:

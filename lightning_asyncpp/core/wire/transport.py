@@ -35,7 +35,7 @@ _ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP, _LAYOUT =
 _MOST_DROPS = 16  # remembered; neighbours are at most a few mini-batches behind
 _NAMES = {
     _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
-    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader", _DROP: "a gradient thrown away",
+    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader", _DROP: "a drop of a gradient",
     _LAYOUT: "a layout",
 }  # fmt: skip
 
@@ -132,7 +132,7 @@ class Transport:
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or only a header, to the next stage."""
-        assert self._after is not None, "nothing comes after the last stage"
+        assert self._after is not None, "the last stage has no next stage"
         if (layout := header.layout) != self._layout_sent:
             self._after.write(_LAYOUT, header.k, [layout.pack()])
             self._layout_sent = layout
@@ -153,7 +153,7 @@ class Transport:
             ProtocolError: another message arrived.
         """
         link = self._before
-        assert link is not None, "nothing comes before the first stage"
+        assert link is not None, "the first stage has no previous stage"
         frame = self._next(link, _ACTIVATION)
         if frame.number != k:
             raise different_calls(f"expected microbatch {k} from the stage before, got {frame.number}")
@@ -182,7 +182,7 @@ class Transport:
             ProtocolError: another message arrived.
         """
         link, infos = self._after, list(map(TensorInfo.of, outputs))
-        assert link is not None, "nothing comes after the last stage"
+        assert link is not None, "the last stage has no next stage"
         # Before the wait, not on the critical path after it.
         gradients = [] if self._direct is not None else [info.empty(self.device) for info in infos]
         size = sum([gradient.nbytes for gradient in gradients])
@@ -200,7 +200,7 @@ class Transport:
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
         """Send the gradients of microbatch ``k``, in the memory order of the activations, to the previous stage."""
-        assert self._before is not None, "nothing comes before the first stage"
+        assert self._before is not None, "the first stage has no previous stage"
         parts: list[Bytes] = []
         if self._direct is None:
             parts += map(_bytes_of, gradients)
@@ -212,7 +212,7 @@ class Transport:
 
     def send_part(self, mini_batch: int, vector: Tensor) -> None:
         """Send the sum over this and all later stages, fp64 on the host, to the previous stage."""
-        assert self._before is not None, "nothing comes before the first stage"
+        assert self._before is not None, "the first stage has no previous stage"
         self._before.write(_PART, mini_batch, [_bytes_of(vector)])
 
     def has_part(self, mini_batch: int) -> bool:
@@ -225,7 +225,7 @@ class Transport:
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
         """Send the sum over all stages to the next stage, which passes it on when it reads it."""
-        assert self._after is not None, "nothing comes after the last stage"
+        assert self._after is not None, "the last stage has no next stage"
         self._after.write(_TOTAL, mini_batch, [_bytes_of(vector)])
 
     def receive_total(self, mini_batch: int, length: int) -> Tensor:
