@@ -32,12 +32,12 @@ def replace_durably(written: Path, name: Path) -> None:
 
     Args:
         written: complete file or folder.
-        name: its final name, in the same file system. An existing file or empty folder is replaced; not atomically if
-            one of the two is a file and the other a folder.
+        name: its final name, in the same file system. An existing file or folder is replaced, except a folder with
+            content by another folder; not atomically if one of the two is a file and the other a folder.
 
     Raises:
-        OSError: the content cannot be written, or ``name`` is a folder that is not empty; then nothing is renamed. Or
-            the parent folder cannot be written.
+        OSError: the content cannot be written, or ``name`` is a folder with content and ``written`` another; then
+            nothing is renamed. Or the parent folder cannot be written.
     """
     for path in sorted(written.rglob("*"), reverse=True) if written.is_dir() else ():
         sync(path)
@@ -369,7 +369,7 @@ def give_up(target: Target) -> None:
 
 
 def remove_sharded(path: Path) -> None:
-    """Remove a checkpoint, atomically in that its name vanishes first; of a link, remove only the link."""
+    """Remove a checkpoint, whose name vanishes at once; of a link, remove only the link."""
     if is_folder(path):
         aside = beside(path)
         with suppress(OSError):

@@ -191,7 +191,7 @@ class ModelRuns:
     def costs(self, cut: OwnForwardCut) -> list[float]:
         """Return the number of floating-point operations of every unit."""
         totals: list[int] = []
-        with FlopCounterMode(display=False) as counter:  # which takes no parameters as arguments without gradients
+        with FlopCounterMode(display=False) as counter:  # not under no_grad, where it refuses parameters as arguments
             self.forward(cut, lambda _: totals.append(counter.get_total_flops()))
         return [1.0 + after - before for before, after in itertools.pairwise(totals)]
 

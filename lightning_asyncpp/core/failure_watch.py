@@ -95,7 +95,7 @@ class FailureWatch:
         """Raise if the pipeline has failed, since other ranks no longer answer.
 
         Raises:
-            PeerLostError: another rank failed or is gone; raised once.
+            PeerLostError: another rank failed or is gone, and this script has not met an error yet.
             RuntimeError: the pipeline failed before.
         """
         if self._unheard is not None:

@@ -69,7 +69,7 @@ def pieces_on_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor that is on the host itself, else a contiguous copy on the host."""
+    """Return a tensor itself if it is on the host, else a contiguous copy there."""
     if tensor.is_cpu:
         return tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -18,7 +18,7 @@ from lightning_asyncpp.core.schedule import (
 )
 from lightning_asyncpp.errors import ConfigurationError
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # names of Lightning
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # Lightning's names
 STALENESS = get_args(Staleness)
 
 

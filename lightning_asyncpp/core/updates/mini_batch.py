@@ -332,7 +332,7 @@ class Update:
         mini_batch: index t of the gradient's mini-batch; the update makes W_{t+1}.
         hyper_parameters: hyper-parameters of the optimizer's groups for mini-batch t.
         note: value that the strategy gave for mini-batch t.
-        message: agreement of all ranks; if the stage steps ahead, its own knowledge.
+        message: control message summed over all ranks; if the stage steps ahead, its own values instead.
         weights_before: parameter -> W_t in the older version; None without a delay.
         staleness: mean age phi of this stage's gradient, in updates.
     """

@@ -334,7 +334,7 @@ class UpdateQueue:
     def _step_with(self, gradients: Gradients, update: Update) -> None:
         """Step the optimizer while the parameters have the mean gradient.
 
-        Random numbers of the step and its hooks depend only on the stage and the update, not on the time.
+        Random numbers of the step and its hooks depend only on the stage and the update, not on when it is applied.
         """
         if there := [gradient for gradient in gradients.values() if gradient is not None]:
             foreach.divide_(there, update.message.weight)

@@ -61,7 +61,7 @@ class Way(NamedTuple):
         return cls(peer, group, device, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
 
     def enter(self) -> None:
-        """Set this thread's device; by default it would also initialise the first one."""
+        """Set this thread's device; otherwise it would use, and initialise, the first one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
