@@ -132,7 +132,7 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
         k: first microbatch of that batch.
     """
     return ProtocolError(
-        f"{ended} has ended before microbatch {k} (its epoch or an evaluation ended, or it flushes the pipeline for a"
+        f"{ended} has ended before microbatch {k} (its epoch or an evaluation ended, or it drains the pipeline for a"
         f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
         " numbers of batches on these ranks: all ranks of a replica must read the same data. Or a hook or a dataset"
         " raised StopIteration on one rank alone, which Lightning takes for the end of the epoch; or"
