@@ -387,7 +387,7 @@ class ModelCall:
         inside = "its forward()" if self.name == "self" else self.name
         skips = f"; to leave a batch out return a loss of 0, such as 0.0 * {self.name}(...).sum()"
         return (
-            f"the step ended {times} {self.name}(...): in a pipeline it must call it exactly once per microbatch,"
+            f"the step ended {times} {self.name}(...): under a pipeline it must call it exactly once per microbatch,"
             f" since earlier stages run only that call; move other computations into {inside}, or compute them"
             f" from its output{'' if count else skips}"
         )
