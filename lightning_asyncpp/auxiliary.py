@@ -139,7 +139,7 @@ def add_statistics(layer: StatisticsLayer, counts: Tensor) -> None:
         return
     if counts.shape != (layer.num_statistics,):
         raise ValueError(
-            f"add_statistics got counts of shape {tuple(counts.shape)} from {type(layer).__name__}; pass"
-            f" ({layer.num_statistics},), by its num_statistics"
+            f"{type(layer).__name__} counts in {layer.num_statistics} numbers (num_statistics), but add_statistics got"
+            f" a tensor of shape {tuple(counts.shape)}"
         )
     collected.add(layer, counts)
