@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import a name on its first use: not every program needs it."""
+        """Import a name that few programs need, on its first use."""
         if name == "check_model":
             from lightning_asyncpp.tools.check import check_model
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_asyncpp``: the same as ``asyncpp``, as torchrun wants it."""
+"""``python -m lightning_asyncpp``: the ``asyncpp`` command in the form that torchrun can start."""
 
 from lightning_asyncpp.cli import main
 

@@ -1,13 +1,13 @@
-"""Auxiliary losses of layers, and counts from which layers learn without a gradient.
+"""Auxiliary losses of layers, and statistics by which layers adapt without a gradient.
 
-Only the last stage of a pipeline computes the loss, and a layer of another stage cannot add to it. So it records its
-auxiliary losses, and whoever runs the model :func:`collects <collecting>` them: a pipeline on every stage, or a plain
-training step in one process. The meaning is the same in both: an auxiliary loss of microbatch k adds to that
-microbatch's mean loss, and counts are summed over the microbatches and the replicas of an update.
+Only the last stage of a pipeline computes the loss, so layers of other stages cannot add to it. They record auxiliary
+losses instead, which the caller of the model :func:`collects <collecting>`: a pipeline on every stage, or a plain
+training step in one process. Both give the same result: an auxiliary loss of a microbatch adds to that microbatch's
+mean loss, and statistics are summed over the microbatches and replicas of an update.
 
 Nothing is recorded outside of a collection. Activation checkpointing (``torch.utils.checkpoint``) therefore records
-once: its forward is collected, and the recomputation in the backward is not. It needs ``use_reentrant=False``, since
-the reentrant kind runs its forward without gradients, where nothing is recorded.
+once, in the forward and not again in the recomputation. It needs ``use_reentrant=False``: the reentrant variant runs
+its forward without gradients, where nothing is recorded.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 
 class StatisticsLayer(nn.Module):
-    """A layer that counts something in every forward, and may change buffers of its own once per update.
+    """Layer that counts something in every forward, and may change its own buffers once per update.
 
     Its forward, or a layer around it, calls :func:`add_statistics`.
 
     Attributes:
-        num_statistics: length of the vector that it counts in.
-        versioned_buffers: names of its own buffers that :meth:`update_from_statistics` changes. They belong to a weight
-            version as the parameters do: a mini-batch runs on those of the version that it runs on.
-        metrics: name -> how :meth:`compute_metrics` of several layers become one number for the logger.
+        num_statistics: length of the vector of counts.
+        versioned_buffers: names of the layer's buffers that :meth:`update_from_statistics` changes. Like parameters,
+            they are part of each weight version.
+        metrics: name of a metric -> reduction of its values over several layers.
     """
 
     num_statistics: int
@@ -42,42 +42,42 @@ class StatisticsLayer(nn.Module):
 
         Args:
             totals: (num_statistics,) fp64 on the layer's device, summed over the microbatches and replicas of the
-                mini-batch. Reading it would make the host wait for a GPU.
+                mini-batch. Reading the values on the host waits for a GPU.
         """
 
     @classmethod
     def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
-        """Numbers for the logger, by the names in ``metrics``.
+        """Return values for the logger, by the names in ``metrics``.
 
         Args:
-            totals: as above, on the host.
+            totals: as in :meth:`update_from_statistics`, on the host.
         """
         return {}
 
 
 @dataclass
 class Collected:
-    """Auxiliary losses and statistics of the layers in a forward.
+    """Auxiliary losses and statistics that layers recorded in a forward.
 
     Attributes:
-        losses: tensors without dimensions, with their graph, in the order in which they were added.
-        statistics: layer -> what it counted, (num_statistics,) fp64.
+        losses: tensors without dimensions, with their graphs, in the order in which they were added.
+        statistics: layer -> its counts, (num_statistics,) fp64.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     statistics: dict[StatisticsLayer, Tensor] = field(default_factory=dict)
 
     def total_loss(self) -> Tensor | float:
-        """Sum of the losses, to be added to a mean loss; 0.0 if there are none."""
+        """Return the sum of the losses, to be added to a mean loss; 0.0 without losses."""
         return sum(self.losses[1:], start=self.losses[0]) if self.losses else 0.0
 
     def take_statistics(self) -> dict[StatisticsLayer, Tensor]:
-        """Hand over the statistics: whoever encloses this collection will not see them."""
+        """Return the statistics, and keep them from the enclosing collection."""
         taken, self.statistics = self.statistics, {}
         return taken
 
     def add(self, layer: StatisticsLayer, counts: Tensor) -> None:
-        """Add ``counts`` (num_statistics,) to those of a layer."""
+        """Add ``counts`` (num_statistics,) to a layer's statistics."""
         counts = counts.detach().to(torch.float64)
         before = self.statistics.get(layer)
         self.statistics[layer] = counts if before is None else before + counts
@@ -86,23 +86,23 @@ class Collected:
 COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
-class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a generator costs every microbatch more
-    """Context in which what layers say is collected: ``with collecting() as said``.
+class collecting:  # noqa: N801 - used as torch.no_grad is; a generator would cost every microbatch more
+    """Collect what layers record: ``with collecting() as collected``.
 
-    Losses go to the innermost collection alone: exactly one adds them to a loss. Statistics that it did not take go on
-    to the collection around it at the end.
+    Losses go to the innermost collection only, so that they are added to a loss once. Statistics that were not taken
+    pass to the enclosing collection at the end.
     """
 
     __slots__ = ("_said", "_token")
 
     def __enter__(self) -> Collected:
-        """Begin a collection."""
+        """Begin to collect."""
         self._said = Collected()
         self._token = COLLECTED.set(self._said)
         return self._said
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """Pass the remaining statistics to the enclosing collection."""
         outer = None if self._token.old_value is Token.MISSING else self._token.old_value
         COLLECTED.reset(self._token)
         if outer is not None:
@@ -111,28 +111,28 @@ class collecting:  # noqa: N801 - used as a function is, as torch.no_grad; a gen
 
 
 def add_auxiliary_loss(loss: Tensor) -> None:
-    """Add a layer's own loss to that of the microbatch that runs; without gradients, or a collection, it is left out.
+    """Add a layer's loss to the loss of the running microbatch; ignored without gradients or outside of a collection.
 
     Args:
-        loss: a tensor without dimensions; a mean over the microbatch, as the loss itself.
+        loss: tensor without dimensions; a mean over the microbatch, like the loss itself.
     """
     collected = COLLECTED.get()
     if collected is None or not (torch.is_grad_enabled() and loss.requires_grad):
         return
     if loss.ndim:
-        raise ValueError(f"an auxiliary loss must be a tensor without dimensions, got shape {tuple(loss.shape)}")
+        raise ValueError(f"an auxiliary loss has shape {tuple(loss.shape)}; reduce it to a tensor without dimensions")
     collected.losses.append(loss)
 
 
 def add_statistics(layer: StatisticsLayer, counts: Tensor) -> None:
-    """Add what a layer counted in this forward; without gradients, or a collection, it is left out.
+    """Add a layer's counts in this forward; ignored without gradients or outside of a collection.
 
     Args:
-        layer: whose counts they are.
+        layer: layer that counted.
         counts: (layer.num_statistics,), on any device.
 
     Raises:
-        ValueError: they have another shape.
+        ValueError: ``counts`` has another shape.
     """
     collected = COLLECTED.get()
     if collected is None or not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The ``asyncpp`` command: which tools there are, and how it ends; nothing heavy is imported before it has to be."""
+"""The ``asyncpp`` command: its tools, its help and its exit; torch and Lightning are imported only when needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_asyncpp.version import __version__
 __all__ = ["TOOLS", "main", "run"]
 
 _LIGHTNING = "lightning_asyncpp.lightning_cli.command"
-# subcommand -> the function that runs it with its arguments
+# subcommand -> function that runs it with its arguments
 TOOLS = {
     "check": "lightning_asyncpp.tools.check.check:main",
     "checkpoint": "lightning_asyncpp.tools.checkpoint:main",
@@ -39,12 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Args:
-        arguments: what follows ``asyncpp``; default: those of the process.
+        arguments: arguments after ``asyncpp``; default: those of the process.
 
     Raises:
-        SystemExit: something is wrong with them, or went wrong on another rank; what, stands on the standard error
-            output.
-        Exception: what code of others raised.
+        SystemExit: the arguments are wrong, or another rank failed; stderr has the reason.
+        Exception: raised by the user's or a library's code.
     """
     try:
         run(arguments)
@@ -54,11 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command, in a process that wants to know why it cannot be run.
+    """Run the command, and raise what is wrong with it instead of ending the process.
 
     Raises:
-        ConfigurationError: what was asked for does not fit together.
-        SystemExit: it cannot even be read.
+        ConfigurationError: the settings do not fit together.
+        SystemExit: the command line cannot be parsed.
     """
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]
@@ -68,7 +67,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if given[0] in TOOLS:
         try:
             pkgutil.resolve_name(TOOLS[given[0]])(given[1:])
-        except (OSError, ImportError) as error:  # of a file, or a package, that is not there
+        except (OSError, ImportError) as error:  # a missing file or package
             raise ConfigurationError(str(error)) from error
     else:
         sys.argv[1:] = ["--help" if argument == FULL_HELP else argument for argument in given]
@@ -76,20 +75,20 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def answer_help(given: Sequence[str]) -> None:
-    """End with what can be said without torch and Lightning; return if there is more to do.
+    """Answer commands that need neither torch nor Lightning, and end the process; otherwise return.
 
-    That is the help of the command, of its subcommands and of its tools, its version, what is wrong with a subcommand's
-    name, and all of ``asyncpp recipes``; the list of all options of Lightning's own subcommands is Lightning's.
+    These are help, ``--version``, unknown subcommands and ``asyncpp recipes``. Lightning itself lists all options of
+    its subcommands.
 
     Args:
-        given: what follows ``asyncpp``.
+        given: arguments after ``asyncpp``.
 
     Raises:
-        SystemExit: it was said.
+        SystemExit: the command was answered.
     """
     if not given:
         sys.stderr.write(overview())
-        sys.exit(2)  # nothing was done: a script that lost its arguments is told so
+        sys.exit(2)  # so that a script that lost its arguments fails
     _answer_version(given)
     name = given[0]
     if name in _HELP:
@@ -129,13 +128,13 @@ def _answer_recipes(given: Sequence[str]) -> None:
 
 
 def announce(given: Sequence[str]) -> None:
-    """Say what starts, before the seconds in which torch and Lightning are imported.
+    """Print what starts before torch and Lightning are imported, which takes seconds.
 
     Args:
-        given: what follows ``asyncpp``.
+        given: arguments after ``asyncpp``.
 
     Raises:
-        SystemExit: there is no recipe that it names.
+        SystemExit: the arguments name an unknown recipe.
     """
     if given and given[0] in (*SUBCOMMANDS, "check", "plan"):
         try:

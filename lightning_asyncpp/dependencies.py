@@ -1,6 +1,6 @@
-"""Private names of other packages, and the packages of the extras; if one is missing, the error names it.
+"""Access to private names of other packages and to optional packages, with errors that name what is missing.
 
-Nothing heavy is imported here.
+This module imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 TESTED_WITH = {"lightning": "2.6", "torch": "2.11 to 2.15", "torchmetrics": "1.5 to 1.9"}
-"""Package -> the releases that the whole suite was run with."""
+"""Package -> releases that the whole test suite was run with."""
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Package -> version; without those that are imported from elsewhere."""
+    """Return package -> version; packages without installed metadata are left out."""
     versions = {}
     for package in packages:
         try:
@@ -29,15 +29,15 @@ class PrivateNameError(RuntimeError):
     """A private name that this package relies on is gone.
 
     Args:
-        package: that had it.
-        name: with its owner.
-        purpose: what it is needed for.
+        package: distribution that had the name.
+        name: name with its owner, such as ``Trainer._name``.
+        purpose: use of the name, as an infinitive without "to".
     """
 
     def __init__(self, package: str, name: str, purpose: str) -> None:
         super().__init__(
             f"{package} {version(package)} has no {name}, which lightning_asyncpp needs to {purpose}; install a"
-            f" version that it was tested with ({TESTED_WITH[package]})"
+            f" version that lightning_asyncpp was tested with ({TESTED_WITH[package]})"
         )
 
 
@@ -45,11 +45,11 @@ def required(owner: Any, name: str, purpose: str) -> Any:
     """Return the attribute ``name`` of a module, a class or an object of torch, torchmetrics or Lightning.
 
     Raises:
-        PrivateNameError: there is none.
+        PrivateNameError: the owner has no such attribute.
     """
     if not hasattr(owner, name):
         where = getattr(owner, "__name__", type(owner).__name__)
-        source = getattr(owner, "__module__", None) or where  # a module has a name alone
+        source = getattr(owner, "__module__", None) or where  # a module has only a name
         top = source.partition(".")[0]
         package = top if top in TESTED_WITH else "lightning"
         raise PrivateNameError(package, f"{where}.{name}", purpose)
@@ -61,28 +61,28 @@ EXTRAS = {
     "pyarrow": "prepare",
     "transformers": "hf",
 }
-"""Package -> the extra of this one that brings it; others are installed by their own names."""
+"""Package -> extra of this package that installs it; other packages are installed by their own names."""
 
 
 def optional_package(name: str, user: str) -> Any:
     """Import a package, or one of its modules.
 
     Args:
-        name: such as ``"transformers"``, or ``"safetensors.torch"``.
-        user: what cannot be done without it.
+        name: name of the module, such as ``"transformers"`` or ``"safetensors.torch"``.
+        user: part of this package that needs the module.
 
     Returns:
         The module.
 
     Raises:
-        ImportError: it is not installed, with what to install; or it is, and cannot be imported itself.
+        ImportError: the package is not installed (the message says what to install), or its import fails.
     """
     package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] != package:
-            raise  # the package is there, and something that it needs is not
+            raise  # the package is installed, but one of its own dependencies is not
         raise ImportError(needed(user, [package]), name=package) from error
 
 
@@ -90,9 +90,9 @@ def needed(user: str, packages: Iterable[str], extra: str | None = None) -> str:
     """Return the message for missing packages.
 
     Args:
-        user: the part of this package that needs them.
-        packages: their names, at least one.
-        extra: the extra that installs all of them; default: the extra of each, or the package by its own name.
+        user: part of this package that needs them.
+        packages: names of the packages, at least one.
+        extra: extra that installs all of them; default: the extra of each, or else the package itself.
     """
     packages = list(packages)
     names = " and ".join(f"`{package}`" for package in packages)

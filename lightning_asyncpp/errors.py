@@ -1,4 +1,4 @@
-"""The errors of the pipeline, each with the question that it answers."""
+"""Errors of the pipeline."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any, TypeVar
 
 E = TypeVar("E", bound=Exception)
 TRACEBACK = "ASYNCPP_TRACEBACK"
-"""Environment variable: anything but nothing has every rank show its traceback."""
+"""Environment variable; if not empty, every rank shows its traceback."""
 _MARK = "_asyncpp_alike"
-_SHOWN = 100  # characters of an error that another rank shows
-_PRINT_ALONE = ("sys", "torch.")  # modules whose hooks print, and do nothing else
-_PLACE = re.compile(r"\[[^\]]*\.cc:\d+\] ")  # in gloo's source
+_SHOWN = 100  # characters of rank 0's error that other ranks repeat
+_PRINT_ALONE = ("sys", "torch.")  # modules whose exception hooks only print
+_PLACE = re.compile(r"\[[^\]]*\.cc:\d+\] ")  # file and line of gloo's source
 _NOISE = re.compile(f"{_PLACE.pattern}|caused pair closure|Connection (closed|reset) by peer")
-_OWN_DEVICE = re.compile("ncclUnhandledCudaError|Cuda failure|CUDA error")  # NCCL found it broken, or without memory
+_OWN_DEVICE = re.compile("ncclUnhandledCudaError|Cuda failure|CUDA error")  # the device failed, or is out of memory
 
 
 class ConfigurationError(ValueError):
-    """Can this run at all? Raised before training, on every rank, with every problem that was found."""
+    """Settings that cannot work; raised before training, on every rank, with all problems found."""
 
     @classmethod
     def from_problems(cls, problems: Sequence[str], remedy: str = "") -> ConfigurationError:
-        """Join all problems into one error, so that nobody meets them one run at a time.
+        """Return one error for all problems, so that users need not find them run by run.
 
         Args:
-            problems: at least one.
-            remedy: what there is to say about all of them: after a single one, or on a line of its own.
+            problems: at least one problem.
+            remedy: advice for all problems; appended to a single problem, or on its own line.
         """
         if len(problems) == 1:
             return cls("; ".join([*problems, remedy] if remedy else problems))
@@ -41,43 +41,43 @@ class ConfigurationError(ValueError):
 
 
 class DataError(ValueError):
-    """The data, or what was asked of it, is wrong; the message names the file or the argument, and what would work."""
+    """Wrong data, or a request that the data cannot serve; names the file or the argument, and a remedy."""
 
 
 class BatchMismatchError(RuntimeError):
-    """Do the first and the last stage of a replica see the same batch?"""
+    """First and last stage of a replica that were given different batches."""
 
 
 class ProtocolError(RuntimeError):
-    """Does what arrived from a neighbour have the form that was agreed on?"""
+    """Message from another rank that does not have the expected form."""
 
 
 class ConsequenceError(RuntimeError):
-    """Did this rank fail because another one did?"""
+    """Failure of this rank that another rank's failure caused."""
 
 
 class PeerLostError(ConsequenceError):
-    """Is the neighbour still there?
+    """Loss of the connection to another rank.
 
     Attributes:
-        peer: who is gone, where that is known.
+        peer: the lost rank, if known.
     """
 
     peer: str | None = None
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Is the gradient of this mini-batch made of numbers?"""
+    """Mini-batch whose gradient has NaN or infinite entries."""
 
 
-class lost_peers:  # noqa: N801 - used as a function; a generator would cost more, around every message
-    """Translate the errors of a broken connection into one that says who is gone and where to look.
+class lost_peers:  # noqa: N801 - used as a function; a generator would cost more for every message
+    """Translate the errors of a broken connection into one that names the lost rank.
 
-    Everything else stays what it is: what this rank's device says while a message is packed or waited for (no memory,
-    an error of a kernel that ran before) is a first cause, which must not be blamed on another rank.
+    Other errors pass unchanged. An error of this rank's device while it packs or awaits a message (out of memory, a
+    kernel that failed before) is a first cause and must not be blamed on another rank.
 
     Args:
-        who: who is gone; ``None``: some rank.
+        who: rank at the other end; None if unknown.
 
     Raises:
         PeerLostError: instead of torch.distributed's RuntimeError.
@@ -101,7 +101,7 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
 
 
 def peer_lost(who: str | None, error: BaseException) -> PeerLostError:
-    """The error to raise where a connection broke, with somebody or, if it is not known with whom, with some rank."""
+    """Return the error for a broken connection to ``who``; None if the rank is unknown."""
     lost = PeerLostError(
         f"{who or 'a rank'} is gone: its process was killed, crashed, was stopped, or ended before this rank's, perhaps"
         f" without a call that every rank has to make ({_essence(error)})"
@@ -111,43 +111,43 @@ def peer_lost(who: str | None, error: BaseException) -> PeerLostError:
 
 
 def different_calls(what: str) -> ProtocolError:
-    """The error to raise where a rank sent something that is sound, but of another call than this rank's.
+    """Return the error for a well-formed message that belongs to another collective call than this rank's.
 
     Args:
-        what: what was expected, and what came.
+        what: expected and received message.
     """
     return ProtocolError(
         f"ranks are in different calls: {what}. A collective call was made by some ranks only, or in another order:"
-        ' usually fabric.save, trainer.save_checkpoint, strategy.flush or evaluation_step behind an "if" that asks for'
-        " the rank, clip_gradients, or a loop over another number of batches; let all ranks make the same calls"
+        ' usually fabric.save, trainer.save_checkpoint, strategy.flush or evaluation_step under an "if" on the rank,'
+        " clip_gradients, or loops over different numbers of batches; make the same calls on all ranks"
     )
 
 
 def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
-    """The error to raise where one of two neighbours runs a further batch, and the other does not.
+    """Return the error for two neighbours of which only one runs a further batch.
 
     Args:
-        ended: who does not.
-        going_on: who does.
-        k: the batch's first microbatch.
+        ended: rank without a further batch.
+        going_on: rank with a further batch.
+        k: first microbatch of that batch.
     """
     return ProtocolError(
-        f"{ended} has ended before microbatch {k} (its epoch or an evaluation, or it finishes what is in flight for a"
+        f"{ended} has ended before microbatch {k} (its epoch or an evaluation ended, or it drains the pipeline for a"
         f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
         " numbers of batches on these ranks: all ranks of a replica must read the same data. Or a hook or a dataset"
         " raised StopIteration on one rank alone, which Lightning takes for the end of the epoch; or"
-        ' trainer.save_checkpoint, fabric.save, strategy.flush or evaluation_step stands behind an "if" that asks for'
-        " the rank"
+        " trainer.save_checkpoint, fabric.save, strategy.flush or evaluation_step is called on some ranks only, under"
+        ' an "if" on the rank'
     )
 
 
 def is_noise(error: BaseException) -> bool:
-    """Return whether an error reports a broken connection of a process group, which does not tell why it broke.
+    """Return whether an error only reports that a process group's connection broke, and not why.
 
-    Recognised by where it comes from: torch.distributed's own classes, or the place in gloo's source that gloo puts
-    into what it raises. An error of any other origin, and NCCL's about this rank's own device, is somebody's mistake.
+    Such errors are of torch.distributed's own classes, or carry the source location that gloo adds. Other errors, and
+    NCCL's about this rank's own device, are first causes.
     """
-    import torch.distributed as dist  # here: who only names these errors, as for a help screen, does not wait for torch
+    import torch.distributed as dist  # here: a help screen imports this module, and should not wait for torch
 
     if isinstance(error, dist.DistError):
         return not _OWN_DEVICE.search(str(error))
@@ -155,27 +155,24 @@ def is_noise(error: BaseException) -> bool:
 
 
 def _essence(error: BaseException) -> str:
-    """Return gloo's message without the place in its source before it and the advice after it."""
+    """Return gloo's message without its source location and its advice."""
     return _PLACE.sub("", str(error)).partition(". This is typically caused")[0]
 
 
 def raised_alike(error: E, rank: int) -> E:
-    """Mark an error that all ranks raise, so that a script which it ends shows it once.
+    """Mark an error that all ranks raise, so that only rank 0 shows it in full; return the error.
 
-    On other ranks than 0 ``sys.excepthook`` is replaced, unless somebody has done so who may want to know of errors.
+    On other ranks this replaces ``sys.excepthook``, unless it has been replaced by a hook that does more than print.
 
     Args:
-        error: of this rank.
-        rank: this one.
-
-    Returns:
-        The error.
+        error: error of this rank.
+        rank: this rank.
     """
     with suppress(AttributeError, TypeError):  # a class of errors with slots, or of a C extension
         setattr(error, _MARK, rank)
     before = sys.excepthook
     if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
-        sys.excepthook = partial(_show, before)  # its module is functools: it is not replaced again
+        sys.excepthook = partial(_show, before)  # a partial's module is functools, so it is not replaced again
     return error
 
 
@@ -192,4 +189,4 @@ def _show(
         before(kind, error, trace)
         return
     said = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
-    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {said}\n")  # at once: other ranks write as well
+    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {said}\n")  # in one call: other ranks write as well

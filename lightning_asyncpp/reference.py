@@ -1,10 +1,9 @@
-"""The reference: what a pipeline computes, in one process, written as plainly as possible.
+"""Reference implementation: the computation of a pipeline, in one process, written as plainly as possible.
 
-A pipeline whose result differs from this one is wrong. How it computes is written here a second time: in which order,
-on which weights, and how gradients are summed, clipped and applied. With the engine it shares the derivation of seeds
-and the user's side: what a unit is (``pipeline_units``), what a piece of a batch is and what it weighs
-(``split_batch``, ``number_of_samples``), and what layers say of themselves (``collecting``). These tell what is to be
-computed, so no mistake in how a pipeline computes it can hide in them.
+A pipeline whose result differs from this one is wrong. This module is independent of the engine in everything that a
+pipeline decides: the order of microbatches, their weight versions, and how gradients are summed, clipped and applied.
+It shares only what defines the task: the units of a model (``pipeline_units``), the microbatches of a batch and their
+weights (``split_batch``, ``number_of_samples``), what layers record (``collecting``), and the derivation of seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lightning_asyncpp.core.randomness import generator_states, seed_generators,
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 K = TypeVar("K")
-Held = tuple[Sequence[nn.Parameter], int]  # parameters of a stage; how many microbatches it holds back
+Held = tuple[Sequence[nn.Parameter], int]  # a stage's parameters, and h: its microbatches on the older weights
 
 
 def train_reference(
@@ -56,39 +55,38 @@ def train_reference(
 ) -> list[float]:
     """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
 
-    With a synchronous start of N mini-batches: at W_t for t < N, then at W_{max(t - delay, N)}. Of a stage in ``held``
-    only the first h microbatches are taken there, the others at W_t. What layers add to the loss is added to it,
-    and buffers that they change once per update are part of W.
+    With a synchronous start of N mini-batches, gradients are taken at W_t for t < N, then at W_{max(t - delay, N)}. In
+    a stage in ``held`` only the first h microbatches run on these weights, the others on W_t. Auxiliary losses of
+    layers add to the loss, and buffers that layers change once per update are part of W.
 
     Args:
-        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``. Of a parameter that several of its units
-            share the gradients of each are summed apart before they are added, the last unit's first.
-        step: microbatch -> loss, a mean over the microbatch; it calls ``model`` once.
-        mini_batches: each a list of batches that share one update: one batch, or several with gradient accumulation.
-        optimizer: over the parameters of ``model``; the base optimizer if ``error_feedback`` is given.
-        microbatches: pieces that every batch is cut into.
+        model: ``nn.Sequential``, or module with ``pipeline_layers()``. If several units share a parameter, the
+            gradients of each unit are summed separately, then added, beginning with the last unit.
+        step: microbatch -> loss, a mean over the microbatch; calls ``model`` once.
+        mini_batches: lists of the batches that share an update: one batch, or several with gradient accumulation.
+        optimizer: optimizer of the parameters of ``model``; the base optimizer if ``error_feedback`` is given.
+        microbatches: number of microbatches of a batch.
         delay: 1 for PipeDream-2BW, 0 for synchronous training.
-        max_norm: clip the gradient's 2-norm to this.
-        error_feedback: strength; W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), u_t the base optimizer's step.
-            Of a stage in ``held``, strength * phi, with phi the share of the microbatches that it holds back.
-        after_update: called after every update, for schedulers.
+        max_norm: largest 2-norm of the gradient, to which larger ones are clipped.
+        error_feedback: strength in W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), u_t the base optimizer's step.
+            For a stage in ``held`` strength is multiplied by phi, its share of microbatches on the older weights.
+        after_update: function called after every update, for schedulers.
         weight: microbatch -> its weight in the mean loss.
-        split: (batch, parts) -> its microbatches.
-        skip_nonfinite: leave weights and optimizer alone where a gradient is not finite.
-        held: parameters of a stage, and h. They are clipped by the norm of the whole gradient one mini-batch earlier
-            (not at all before there is one), and not corrected where h is 0.
-        replicas: of how many a mini-batch lists the batches, one after the other; each holds back by its own count.
-        exact_norm: they are clipped by the norm of the whole gradient, like all others.
-        synchronous_start: N; error feedback begins with update N, which is the first that is not corrected.
-        weight_dtype: of the weights W that gradients are taken at, with the optimizer's parameters as masters Y beside
-            them: W_t is Y_t rounded, and with error feedback W_{t+1} = Y_{t+1} - strength * u_t, where strength * u_0
-            was added to Y once, after the first update. Gradients are summed in the dtype of the masters, with which
-            the model ends.
-        seed: the run's seed; replica 0's random numbers are drawn.
-        first_microbatch: k of the first microbatch.
+        split: (batch, number of microbatches) -> microbatches.
+        skip_nonfinite: skip updates whose gradient is not finite, instead of raising.
+        held: for each stage, its parameters and h. Their gradients are clipped by the norm of the previous mini-batch's
+            whole gradient (the first ones not at all), and stages with h = 0 are not corrected.
+        replicas: number of replicas, whose batches ``mini_batches`` lists in turn; h counts per replica.
+        exact_norm: clip the gradients of ``held`` by the norm of the current whole gradient, like all others.
+        synchronous_start: N; error feedback takes its first u at update N, and corrects from the next one on.
+        weight_dtype: dtype of the weights W, beside which the optimizer's parameters are masters Y: W_t is Y_t rounded.
+            With error feedback W_{t+1} = Y_{t+1} - strength * u_t, and strength * u_0 is added to Y once, after the
+            first update. Gradients are summed in the masters' dtype; at the end the model holds the masters.
+        seed: seed of the run; random numbers are those of replica 0.
+        first_microbatch: number k of the first microbatch.
 
     Returns:
-        The weighted mean loss of every mini-batch, without microbatches where it is NaN if others have a number.
+        Weighted mean loss of each mini-batch. Microbatches with a loss of NaN are left out unless all are NaN.
     """
     run = Trajectory(model, delay, held, exact_norm, synchronous_start, weight_dtype)
     losses = []
@@ -115,11 +113,11 @@ class MeanGradient:
     """Sums over the microbatches k of a mini-batch, in order.
 
     Attributes:
-        sums: parameter -> sum of w_k * gradient_k; parameters that were not used lack.
-        sums_of_uses: the same apart for every unit that has a parameter, by a number.
+        sums: parameter -> sum of w_k * gradient_k; unused parameters are absent.
+        sums_of_uses: number of a use (a parameter in a unit) -> the same sum for this use alone.
         losses: (loss_k, w_k).
         weight: sum of w_k.
-        counts: what layers counted.
+        counts: statistics of layers.
     """
 
     sums: Weights = field(default_factory=dict)
@@ -129,35 +127,35 @@ class MeanGradient:
     counts: Collected = field(default_factory=Collected)
 
     def mean_loss(self) -> float:
-        """Weighted mean of the losses that are numbers."""
+        """Return the weighted mean of the losses that are not NaN."""
         numbers = [(loss, w) for loss, w in self.losses if not math.isnan(loss)]
         return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
 
     def is_usable(self, skip_nonfinite: bool) -> bool:
-        """Return whether the mini-batch ends with an update."""
+        """Return whether the mini-batch is followed by an update."""
         finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
         if not finite and not skip_nonfinite:
             raise FloatingPointError("a gradient is not finite")
         return finite and self.weight > 0
 
     def norm(self, parameters: Iterable[Tensor]) -> float:
-        """2-norm of the mean gradient of some parameters."""
+        """Return the 2-norm of the mean gradient of some parameters."""
         used = [self.sums[p] for p in parameters if p in self.sums]
         squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in used)
         return float(torch.tensor(math.sqrt(squares) / self.weight if used else 0.0, dtype=torch.float32))
 
     def mean(self, parameter: Tensor, norm: float, max_norm: float | None) -> Tensor | None:
-        """The mean gradient of a parameter, clipped where ``norm`` is too large."""
+        """Return the mean gradient of a parameter, clipped if ``norm`` exceeds ``max_norm``."""
         clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
         return (self.sums[parameter] / self.weight) * clip if parameter in self.sums else None
 
 
 class Trajectory:
-    """W_{t-1} and W_t, and what the gradient of mini-batch t is taken at and clipped by.
+    """Weight versions W_{t-1} and W_t, and the choice between them for each microbatch of mini-batch t.
 
     Args:
-        model, delay, held, exact_norm, synchronous_start: as for :func:`train_reference`.
-        dtype: its ``weight_dtype``.
+        model, delay, held, exact_norm, synchronous_start: see :func:`train_reference`.
+        dtype: ``weight_dtype`` of :func:`train_reference`.
     """
 
     def __init__(
@@ -179,31 +177,36 @@ class Trajectory:
         self.before = self.newest
         numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
         self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.newest}
-        self.step_before: Weights = {}  # u_{t-1} of what has moved
+        self.step_before: Weights = {}  # u_{t-1} of parameters that have been updated
         self.norm_before = 0.0
 
     def take(self, ahead: Weights | None = None) -> None:
-        """Take what the model holds for W_t; its parameters are masters Y_t, which without a dtype are W_t."""
+        """Copy W_t from the model, whose parameters are the masters Y_t; without ``dtype`` they are W_t itself."""
         self.masters = values_of(self.parameters)
         self.newest = _rounded(self.masters | (ahead or {}), self.dtype) | values_of(self.buffers)
 
     def go_to(self, places: Sequence[int], slot: int) -> None:
-        """Let the model hold what a microbatch is taken at, by its number within mini-batch t."""
+        """Load the weights for a microbatch into the model.
+
+        Args:
+            places: slot -> number of the microbatch within its replica's mini-batch t.
+            slot: index of the microbatch.
+        """
         is_delayed = self.delay > 0 and self.t > self.start
         newest = {tensor: self.newest[tensor] for tensor, h in self.held.items() if places[slot] >= h}
         load((self.before if is_delayed else self.newest) | newest)
 
     def stay(self) -> None:
-        """W_{t+1} = W_t."""
+        """Go on to mini-batch t + 1 without an update: W_{t+1} = W_t."""
         self.before = self.newest
         self.t += 1
 
     def staleness(self, parameter: Tensor, count: int) -> float:
-        """Return the mean age phi of a gradient of ``count`` microbatches, in updates: the share that is held back."""
+        """Return phi, the mean age of a gradient of ``count`` microbatches, in updates: the share on older weights."""
         return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
 
     def norm_for(self, parameter: Tensor, norm: float) -> float:
-        """Return the norm by which a parameter's gradient is clipped, given the norm of the whole gradient."""
+        """Return the norm by which a parameter's gradient is clipped: ``norm``, or the previous mini-batch's."""
         steps_ahead = self.t >= self.start and parameter in self.held and not self.exact_norm
         return self.norm_before if steps_ahead else norm
 
@@ -231,12 +234,12 @@ class Trajectory:
 
 @torch.no_grad()
 def update_buffers(model: nn.Module, counts: Collected) -> None:
-    """Let layers learn from what they counted in a mini-batch."""
+    """Call the layers' ``update_from_statistics`` with the counts of a mini-batch."""
     for layer in (layer for layer in model.modules() if isinstance(layer, StatisticsLayer)):
         buffers = {name: getattr(layer, name) for name in layer.versioned_buffers}
         nothing = torch.zeros(layer.num_statistics, dtype=torch.float64)
         layer.update_from_statistics(counts.statistics.get(layer, nothing).cpu())
-        for name, buffer in buffers.items():  # a layer may have put another tensor in its place
+        for name, buffer in buffers.items():  # a layer may have assigned another tensor
             buffer.data = getattr(layer, name).detach().clone()
             setattr(layer, name, buffer)
 
@@ -252,10 +255,10 @@ def gradient_of(
     first: int,
     found: MeanGradient | None = None,
 ) -> MeanGradient:
-    """Run microbatches, numbered from ``first``, forward and backward; gradients are summed in the masters' dtype.
+    """Run microbatches, numbered from ``first``, forward and backward; sum gradients in the masters' dtype.
 
-    Before number i of them, ``go_to(i)`` puts the weights in place. They are added to what was ``found`` of the same
-    mini-batch.
+    Before microbatch i of ``slots``, ``go_to(i)`` loads its weights. Sums start from ``found``, those of the same
+    mini-batch so far.
     """
     found = found or MeanGradient()
     with uses_apart(model) as further_uses:
@@ -285,7 +288,7 @@ def gradient_of(
 
 
 def _place(slot: int, microbatches: int, replicas: int) -> int:
-    """Number of a microbatch among those of its replica."""
+    """Return the number of a microbatch within its replica's mini-batch."""
     batch, within = divmod(slot, microbatches)
     return batch // replicas * microbatches + within
 
@@ -296,10 +299,10 @@ def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
 
 @contextmanager
 def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Give a unit that shares a trainable parameter with one before it a copy of its own; yields (parameter, copy).
+    """Replace a trainable parameter by a copy in every further unit that shares it; yield pairs (parameter, copy).
 
-    A module that is part of several units has in each what is that unit's own, and one outside of them what is the
-    last unit's that has run or runs.
+    While a unit runs, its modules hold the unit's copies, and so do modules outside of all units until the next unit
+    runs.
     """
     units = pipeline_units(model)
     inside = {module for unit in units for module in unit.module.modules()}
@@ -339,7 +342,7 @@ def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 @contextmanager
 def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
-    """Seed the step from k, every unit from (unit, k), and go on with the step's own generator after the model."""
+    """Seed the step from k and each unit from (unit, k); after the model, restore the step's generators."""
     state: list[tuple[Tensor, Tensor | None]] = []
     device, called = next(model.parameters()).device, called_by_steps(model)
     before = called.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))
@@ -357,7 +360,7 @@ def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
 
 @torch.no_grad()
 def _feed_back(step: Weights, before: Weights, strengths: dict[Tensor, float]) -> Weights:
-    """Correct the steps just taken; at the first of a parameter there is nothing to compare with."""
+    """Correct the steps just taken, except the first of each parameter, which has no predecessor."""
     for p in step.keys() & before.keys():
         p.sub_(step[p] - before[p], alpha=strengths[p])
     return {}
@@ -365,14 +368,14 @@ def _feed_back(step: Weights, before: Weights, strengths: dict[Tensor, float]) -
 
 @torch.no_grad()
 def _look_ahead(step: Weights, before: Weights, strengths: dict[Tensor, float]) -> Weights:
-    """The same with masters Y in the parameters: W_{t+1} = Y_{t+1} - strength * u_t, after Y_1 += strength * u_0."""
+    """Return W_{t+1} = Y_{t+1} - strength * u_t for masters Y in the parameters; Y_1 += strength * u_0 comes first."""
     for p in step.keys() - before.keys():
         p.add_(step[p], alpha=strengths[p])
     return {p: torch.sub(p.detach(), u, alpha=strengths[p]) for p, u in step.items()}
 
 
 def _with_buffers(model: nn.Module, held: Mapping[Tensor, int]) -> dict[Tensor, int]:
-    """Parameters, and the buffers that the units which hold some of them change, each with its h."""
+    """Return ``held`` with the versioned buffers of the units of its parameters, each with its unit's h."""
     found = dict(held)
     for unit in pipeline_units(model):
         numbers = [held[p] for p in unit.module.parameters() if p in held]
@@ -382,18 +385,18 @@ def _with_buffers(model: nn.Module, held: Mapping[Tensor, int]) -> dict[Tensor, 
 
 
 def versioned_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that layers change once per update: they are part of W."""
+    """Return the buffers that layers change once per update, which are part of W."""
     layers = [layer for layer in model.modules() if isinstance(layer, StatisticsLayer)]
     return [getattr(layer, name) for layer in layers for name in layer.versioned_buffers]
 
 
 def values_of(tensors: Iterable[Tensor]) -> Weights:
-    """Copies of tensors."""
+    """Return tensor -> copy of its value."""
     return {tensor: tensor.detach().clone() for tensor in tensors}
 
 
 def load(values: Weights) -> None:
-    """Give tensors these values."""
+    """Copy values into their tensors."""
     for tensor, value in values.items():
         tensor.data = value.clone()
 

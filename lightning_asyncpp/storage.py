@@ -1,9 +1,9 @@
 """Checkpoints on disk: a file of ``torch.save``, or a folder of such files, one per stage; reading runs no code.
 
-A file or folder is there whole or not at all, also after the machine lost its power: a rename is atomic, but a file
-system may write it down before the content of what was renamed. Who reads a folder merges its parts by their keys. A
-new save puts its files beside the old ones, under names of its own, and replaces ``index.json`` last: until then the
-folder is what it was.
+A file or folder exists either complete or not at all, even after a loss of power: a rename is atomic, but a file system
+may write it before the renamed content, which is therefore synchronised first. Readers of a folder merge its parts by
+their keys. A new save writes its files beside the old ones, under new names, and replaces ``index.json`` last: until
+then the old checkpoint stays valid.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from safetensors.torch import load_file as load_safetensors
 
 
 def replace_durably(written: Path, name: Path) -> None:
-    """Rename a file, or a folder with all that is in it, once its content is on the disk.
+    """Rename a file or folder once its content is on the disk.
 
     Args:
-        written: what is complete.
-        name: its final name, in the same file system; what has that name is replaced, but a folder with something in it
-            not by another folder. Only a file and a folder do not replace each other at once.
+        written: complete file or folder.
+        name: its final name, in the same file system. An existing file or folder is replaced, except a folder with
+            content by another folder; not atomically if one of the two is a file and the other a folder.
 
     Raises:
-        OSError: the content cannot be written, or ``name`` is a folder with something in it, and nothing is renamed; or
-            the folder around them cannot be written down.
+        OSError: the content cannot be written, or ``name`` is a folder with content and ``written`` another; then
+            nothing is renamed. Or the parent folder cannot be written.
     """
     for path in sorted(written.rglob("*"), reverse=True) if written.is_dir() else ():
         sync(path)
@@ -51,10 +51,10 @@ def replace_durably(written: Path, name: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those that it is in, if they are not there, and wait until that is on the disk.
+    """Create a folder and its missing parents, and wait until they are on the disk.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: a folder cannot be created.
     """
     if path.is_dir():
         return
@@ -64,18 +64,18 @@ def make_folder(path: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder, and not a link to one."""
+    """Return whether a path is a folder and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there and can be."""
+    """Remove a file or folder; do nothing if it does not exist or cannot be removed."""
     with suppress(OSError):
         shutil.rmtree(path) if is_folder(path) else path.unlink()
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of what is in a folder, is on the disk."""
+    """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,60 +84,60 @@ def sync(path: Path) -> None:
 
 
 INDEX = "index.json"
-"""Names the files that belong to a sharded checkpoint."""
+"""File that lists the files of a sharded checkpoint."""
 PART = re.compile(rf"[0-9a-f]{{12}}-(stage-\d{{4,}}\.pt|{re.escape(INDEX)})")
-"""Names of files of a sharded checkpoint: of a save, and a stage; or an index that is not in its place yet."""
-_PARTIAL = ".partial"  # ends the names of files and folders that are not complete
+"""Names of files of a sharded checkpoint: of a save's stage, or of an index before it is renamed."""
+_PARTIAL = ".partial"  # suffix of incomplete files and folders
 
 
 class StorageError(OSError):
-    """Can this checkpoint be written, or read? Names the file, what is wrong with it, and what to do."""
+    """Checkpoint that cannot be written or read."""
 
 
 def save_file(content: Any, path: Path) -> None:
-    """Write a checkpoint; a file of that name stays as it is until the new one is complete and on the disk.
+    """Write a checkpoint; an existing file is replaced only when the new one is complete and on the disk.
 
     Args:
-        content: what ``torch.save`` takes.
-        path: the file; its folder is made.
+        content: object for ``torch.save``.
+        path: file of the checkpoint; its folder is created.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     with written_beside(path) as partial:
         _save(content, partial)
 
 
 def read_file(path: Path, weights_only: bool | None = None) -> Any:
-    """Read a checkpoint in one file; its tensors are mapped into memory, and copied when they are used.
+    """Read a checkpoint from one file; its tensors are mapped into memory and read when they are used.
 
     Args:
-        path: of ``torch.save``, or safetensors.
-        weights_only: False runs code that the file may hold; anything else refuses it.
+        path: file of ``torch.save`` or of safetensors.
+        weights_only: if False, run code that the file may hold; otherwise refuse such files.
 
     Raises:
-        StorageError: there is none, it is damaged, or it holds code.
+        StorageError: the file is missing or damaged, or holds code.
     """
     try:
         if path.suffix == ".safetensors":
             return load_safetensors(path)
         with path.open("rb") as file:
-            # torch opens a file twice; by this name it is the same one, also where a run replaces it meanwhile.
+            # torch opens a file twice; under this name it gets the same one even if a run replaces it in between.
             same = f"/dev/fd/{file.fileno()}"
             return torch.load(
                 same if os.path.exists(same) else path, map_location="cpu", weights_only=weights_only is not False,
                 mmap=zipfile.is_zipfile(file) or None,
             )  # fmt: skip
-    except Exception as error:  # a damaged file may be taken for any sequence of the unpickler's instructions
+    except Exception as error:  # a damaged file can make the unpickler raise anything
         raise unreadable(path, error) from error
 
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Write a file or folder under another name, and give it its own at the end; nothing is left behind otherwise.
+    """Yield a temporary path to write to, and rename it to ``path`` at the end; on an error, remove it.
 
     Raises:
-        StorageError: what runs inside fails to write, the renaming fails, or ``path`` is a folder of something else.
+        StorageError: writing or renaming fails, or ``path`` is a folder with other files.
     """
     partial = beside(path)
     try:
@@ -153,18 +153,18 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 
 def local_path(path: Any) -> Path | None:
-    """The path, if it is one of a file system of this machine."""
+    """Return the path if it is on a local file system, else None."""
     files, name = url_to_fs(str(path))
     return Path(name) if isinstance(files, LocalFileSystem) else None
 
 
 def beside(path: Path) -> Path:
-    """A name beside it for what is not complete."""
+    """Return a temporary name in the same folder."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what earlier attempts to write ``path`` left, which ended with their process."""
+    """Remove temporary files of earlier attempts to write ``path`` whose processes ended."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}")
     for name in os.listdir(path.parent) if path.parent.is_dir() else []:
         if pattern.fullmatch(name):
@@ -172,16 +172,16 @@ def remove_leftovers(path: Path) -> None:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the names in a folder that do not belong to a sharded checkpoint; none if there is no such folder."""
+    """Return the names in a folder that do not belong to a sharded checkpoint; none if the folder does not exist."""
     names = os.listdir(folder) if is_folder(folder) else []
     return sorted(n for n in names if n != INDEX and not PART.fullmatch(n))
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to write a checkpoint over a folder of something else.
+    """Refuse to replace a folder with other files by a checkpoint.
 
     Raises:
-        StorageError: there is one.
+        StorageError: ``path`` is such a folder.
     """
     if foreign := foreign_files(path):
         names = f"{', '.join(foreign[:3])}{', ...' if foreign[3:] else ''}"
@@ -189,27 +189,27 @@ def check_replaceable(path: Path) -> None:
 
 
 def _save(content: Any, path: Path) -> None:
-    with path.open("wb") as file:  # torch's own stream does not say that the disk is full
+    with path.open("wb") as file:  # torch's own stream does not report a full disk
         torch.save(content, file)
 
 
 def not_written(path: Path, error: BaseException) -> StorageError:
-    """The error to raise where a checkpoint could not be written."""
+    """Return the error for a checkpoint that could not be written."""
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     kind = "" if isinstance(error, StorageError) else f"{type(error).__name__}: "
     return StorageError(f"a checkpoint could not be written: {kind}{reason} ({path})")
 
 
 def unreadable(path: Path, error: BaseException) -> StorageError:
-    """The error to raise where a checkpoint could not be read."""
+    """Return the error for a checkpoint that could not be read."""
     if isinstance(error, FileNotFoundError):
         return StorageError(f"there is no checkpoint {path}")
-    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # such as of places that a file has not
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # seeks in damaged files give EINVAL
         return StorageError(f"{path} cannot be read ({error.strerror})")
-    if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the code
+    if isinstance(error, pickle.UnpicklingError):  # torch's own message advises to run the code
         return StorageError(
             f"{path} cannot be read without running code that it may hold, or is damaged. If it is yours and you trust"
-            " it, pass weights_only=False to what loads it in Python"
+            " it, load it in Python with weights_only=False"
         )
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     return StorageError(f"{path} is damaged or no checkpoint: {type(error).__name__}: {reason}")
@@ -222,9 +222,9 @@ class Target(NamedTuple):
     """Target of a save, the same on all stages.
 
     Attributes:
-        path: the checkpoint.
-        folder: folder of the new files: the checkpoint if it exists, or else a temporary one that takes its place.
-        save: name of the save, a part of its files' names.
+        path: path of the checkpoint.
+        folder: folder of the new files: the checkpoint's if it exists, else a temporary one that is renamed at the end.
+        save: random name of the save, a prefix of its files' names.
     """
 
     path: str
@@ -233,15 +233,15 @@ class Target(NamedTuple):
 
 
 def load(path: Path, weights_only: bool | None = None) -> Any:
-    """Read a checkpoint, all of it; tensors are mapped into memory, so that what is not used is not read.
+    """Read a whole checkpoint; tensors are mapped into memory, so unused ones are not read.
 
     Args:
-        path: a file, or a folder with an index.
-        weights_only: False lets a single file run code; a sharded checkpoint has none.
+        path: file, or folder with an index.
+        weights_only: if False, run code that a single file may hold; sharded checkpoints never run code.
 
     Raises:
-        StorageError: it is none, is damaged, or holds code; or a file of it is missing, or has another size than the
-            index says.
+        StorageError: ``path`` is no checkpoint, is damaged or holds code; or one of its files is missing or has another
+            size than the index says.
     """
     if not os.path.isdir(path):
         return read_file(path, weights_only)
@@ -255,7 +255,7 @@ def load(path: Path, weights_only: bool | None = None) -> Any:
 
 
 def merged(parts: Sequence[Any]) -> Any:
-    """Join nested dictionaries, and lists of the same length; where several have a value, the last one's counts."""
+    """Merge nested dictionaries and lists of the same length; the last part wins where values conflict."""
     first, *others = parts
     for other in others:
         first = _merge(first, other)
@@ -263,22 +263,20 @@ def merged(parts: Sequence[Any]) -> Any:
 
 
 def is_sharded(path: Path) -> bool:
-    """Return whether a path is a folder with an index; False if the folder may not be read."""
+    """Return whether a path is a folder with an index; False if the folder cannot be read."""
     with suppress(OSError):
         return (path / INDEX).is_file()
     return False
 
 
 def read_index(folder: Path) -> dict[str, int]:
-    """The files of a sharded checkpoint, by stages, with their sizes.
+    """Return file name -> size in bytes of a sharded checkpoint, in the order of stages.
 
     Raises:
-        StorageError: the index is missing, or none.
+        StorageError: the index is missing or invalid.
     """
     if not is_sharded(folder):
-        raise StorageError(
-            f"{folder} is a folder without {INDEX}: no checkpoint, or one whose writing was never completed"
-        )
+        raise StorageError(f"{folder} is a folder without {INDEX}: no checkpoint, or one that was never completed")
     text = (folder / INDEX).read_bytes()
     try:
         index = json.loads(text)
@@ -291,10 +289,10 @@ def read_index(folder: Path) -> dict[str, int]:
 
 
 def new_target(path: Path) -> Target:
-    """Choose where a save goes; on one rank, which tells the others. Leftovers of earlier ones are removed.
+    """Choose the target of a save, and remove temporary files of earlier ones; call it on one rank, and broadcast.
 
     Raises:
-        StorageError: it cannot go there: ``path`` is a folder of something else, or there can be none.
+        StorageError: ``path`` is a folder with other files, or its parent folder cannot be created.
     """
     try:
         make_folder(path.parent)
@@ -308,18 +306,18 @@ def new_target(path: Path) -> Target:
 
 
 def write_part(target: Target, stage: int, part: Mapping[str, Any]) -> tuple[str, int]:
-    """Write what one stage has to the disk.
+    """Write a stage's part of a checkpoint to the disk.
 
     Args:
-        target: of :func:`new_target`.
-        stage: its index.
-        part: what ``torch.save`` takes.
+        target: result of :func:`new_target`.
+        stage: index of the stage.
+        part: the stage's entries.
 
     Returns:
-        The file's name in the folder, and its size.
+        Name of the file in the folder, and its size in bytes.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     file = Path(target.folder) / f"{target.save}-stage-{stage:04d}.pt"
     try:
@@ -333,21 +331,21 @@ def write_part(target: Target, stage: int, part: Mapping[str, Any]) -> tuple[str
 
 
 def commit(target: Target, files: Mapping[str, int]) -> None:
-    """Make a save whose parts are written the folder's content.
+    """Replace the checkpoint by a save whose parts are all written.
 
     Args:
-        target: of :func:`new_target`.
-        files: of all stages, the first one first, with their sizes.
+        target: result of :func:`new_target`.
+        files: file name -> size in bytes, in the order of stages.
 
     Raises:
-        StorageError: it cannot be written, or a file is not there; the checkpoint is what it was.
+        StorageError: the index cannot be written or a part is missing; the old checkpoint stays as it was.
     """
     path, folder = Path(target.path), Path(target.folder)
     index = {"format": FORMAT, "files": dict(files)}
     try:
         if missing := [name for name in files if not (folder / name).is_file()]:
             raise StorageError(f"{', '.join(missing)} is not there: all machines must see the same folder")
-        sync(folder)  # before the index: it must not outlive the loss of power alone
+        sync(folder)  # before the index, which must not survive a loss of power without its parts
         written = folder / f"{target.save}-{INDEX}"
         written.write_text(json.dumps(index, indent=2))
         replace_durably(written, folder / INDEX)
@@ -359,19 +357,19 @@ def commit(target: Target, files: Mapping[str, int]) -> None:
 
 
 def give_up(target: Target) -> None:
-    """Remove what a save has written that was not committed."""
+    """Remove the files of a save that was not committed."""
     folder = Path(target.folder)
     if target.folder != target.path:
         remove(folder)
         return
-    named = _named_files(folder)  # the last step that can fail follows the new index
+    named = _named_files(folder)  # commit() can still fail after it wrote the index
     for file in folder.glob(f"{target.save}-*"):
         if file.name not in named:
             remove(file)
 
 
 def remove_sharded(path: Path) -> None:
-    """Remove a checkpoint, all of it at once as far as its name goes; of a link to one, the link."""
+    """Remove a checkpoint, whose name vanishes at once; of a link, remove only the link."""
     if is_folder(path):
         aside = beside(path)
         with suppress(OSError):
@@ -382,7 +380,7 @@ def remove_sharded(path: Path) -> None:
 
 
 def _named_files(folder: Path) -> set[str]:
-    """The files of the checkpoint in a folder, its index among them; none if there is none that can be read."""
+    """Return the names of the checkpoint's files in a folder, with the index; none without a readable index."""
     try:
         return {INDEX, *read_index(folder)}
     except OSError:
@@ -390,7 +388,7 @@ def _named_files(folder: Path) -> set[str]:
 
 
 def _remove_others(folder: Path, kept: Collection[str]) -> None:
-    """Remove what saves, complete or not, left in a folder; what cannot be removed is in nobody's way."""
+    """Remove files of other saves from a folder; files that cannot be removed do no harm."""
     with suppress(OSError):
         for name in {*os.listdir(folder)} - {*kept, *foreign_files(folder)}:
             remove(folder / name)

@@ -1,3 +1,3 @@
-"""The version of this package: the build, `asyncpp --version` and what runs record read it here."""
+"""Version of this package, read by the build, by ``asyncpp --version`` and by records of runs."""
 
 __version__ = "0.1.0"

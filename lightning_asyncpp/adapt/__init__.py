@@ -1,4 +1,4 @@
-"""Models that do not say where they can be cut: their own forward runs on every stage."""
+"""Cuts of models without ``pipeline_layers()``, whose own forward runs on every stage."""
 
 from lightning_asyncpp.adapt.pipelined import pipelined, problems_of_layers
 

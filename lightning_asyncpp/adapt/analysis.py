@@ -1,7 +1,8 @@
-"""Finds out where a model may be cut whose own forward runs on every stage, by trying it with an example.
+"""Search for a cut of a model whose own forward runs on every stage, by trials with an example.
 
-Each block is taken for a stage of its own. First all stages have all weights and get all that earlier ones made:
-gradients show which of that their code uses. Then they have nothing else; equality with the whole model decides.
+In the trials each block is a stage. First every stage has all weights and receives all earlier outputs; gradients show
+which of these its code uses. Then every stage has only these, and the cut is accepted if the results equal those of the
+whole model.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from lightning_asyncpp.core.cut.own_forward import OwnForwardCut
 from lightning_asyncpp.core.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
-_SMALL = 50_000_000  # parameters; of larger models only gradients around the blocks are computed
+_SMALL = 50_000_000  # parameters; larger models compute gradients of parameters around the blocks only
 
 
 def find_cut(model: nn.Module, call: Call, blocks: Sequence[str]) -> tuple[OwnForwardCut, list[float]]:
-    """Find how a model may be cut, and floating-point operations of its units.
+    """Return a cut of a model, and the number of floating-point operations of each unit.
 
     Args:
-        model: with real weights; whether they are trained, and their gradients, change.
+        model: model with real weights; their ``requires_grad`` and ``grad`` change.
         call: arguments of an example.
-        blocks: names, in the order of their calls.
+        blocks: names of the blocks, in the order of their calls.
 
     Raises:
-        ConfigurationError: cut so, it computes something else.
+        ConfigurationError: no cut between the blocks computes the same as the whole model.
     """
     analysis = _Analysis(model, call, tuple(blocks))
     cut = analysis.find()
@@ -48,16 +49,16 @@ class _Analysis:
         in_blocks = set().union(*self.inside)
         self.around = [name for name, p in model.named_parameters() if id(p) not in in_blocks]
         is_small = sum(p.numel() for p in model.parameters()) <= _SMALL
-        for name, parameter in model.named_parameters():  # frozen ones have a place, too; through biases gradients pass
+        for name, parameter in model.named_parameters():  # frozen ones too; biases carry gradients through blocks
             wanted = is_small or parameter.ndim < 2 or name in self.around
             parameter.requires_grad_(parameter.is_floating_point() and wanted)
             parameter.grad = None
 
     def find(self) -> OwnForwardCut:
-        """The leanest cut with which stages compute what the whole model does."""
+        """Return the cut with the fewest transfers and weights whose results equal those of the whole model."""
         cuts: list[OwnForwardCut] = []
         errors: list[Exception] = []
-        for by_inputs in (False, True):  # of a chain outputs cross, of other forwards rather inputs
+        for by_inputs in (False, True):  # chains of blocks send outputs to the next stage, other forwards rather inputs
             try:
                 explored = self._explored(by_inputs)
             except Exception as error:
@@ -70,25 +71,25 @@ class _Analysis:
             try:
                 expected = self._of_whole(cut)
                 return self._without_values(self._tried(cut, *expected), *expected)
-            except Exception as error:  # of code that cannot compute with what stands for values
+            except Exception as error:  # code may fail on the placeholders for earlier values
                 errors.append(error)
         why = f"{type(errors[-1]).__name__}: {errors[-1]}".removeprefix("ConfigurationError: ")
         raise ConfigurationError(
             f"{class_name(self.model)} cannot be cut between its blocks {self.blocks[0]} to {self.blocks[-1]} so that"
             f" each stage runs its own forward ({why}): code around blocks may use what they return, not what they"
-            " leave behind, and draws from torch's generators alone. Switch off what does otherwise, name other lists"
-            " with pipelined(..., blocks=[...]), or give the model pipeline_layers()"
+            " leave behind, and draw random numbers only from torch's generators. Switch off what breaks this, name"
+            " other lists with pipelined(..., blocks=[...]), or give the model pipeline_layers()"
         )
 
     def _explored(self, by_inputs: bool) -> OwnForwardCut:
-        """A cut whose units have what gradients show that they use."""
+        """Return a cut whose units have the parameters and inputs that gradients show them to use."""
         self.runs.train(True)
         num_units = len(self.blocks) + (not by_inputs)
         cut = OwnForwardCut(self.blocks, ((),) * num_units, (), (), by_inputs)
         taken, outputs, changed = self._observed(cut)
         before: list[frozenset[int]] = [frozenset()] * num_units
         everything = [taken.get(name, frozenset()) for name in self.blocks]
-        if not by_inputs:  # the last block's output crosses, too, if it has no gradient
+        if not by_inputs:  # the previous block's output is sent even without a gradient
             before = [frozenset(range(max(unit - 1, 0), unit)) for unit in range(num_units)]
             everything = [frozenset(range(unit)) for unit in range(num_units)]
         cut = replace(cut, outputs=tuple(outputs.get(name, ((), None)) for name in self.blocks))
@@ -101,7 +102,7 @@ class _Analysis:
         return replace(cut, around=tuple(around), crossing=crossing)
 
     def _used(self, gradients: dict[str, Tensor], own: set[int]) -> list[str]:
-        """Names of the parameters that a unit uses beside those of its block."""
+        """Return the names of the parameters that a unit uses besides those of its block."""
         return [name for name, p in self.model.named_parameters() if name in gradients and id(p) not in own]
 
     def _observed(
@@ -110,8 +111,8 @@ class _Analysis:
         """Observe a run of the whole model.
 
         Returns:
-            Name of a block -> positions of activations in what it takes; name -> what it returns, as in a cut;
-            name of a buffer around the blocks -> number of the unit whose code changes it.
+            Three mappings: name of a block -> positions of activations among its inputs; name of a block -> its output,
+            as in ``OwnForwardCut.outputs``; name of a buffer around the blocks -> index of the unit that changes it.
         """
         taken: dict[str, frozenset[int]] = {}
         outputs: dict[str, Any] = {}
@@ -139,7 +140,7 @@ class _Analysis:
         return taken, outputs, changed
 
     def _with_rest(self, cut: OwnForwardCut, everywhere: bool) -> OwnForwardCut:
-        """The cut with parameters that no gradient shows in its last unit, or in all."""
+        """Return the cut with the parameters that no unit was seen to use added to its last unit, or to all."""
         used = set().union(*cut.around)
         rest = tuple(name for name in self.around if name not in used)
         last = len(cut.around) - 1
@@ -155,7 +156,7 @@ class _Analysis:
         return evaluated, self.runs.whole(cut)
 
     def _tried(self, cut: OwnForwardCut, evaluated: Result, trained: Result) -> OwnForwardCut:
-        """The cut, and whether its gradients are exact; an error if it computes something else than the model."""
+        """Return the cut with ``is_exact`` set; raise if its results differ from the whole model's."""
         self.runs.train(False)
         with torch.no_grad():
             compare(evaluated, self.runs.in_stages(cut))
@@ -164,7 +165,7 @@ class _Analysis:
         return replace(cut, is_exact=has_same_uses and max(map(len, cut.crossing)) <= 1)
 
     def _without_values(self, cut: OwnForwardCut, *expected: Result) -> OwnForwardCut:
-        """The cut whose later stages do without the real numbers of all arguments that they can do without."""
+        """Return the cut with all arguments marked ``blank`` whose floating-point values later stages do not need."""
         args, kwargs = self.runs.call
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for key, value in arguments:

@@ -1,6 +1,6 @@
-"""Finds the blocks of a model: the members of its lists of layers, which a forward calls one after the other.
+"""Search for the blocks of a model: the members of its lists of layers that a forward calls in order.
 
-Where there is no such list, each of the outermost submodules with weights is a block.
+Without such a list, each of the outermost submodules with weights is a block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class _Calls:
-    """The calls of a forward: names of modules in order, and the tensors that each took and gave."""
+    """Calls in a forward: names of modules in order, and the input and output tensors of each."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -29,15 +29,15 @@ class _Calls:
 
 
 def find_blocks(model: nn.Module, call: Call, asked: Sequence[str] = ()) -> list[str]:
-    """Names of the blocks, in the order of their calls.
+    """Return the names of the blocks, in the order of their calls.
 
     Args:
-        model: run once.
+        model: model, which is run once.
         call: arguments of an example.
-        asked: names of the lists to take; by default they are looked for.
+        asked: names of the lists of blocks; default: search for them.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: no blocks were found, or a name in ``asked`` is no list of layers.
     """
     calls = _recorded(model, call)
     lists = {name: m for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
@@ -53,13 +53,13 @@ def find_blocks(model: nn.Module, call: Call, asked: Sequence[str] = ()) -> list
         cuttable = {name for name in inner if _of_a_kind(lists[name], nested=True)}
         chosen = [n for n in alike if n not in inner or (n in cuttable and _follow_each_other(members[n], calls))]
     names = [member for name in chosen for member in members[name] if member in calls.inputs]
-    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]  # the inner ones
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]  # keep the innermost
     names = names or ([] if asked else _submodules(model, calls))
     if not names:
         raise ConfigurationError(
-            f"no layers were found in {class_name(model)}: a ModuleList or Sequential with two layers or more of a"
-            " kind, each called once and in order, or else submodules that the forward calls once each, with most of"
-            f" the weights. Name lists with pipelined(..., blocks=[...]), it has {list(lists)}, or give it"
+            f"no layers were found in {class_name(model)}: it needs a ModuleList or Sequential with at least two layers"
+            " of one class that are called once each and in order, or else submodules with most of the weights that"
+            f" are called once each. Name lists with pipelined(..., blocks=[...]), it has {list(lists)}, or give it"
             " pipeline_layers()"
         )
     return sorted(names, key=calls.order.index)
@@ -87,14 +87,14 @@ def _recorded(model: nn.Module, call: Call) -> _Calls:
 
 
 def _in_turn(names: Sequence[str], calls: _Calls) -> bool:
-    """Return whether at least two of a list's layers were called, once each, and in order."""
+    """Return whether at least two of a list's layers were called, each once and in order."""
     called = [name for name in names if name in calls.inputs]
     members = set(names)
     return len(called) > 1 and called == [name for name in calls.order if name in members]
 
 
 def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:
-    """Return whether at least two layers have children and the same class; within a block, sequences do not count."""
+    """Return whether at least two layers with children have the same class; if ``nested``, ignore ``nn.Sequential``."""
     kinds = Counter(
         type(child)
         for child in layers.children()
@@ -104,15 +104,15 @@ def _of_a_kind(layers: nn.Module, nested: bool = False) -> bool:
 
 
 def _follow_each_other(names: Sequence[str], calls: _Calls) -> bool:
-    """Return whether each layer takes a tensor that the one before it returned: experts beside each other do not."""
+    """Return whether each layer takes a tensor that its predecessor returned; parallel layers (experts) do not."""
     given, taken = ([{id(t) for t in tensors.get(n, ())} for n in names] for tensors in (calls.outputs, calls.inputs))
     return all(a & b for a, b in zip(given, taken[1:]))
 
 
 def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
-    """Names of what is a block where no list is: called once, with weights, and together with most of the model's.
+    """Return the outermost submodules that are called once, if together they have most of the model's weights.
 
-    What a block returns that has not run has the shape of what it takes: so an embedding of tokens is none.
+    The placeholder for a skipped block's output has the shape of its input. So embeddings of tokens are no blocks.
     """
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
     names = list(_outermost("", model, Counter(calls.order), sizes))
@@ -122,7 +122,7 @@ def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
 
 
 def _outermost(around: str, module: nn.Module, times: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[str]:
-    """The outermost submodules; in place of one that has most of the weights, or a sequence of many, those in it."""
+    """Yield the outermost submodules that are called once; instead of a very large one, yield those inside it."""
     for key, child in module.named_children():
         name = f"{around}.{key}".removeprefix(".")
         if not sizes.get(name, 0) or times.get(name, 0) > 1:

@@ -1,4 +1,4 @@
-"""``pipelined(model)``: lets a pipeline cut a model, whoever wrote it, as it is."""
+"""``pipelined(model)``: cut an unmodified model between its blocks."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from lightning_asyncpp.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
-_LONGEST = 400  # characters of an error that are repeated
+_LONGEST = 400  # characters of an error that a message repeats
 
 
 def pipelined(model: Model, example: Example | None = None, blocks: str | Sequence[str] = ()) -> Model:
-    """Let a pipeline cut a model between the blocks that its forward calls one after the other.
+    """Prepare a model to be cut between the blocks that its forward calls in order.
 
-    Each stage runs the model's own forward: blocks of earlier stages return what arrived, and behind the stage's last
-    block it ends. What stages need of each other is found with the example, in training and in evaluation mode. Names
-    in ``state_dict``, ``from_pretrained``, ``save_pretrained`` and calls outside of a pipeline stay the same.
+    Each stage runs the model's own forward: blocks of earlier stages return what was received, and the forward ends
+    after the stage's last block. Runs with the example, in training and in evaluation mode, show which values stages
+    need from each other. Names in ``state_dict``, ``from_pretrained``, ``save_pretrained`` and calls outside of a
+    pipeline stay the same.
 
     Args:
-        model: a model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``.
-        example: what it is called with in the training: positional arguments in a tuple, the only one as a tensor, or
-            keyword arguments in a dictionary. Models of ``transformers`` and ``timm``, and those that begin with an
-            embedding, a linear layer or a convolution, do without, if what else they take is of the same shape or a
-            number per sample.
-        blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: they are looked
-            for.
+        model: model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``.
+        example: arguments of a call in training: a tensor, a tuple of positional arguments, or a dictionary of keyword
+            arguments. It may be left out for models of ``transformers`` and ``timm``, and for models that begin with an
+            embedding, a linear layer or a convolution and whose other arguments have the same shape or are one number
+            per sample.
+        blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: search for them.
 
     Returns:
         The model.
 
     Raises:
-        ConfigurationError: it cannot be cut so, or called with the example, with what is in the way.
+        ConfigurationError: the model cannot be called with the example, or not be cut between its blocks.
     """
     if not has_layers(model) or (blocks and not hasattr(model, "pipeline_layers")):
         _cut_as_it_is(model, example, [blocks] if isinstance(blocks, str) else blocks)
@@ -56,11 +56,13 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
 def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequence[str] = ()) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigurationError(
-            f"{class_name(model)} is on the meta device, and pipelined() runs it once: build it with real weights"
+            f"{class_name(model)} is on the meta device, but pipelined() has to run it: build it with real weights"
         )
     if getattr(getattr(model, "config", None), "use_cache", False):
-        model.config.use_cache = False  # type: ignore[union-attr]  # which may change what a model computes
-        rank_zero_info(f"{class_name(model)}: config.use_cache=False, as a training needs no cache of keys and values")
+        model.config.use_cache = False  # type: ignore[union-attr]  # a cache may change what a model computes
+        rank_zero_info(
+            f"{class_name(model)}: set config.use_cache=False, since training needs no cache of keys and values"
+        )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with drawing_from(0, device), untouched(model), torch.inference_mode(False), torch.enable_grad():
         call = _working_example(model, example, device)
@@ -72,13 +74,13 @@ def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequ
 def problems_of_layers(
     model: nn.Module, example: Any = None, name: str = "self.model", num_stages: int = 1
 ) -> list[str]:
-    """Let a model be cut as it is, if it does not say where it can be; return what is in the way.
+    """Prepare a model without ``pipeline_layers()`` to be cut between its blocks, in place; return problems, if any.
 
     Args:
-        model: it is changed in place, unless something is in the way.
-        example: a LightningModule's ``example_input_array``.
-        name: how the user calls it.
-        num_stages: an ``nn.Sequential`` of fewer layers is cut within them.
+        model: model to be cut.
+        example: ``example_input_array`` of a LightningModule.
+        name: name of the model in messages.
+        num_stages: number of stages; an ``nn.Sequential`` of fewer layers is cut within its layers.
     """
     held = [any(True for _ in layer.parameters()) for layer in model] if isinstance(model, nn.Sequential) else []
     few = bool(held) and sum(held) < num_stages and whole_of(model) is None
@@ -93,7 +95,7 @@ def problems_of_layers(
 
 
 def _working_example(model: nn.Module, example: Example | None, device: torch.device) -> Call:
-    """Arguments that the model takes, on its device."""
+    """Return arguments on the model's device with which a call succeeds."""
     called = called_by_steps(model)
     problem = ""
     for call in examples_of(model) if example is None else [call_of(example)]:
@@ -108,14 +110,14 @@ def _working_example(model: nn.Module, example: Example | None, device: torch.de
     shown = map_tensors(lambda t: f"{t.dtype} {list(t.shape)}", example)
     raise ConfigurationError(
         f"{class_name(model)} cannot be called with {'what is guessed' if example is None else shown}"
-        f" ({problem}). Give an example of what the training calls it with, (x, mask) or {{'input_ids': ids}}: in the"
+        f" ({problem}). Give an example of its arguments in training, such as (x, mask) or {{'input_ids': ids}}: in the"
         " LightningModule's example_input_array, in Fabric the strategy's, or in pipelined(model, example); or give the"
         " model pipeline_layers()"
     )
 
 
 def _varied(tensor: Tensor) -> Tensor:
-    """Other numbers in place of zeros, which would hide what depends on them."""
+    """Return other numbers in place of all zeros, which would hide which results depend on them."""
     if not tensor.is_floating_point() or tensor.any():
         return tensor
     return torch.linspace(-0.9, 0.8, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view(tensor.shape)

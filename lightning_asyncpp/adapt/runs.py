@@ -1,4 +1,4 @@
-"""Examples of what models are called with, and ways to run a model with one: as a whole, or stage by stage."""
+"""Example arguments of models, and runs of a model with them: as a whole, or stage by stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
 
 
 def call_of(example: Any) -> Call:
-    """The arguments that an example stands for: a mapping of keyword ones, positional ones, or the only one."""
+    """Return the call of an example: a mapping of keyword arguments, a sequence of positional ones, or the only one."""
     if isinstance(example, Mapping):
         return (), dict(example)
     # A tensor is a sequence as well: of its rows.
@@ -36,18 +36,18 @@ def call_of(example: Any) -> Call:
 
 
 def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
-    """Arguments that the model may change in place."""
+    """Return copies of arguments, which the model may change in place."""
     return map_tensors(Tensor.clone, tuple(args)), map_tensors(Tensor.clone, dict(kwargs))
 
 
 def examples_of(model: nn.Module) -> Iterator[Call]:
-    """Calls that may fit, the richest first."""
+    """Yield candidate calls, those with most arguments first."""
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         yield from _of_transformers(model)
         return
     needed = _num_needed(model)
     for first in _first_arguments(model):
-        # Behind it another sequence or image; a class or a moment for each sample.
+        # Further arguments: another sequence or image, or a class or a timestep per sample.
         for other in (first, torch.randint(2, (_BATCH,)), torch.rand(_BATCH)) if needed > 1 else (first,):
             yield (first, *[other] * (needed - 1)), {}
 
@@ -60,7 +60,7 @@ def _num_needed(model: nn.Module) -> int:
 
 
 def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
-    """Yield candidate inputs for the first layer of each kind, tokens first: submodules come in any order."""
+    """Yield candidate inputs for the first layer of each kind; tokens first, as submodules may be in any order."""
     known = getattr(model, "pretrained_cfg", None) or {}  # of timm
     if "input_size" in known:
         yield torch.randn(_BATCH, *known["input_size"])
@@ -102,11 +102,17 @@ def _of_transformers(model: Any) -> Iterator[Call]:
     yield (), {name: value[:1] for name, value in {"input_ids": tokens, **decoder}.items()}
 
 
-_ROUNDING = 1e-3  # sums over several uses of a value may come in another order
+_ROUNDING = 1e-3  # gradients of a value with several uses may be added in another order
 
 
 class Result(NamedTuple):
-    """Output of a run of the model, and per unit its gradients by name and the inputs that received a gradient."""
+    """Result of a run of the model.
+
+    Attributes:
+        output: output of the model.
+        gradients: for each unit, name of a parameter -> gradient.
+        crossing: for each unit, positions of the inputs that received a gradient.
+    """
 
     output: Any
     gradients: list[dict[str, Tensor]]
@@ -114,10 +120,10 @@ class Result(NamedTuple):
 
 
 class ModelRuns:
-    """Runs a model; random numbers, buffers and attributes are the same at the beginning of every run.
+    """Runs of a model, all with the same initial random numbers, buffers and attributes.
 
     Args:
-        model: in training or evaluation, as the user left it.
+        model: model in the user's training or evaluation mode.
         call: arguments of an example.
     """
 
@@ -127,12 +133,12 @@ class ModelRuns:
         self._modes = {module: module.training for module in model.modules()}
 
     def train(self, training: bool) -> None:
-        """Be in evaluation, or in training with those modules in evaluation that the user has put there."""
+        """Set evaluation mode, or training mode except for modules that the user has set to evaluation mode."""
         for module, mode in self._modes.items():
             module.training = mode if training and self._modes[self.model] else training
 
     def forward(self, cut: OwnForwardCut, entered: Callable[[int], None]) -> Any:
-        """Call the whole model; tell of each unit when its code begins, and of one more at the end."""
+        """Call the whole model; call ``entered`` when each unit begins, and once more at the end."""
         called = called_by_steps(self.model)
         args, kwargs = copied(*self.call)
         self.model.pipeline_layers = cut  # type: ignore[assignment]
@@ -143,7 +149,7 @@ class ModelRuns:
             return output
 
     def whole(self, cut: OwnForwardCut) -> Result:
-        """Run the whole model, forward and backward; uses of a parameter by several units are kept apart."""
+        """Run the whole model forward and backward, with separate gradients for units that share a parameter."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.model.pipeline_layers = cut  # type: ignore[assignment]
         with uses_apart(self.model) as copies:
@@ -154,7 +160,7 @@ class ModelRuns:
         return Result(output, [self._take_gradients(), *of_copies], [])
 
     def in_stages(self, cut: OwnForwardCut, has_all: bool = False) -> Result:
-        """Run every unit as a stage, with its own weights alone unless it has all, forward and backward."""
+        """Run every unit as a stage, forward and backward, with only its own weights unless ``has_all``."""
         links: list[tuple[tuple[Tensor, ...], list[Tensor], bytes]] = []
         args, kwargs = copied(*self.call)
         for unit in range(cut.num_units):
@@ -166,7 +172,7 @@ class ModelRuns:
                 tensors, structure = flatten(value, cut.blocks[unit])
                 leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
                 links.append((tensors, leaves, structure))
-                # Not the leaves themselves, which layers may change in place.
+                # Clones: layers may change their inputs in place.
                 args, kwargs = (unflatten([leaf.clone() for leaf in leaves], structure),), {}
         if not torch.is_grad_enabled():
             return Result(value, [], [])
@@ -183,18 +189,18 @@ class ModelRuns:
         return Result(value, gradients, [frozenset(), *crossing])
 
     def costs(self, cut: OwnForwardCut) -> list[float]:
-        """Floating-point operations of every unit; while they are counted, some functions round otherwise."""
+        """Return the number of floating-point operations of every unit."""
         totals: list[int] = []
-        with FlopCounterMode(display=False) as counter:  # which takes no parameters as arguments without gradients
+        with FlopCounterMode(display=False) as counter:  # not under no_grad, where it refuses parameters as arguments
             self.forward(cut, lambda _: totals.append(counter.get_total_flops()))
         return [1.0 + after - before for before, after in itertools.pairwise(totals)]
 
     def seed(self, unit: int) -> None:
-        """Begin the random numbers of a unit."""
+        """Seed the generators for a unit."""
         seed_generators(0, self.device, unit)
 
     def _take_gradients(self) -> dict[str, Tensor]:
-        """Name -> gradient, of the parameters that have one; they are taken away."""
+        """Return name -> gradient of the parameters that have one, and reset the gradients."""
         found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -203,9 +209,10 @@ class ModelRuns:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Leave a model as it was; forwards find copies of buffers, which backwards may need later.
+    """Restore a model's attributes, gradients and buffers at the end; forwards change copies of the buffers.
 
-    Attention takes no fast path meanwhile, as on stages: it rounds otherwise.
+    The originals of buffers may be needed by backwards. Attention's fast path, which rounds differently, is disabled as
+    it is on stages.
     """
     attributes = [(vars(module), dict(vars(module))) for module in {*model.modules(), called_by_steps(model)}]
     copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
@@ -229,16 +236,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def compare(expected: Result, found: Result) -> bool:
-    """Return whether each parameter gets gradients in as many units, so that all are added in the same order.
+    """Return whether each parameter has gradients in equally many units, so that they are added in the same order.
 
     Raises:
-        ConfigurationError: outputs differ at all, or gradients by more than rounding.
+        ConfigurationError: outputs differ, or gradients differ by more than rounding.
     """
     ours, theirs = list(tensors_of(found.output)), list(tensors_of(expected.output))
     if len(ours) != len(theirs) or not all(map(equal, ours, theirs)):
         raise ConfigurationError("another output")
     if any(t.numel() and bool((t != t).all()) for t in theirs):
-        raise ConfigurationError("its output is NaN with the example: give one with which it is a number")
+        raise ConfigurationError("its output is NaN with the example: give one whose output is a number")
     gradients, others = _summed(expected), _summed(found)
     scale = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     for name in {**gradients, **others}:
@@ -247,12 +254,12 @@ def compare(expected: Result, found: Result) -> bool:
             apart = float((a.double().nan_to_num() - b.double().nan_to_num()).abs().max())
             largest = max(float(a.abs().max()), float(b.abs().max()))
             if apart > _ROUNDING * max(largest, 1e-3 * scale):
-                raise ConfigurationError(f"another gradient of {name}")
+                raise ConfigurationError(f"the gradient of {name} differs")
     return _num_uses(expected) == _num_uses(found)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same, NaN included."""
+    """Return whether two tensors are equal, with NaN equal to NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -261,7 +268,7 @@ def _num_uses(result: Result) -> Counter[str]:
 
 
 def _summed(result: Result) -> dict[str, Tensor]:
-    """Gradients of all units, added as backwards of the whole model add them: the last use first."""
+    """Return the sum of all units' gradients, added in the order of a backward of the whole model: last use first."""
     total: dict[str, Tensor] = {}
     for of_unit in reversed(result.gradients):
         for name, gradient in of_unit.items():
@@ -270,12 +277,12 @@ def _summed(result: Result) -> dict[str, Tensor]:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """A sum over an output's entries, each with a weight of its own."""
+    """Return a sum over an output's entries with different weights."""
     weighed = [
         (t * torch.linspace(0.5, 1.5, t.numel(), device=t.device).view(t.shape)).float().sum()
         for t in tensors_of(output)
         if t.is_floating_point() and t.requires_grad
     ]
     if not weighed:
-        raise ConfigurationError("its output does not depend on its parameters, so nothing of it can be trained")
+        raise ConfigurationError("its output does not depend on its parameters: nothing can be trained")
     return torch.stack(weighed).sum()

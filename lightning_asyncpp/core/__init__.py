@@ -1,1 +1,1 @@
-"""The heart of the package: schedules, weight versions, transport and updates, in plain torch."""
+"""Core of the package, in plain torch: schedules, weight versions, transport and updates."""

@@ -1,9 +1,10 @@
-"""The state of a pipeline: what each stage holds, by names of the model, how it is saved, and how any other loads it.
+"""State of a pipeline, keyed by the model's names: saving it, and loading it into any other pipeline.
 
-It is written in one file, for which rank 0 (the last stage of the first replica) gathers what the others hold, or
-sharded; at once or while training goes on.
-A save is a collective call. What fails on one rank is raised on all: by the save itself, or if it went on in the
-background by the next one, by :meth:`CheckpointWriter.settle`, and at the end of the run.
+A checkpoint is one file, for which rank 0 (the last stage of the first replica) gathers the other stages' state, or
+sharded. It is written at once or in the background.
+
+A save is a collective call. An error on one rank is raised on all: by the save itself; or, for a save in the
+background, by the next save, by :meth:`CheckpointWriter.settle`, or at the end of the run.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ from lightning_asyncpp.storage import Target, commit, give_up, local_path, merge
 
 _TAG = 7
 _GATHERS = "gathers"
-_SMALL_BYTES = 2**14  # such tensors travel together: each message takes a millisecond
+_SMALL_BYTES = 2**14  # smaller tensors share a message: each message takes a millisecond
 
 
 def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
-    """Gather nested content of some ranks on rank 0, in their order; an empty list on others.
+    """Gather nested containers of some ranks on rank 0, with all tensors on its host; return [] on other ranks.
 
-    A blocking collective of all ranks. All tensors are on the host of rank 0 then; nobody holds a second copy of all.
+    This is a blocking collective of all ranks. No rank holds a second copy of everything.
 
     Args:
-        mesh: this rank's place.
-        part: of this rank; what ``torch.load(weights_only=True)`` reads.
-        ranks: whose parts are wanted.
+        mesh: mesh of ranks.
+        part: containers of this rank, of types that ``torch.load(weights_only=True)`` accepts.
+        ranks: ranks whose parts are gathered, in the order of the result.
 
     Raises:
-        ProtocolError: another rank is in another call.
+        ProtocolError: another rank makes another call.
     """
     if mesh.groups is None:
         return [part]
     if {*exchange(mesh, _GATHERS)} != {_GATHERS}:
-        raise different_calls("this rank gathers what a checkpoint holds, and another one does not")
+        raise different_calls("this rank gathers the state for a checkpoint, another one does not")
     if mesh.rank == 0:
         return [_receive(mesh.groups.host, rank) if rank else on_host(part) for rank in ranks]
     if mesh.rank in ranks:
@@ -63,17 +64,17 @@ def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
 
 
 def on_host(content: Any, copy: bool = False) -> Any:
-    """The same with tensors on the host; what is one tensor stays one.
+    """Return containers with their tensors on the host; several references to a tensor stay references to one.
 
     Args:
         content: nested containers.
-        copy: whether tensors that are there already are copied.
+        copy: whether to copy tensors that are on the host already.
     """
     known: dict[int, Tensor] = {}
 
     def moved(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            # Of a view torch would write the whole storage.
+            # torch would save the whole storage of a view.
             is_part = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes
             known[id(tensor)] = tensor.detach().to("cpu", copy=copy or is_part)
         return known[id(tensor)]
@@ -82,7 +83,7 @@ def on_host(content: Any, copy: bool = False) -> Any:
 
 
 def _send(group: dist.ProcessGroup, part: Any) -> None:
-    """Send a part to rank 0: first all but its large tensors, for which others on the meta device stand; then these."""
+    """Send a part to rank 0: first the containers with large tensors replaced by meta tensors, then those tensors."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def _send(group: dist.ProcessGroup, part: Any) -> None:
 
 
 def _receive(group: dist.ProcessGroup, rank: int) -> Any:
-    """Receive what a rank sends, in the same order."""
+    """Receive a part from a rank; see :func:`_send`."""
     received: dict[int, Tensor] = {}
 
     def with_content(tensor: Tensor) -> Tensor:
@@ -115,29 +116,29 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Any:
         return received[id(tensor)]
 
     def fill(tensor: Tensor) -> None:
-        for piece in pieces_on_host(as_bytes(tensor)):  # of this very memory
+        for piece in pieces_on_host(as_bytes(tensor)):  # views of this memory, not copies
             dist.recv(piece, rank, group=group, tag=_TAG)
 
     with lost_peers():
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=group, tag=_TAG)
         fill(text := torch.empty(int(size), dtype=torch.uint8))
-        # On the host: a device of another rank need not be one of this machine.
+        # On the host: this machine may not have the sender's device.
         part = torch.load(io.BytesIO(text.numpy().data), map_location="cpu", weights_only=True)
         return map_tensors(with_content, part)
 
 
 PIPELINE = "pipeline"
-"""Entry of a checkpoint in which a pipeline keeps what is neither weights nor optimizer."""
+"""Entry of a checkpoint with the pipeline's state other than weights and optimizer."""
 OLDER, MASTERS = "older_weights", "masters"
 
 
 def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
-    """This stage's part of the model's ``state_dict``: weights that gradients are taken at, where there are masters.
+    """Return this stage's part of the model's ``state_dict``, with the weights of forwards in place of masters.
 
     Args:
         session: the pipeline.
-        own: what the module says: what was cut, or the one around it.
+        own: ``state_dict`` of the cut module, or of the module around it.
     """
     assert session.stage is not None
     weights = session.running().weights.shown()
@@ -146,13 +147,13 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
 
 
 def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
-    """Return the settings and the state of a drained pipeline that a checkpoint holds beside weights and optimizers.
+    """Return a drained pipeline's settings and state for a checkpoint, besides weights and optimizer.
 
-    The older weight version belongs to it: the mini-batch after the checkpoint runs on it.
+    They include the older weight version, on which the mini-batch after the checkpoint runs.
     """
     engine, partition = session.running(), session.partition
     settings = engine.settings
-    assert partition is not None, "cut() comes before a checkpoint"
+    assert partition is not None, "call cut() before a checkpoint"
     return {
         "num_stages": settings.num_stages,
         "data_parallel_size": engine.mesh.num_replicas,
@@ -173,13 +174,14 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
 
 
 def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
-    """Gather the parts of all stages on rank 0; other ranks get ``part``. A blocking collective on a drained pipeline.
+    """Merge the parts of all stages on rank 0; return ``part`` on other ranks.
 
-    All names of a shared parameter stand for one tensor then.
+    This is a blocking collective on a drained pipeline. All names of a shared parameter refer to one tensor in the
+    result.
 
     Args:
         session: the pipeline.
-        part: of this stage, as the functions above return it.
+        part: this stage's part, from the functions above.
     """
     mesh = session.running().mesh
     parts = gather(mesh, part, [mesh.rank_of(stage, replica=0) for stage in range(mesh.num_stages)])
@@ -193,16 +195,16 @@ def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load this stage's part of a whole model's ``state_dict``; both weight versions become what was loaded.
+    """Load this stage's part of a whole model's ``state_dict`` into both weight versions.
 
     Args:
         session: a drained pipeline.
-        module: what was cut, or the one around it.
-        state: name -> tensor, of the whole one.
-        strict: whether the names must agree.
+        module: the cut module, or the module around it.
+        state: name -> tensor of the whole module.
+        strict: whether names must match exactly.
 
     Raises:
-        RuntimeError: they do not, or shapes do not; on every rank.
+        RuntimeError: names or shapes do not match; raised on every rank.
         ConfigurationError: names of one parameter have different values.
     """
     pruned, engine = session.whole_model.pruned, session.running()
@@ -217,13 +219,13 @@ def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping
 
 
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
-    """Go on where a checkpoint ended; the weights were loaded before. Without a state, both versions are the weights.
+    """Load the pipeline's state from a checkpoint after its weights; without a state both versions are the weights.
 
-    Stages, replicas, microbatches and the delay may be others than those that wrote it. A weight that had no older
-    version there (no delay, the last stage) is its own older version.
+    The numbers of stages, replicas and microbatches and the delay may differ from those of the checkpoint. A weight
+    without an older version in the checkpoint (no delay, the last stage) is its own older version.
 
     Raises:
-        ConfigurationError: the weights are kept in another way.
+        ConfigurationError: the checkpoint was written with another ``weight_dtype``.
     """
     engine = session.running()
     if state is None:
@@ -232,7 +234,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
         raise ConfigurationError(
             f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
-            " the same, or load only the weights: pass the model loaded with load_state_dict, without ckpt_path"
+            " the same, or load only the weights into the model with load_state_dict and pass no ckpt_path"
         )
     find = session.whole_model.find
     older = {
@@ -243,15 +245,16 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     masters = {name: master for name, master in found.items() if master is not None}  # frozen ones had none
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
-    session.set_delay()  # before the optimizer's state is loaded: it keeps what it needs under its delay
+    session.set_delay()  # before its state is loaded: an optimizer keeps only the state that its delay needs
     session.seed = int(state["seed"])
     engine.set_seed(session.seed)
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
-    """The rank of the pipeline that wrote a checkpoint whose own state this rank takes up.
+    """Return the rank whose own state in a checkpoint this rank loads.
 
-    The same rank; in a pipeline of other stages or replicas the last stage of its replica, or of the last replica.
+    This is the same rank; or, if the checkpoint has another number of stages or replicas, the last stage of the same
+    replica or of the last replica.
     """
     stages, replicas = state["num_stages"], state["data_parallel_size"]
     if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
@@ -260,11 +263,11 @@ def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
 
 
 class CheckpointWriter:
-    """The saves of one rank.
+    """Writer of a rank's checkpoints.
 
     Args:
-        session: the pipeline whose checkpoints they are.
-        sharded: whether every stage writes its part of a folder, instead of rank 0 one file.
+        session: the pipeline.
+        sharded: whether each stage writes its part into a folder, instead of rank 0 writing one file.
         in_background: whether training goes on while files are written; one save at a time.
     """
 
@@ -272,29 +275,29 @@ class CheckpointWriter:
         self.session, self.sharded, self.in_background = session, sharded, in_background
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
-        self._at_exit: AtExit | None = None  # a script may end without a word
+        self._at_exit: AtExit | None = None  # a script may end without close()
 
     def collected(self, part: dict[str, Any]) -> dict[str, Any]:
-        """Return the state that this rank writes, of which ``part`` belongs to this stage; a collective."""
+        """Return the state that this rank writes, given its stage's part; a collective call."""
         return part if self.sharded else gathered(self.session, part)
 
     def save(self, path: Any, content: dict[str, Any], write_file: Callable[[dict[str, Any]], None]) -> None:
         """Write a checkpoint; a collective call.
 
         Args:
-            path: of the file; of a sharded one the folder, in a file system that all machines see.
-            content: of this rank. In one file only rank 0's is written; sharded, each stage of the first replica
-                writes its own, and rank 0 adds what belongs to no stage.
-            write_file: writes it, if it is one file.
+            path: path of the file; of a sharded checkpoint, a folder that all machines share.
+            content: state of this rank. Unsharded, only rank 0's is written; sharded, that of each stage of the first
+                replica, and rank 0's includes entries that belong to no stage.
+            write_file: function that writes an unsharded checkpoint.
 
         Raises:
-            ConfigurationError: there is no such file system.
-            StorageError: it cannot be written.
+            ConfigurationError: a sharded checkpoint cannot be written to the file system of ``path``.
+            StorageError: the checkpoint cannot be written.
         """
         self.settle()
         mesh = self._mesh
         if (self.sharded and mesh.replica == 0) or (self.in_background and mesh.rank == 0):
-            content = on_host(content, copy=self.in_background)  # the next mini-batch changes them
+            content = on_host(content, copy=self.in_background)  # the next mini-batch changes the tensors
         if self.sharded:
             target = self._agreed_target(path)
             self._run(lambda group: _write_folder(mesh, group, target, content))
@@ -303,17 +306,17 @@ class CheckpointWriter:
             self._run(lambda group: together(mesh, write, group))
 
     def remove(self, remove: Callable[[], None]) -> None:
-        """Remove an older checkpoint, after what is being written now is there."""
+        """Remove an older checkpoint once the pending saves are complete."""
         if self._pending and self._executor is not None:
             self._pending.append(self._executor.submit(_after, tuple(self._pending), remove))
         else:
             remove()
 
     def settle(self) -> None:
-        """Wait until what is being saved in the background is there.
+        """Wait until saves in the background are complete.
 
         Raises:
-            StorageError: a rank could not write its part; every rank raises it, or a quotation.
+            StorageError: a rank could not write its part; other ranks raise an error that quotes it.
         """
         pending = list(self._pending)
         self._pending.clear()
@@ -321,13 +324,13 @@ class CheckpointWriter:
             future.result()
 
     def close(self) -> None:
-        """End the run.
+        """Complete the saves and stop writing.
 
         Raises:
-            StorageError: as for :meth:`settle`.
+            StorageError: see :meth:`settle`.
         """
         try:
-            # A run that failed ends with its cause.
+            # The error of a failed run must not be hidden.
             with suppress(*((Exception,) if self.session.watch.failure is not None else ())):
                 self.settle()
         finally:
@@ -343,7 +346,7 @@ class CheckpointWriter:
         mesh, folder = self._mesh, local_path(path)
         if folder is None:
             raise ConfigurationError(
-                f"state_dict_type='sharded': {path} is in no file system of this machine; name a folder that all"
+                f"state_dict_type='sharded': {path} is not on a local file system; name a folder that all"
                 " machines share, or use state_dict_type='full', which one rank writes"
             )
         chosen: list[Target] = []
@@ -351,7 +354,7 @@ class CheckpointWriter:
         return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
 
     def _run(self, job: Callable[[dist.ProcessGroup | None], None]) -> None:
-        """Do what all ranks do together, here or in the background, where they agree in a group of their own."""
+        """Run a collective job, at once or in the background in a process group of its own."""
         if not self.in_background:
             job(None)
             return
@@ -362,12 +365,12 @@ class CheckpointWriter:
 
     @property
     def _mesh(self) -> Mesh:
-        assert self.session.mesh is not None, "checkpoints are saved by a pipeline that is connected"
+        assert self.session.mesh is not None, "connect the pipeline before saving a checkpoint"
         return self.session.mesh
 
 
 def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, part: Mapping[str, Any]) -> None:
-    """Write all parts, and the index when every stage has written its own."""
+    """Write all parts, then the index when every stage has written its part."""
     own: list[tuple[str, int]] = []
     try:
         writes = mesh.replica == 0
@@ -382,13 +385,13 @@ def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, p
 
 
 def _after(before: tuple[Future[None], ...], remove: Callable[[], None]) -> None:
-    if all(future.exception() is None for future in before):  # else the older one is the last that there is
+    if all(future.exception() is None for future in before):  # else the older one is the newest complete checkpoint
         with suppress(OSError):
             remove()
 
 
 def _fail_at_exit(pending: list[Future[None]]) -> None:
-    """The script ends, and no later call raises what the newest save came to."""
+    """Print an error of a pending save when the script ends, and make the exit code nonzero."""
     errors = [error for future in pending if (error := future.exception()) is not None]
     for error in errors[:1]:
         sys.stderr.write(f"asyncpp: {type(error).__name__}: {error}\n")
@@ -398,4 +401,4 @@ def _fail_at_exit(pending: list[Future[None]]) -> None:
 
 
 def _nothing() -> None:
-    """There is nothing to do on this rank."""
+    """Do nothing, on ranks without a part in a collective."""

@@ -1,8 +1,8 @@
-"""Runs the schedule on one stage: forwards, backwards, and the updates that follow them within the next mini-batch.
+"""The engine, which runs the schedule on one stage: forwards, backwards and updates.
 
-What may wait for other stages comes in two forms. :meth:`Engine.run`, :meth:`Engine.close`, :meth:`Engine.apply_due`
-and :meth:`Engine.drain` wait, as a process with one stage does. Each has a twin, ``iter_...``, that yields every action
-right before it runs it: with several stages in one process (``local.py``) another stage goes on where one would wait.
+Methods that may wait for other stages come in two forms. :meth:`Engine.run`, :meth:`Engine.close`,
+:meth:`Engine.apply_due` and :meth:`Engine.drain` block, for processes with one stage. Each has a variant ``iter_...``
+that yields every action right before it runs, so that stages in one process (``local.py``) can take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_asyncpp.errors import ConfigurationError
 
 T = TypeVar("T")
 Actions = Generator[Action, None, T]
-"""Actions, each yielded right before it runs, and what they return at the end."""
+"""Actions, each yielded right before it runs; the generator returns a result of type T."""
 
 
 class Engine:
@@ -43,17 +43,17 @@ class Engine:
     :meth:`apply_due`. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
 
     Args:
-        stage: this rank's units.
-        mesh: this rank's place, connected.
-        settings: microbatches, lookahead, delay, policies.
-        seed: the run's seed.
-        device: where tensors live.
-        hooks: the user's side.
-        timeout: seconds that a wait for a neighbour may take; default: half an hour.
-        transport: messages with the neighbours, where they are connected already.
+        stage: this rank's stage of the model.
+        mesh: connected mesh of ranks.
+        settings: resolved settings of the pipeline.
+        seed: seed of the run.
+        device: device of this stage.
+        hooks: user's hooks for microbatches and the loss.
+        timeout: longest wait for a neighbour, in seconds; default: half an hour.
+        transport: transport to the neighbours, if they are connected already.
 
     Attributes:
-        host_batch: to be told of batches that are moved to the device.
+        host_batch: record of the host's tensors from which the newest batch was copied to the device.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Engine:
 
     @property
     def parts(self) -> Sequence[Engine]:
-        """The engines of the stages that this process runs."""
+        """Engines of the stages that this process runs."""
         return [self]
 
     def schedules(self) -> list[Schedule]:
-        """Those of all stages, of which ``schedule`` is this one's."""
+        """Return the schedules of all stages."""
         return [self.stage.whole.schedule(self.settings, stage) for stage in range(self.mesh.num_stages)]
 
     @property
     def mini_batch(self) -> int:
-        """Index t of the mini-batch that the next batch belongs to."""
+        """Index t of the next batch's mini-batch."""
         return self.updates.open.index
 
     @property
@@ -106,30 +106,30 @@ class Engine:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing was run since the last drain; the last stage is often :attr:`idle` while others are not."""
+        """Whether nothing has run since the last drain; :attr:`idle` alone says nothing about other stages."""
         return self.idle and self._drained == self.next_forward
 
     def ended_as_agreed(self) -> bool:
-        """Return whether all ranks have agreed to end here, and nothing is in flight on this one."""
+        """Return whether all ranks have agreed to end the run, and this one has nothing in flight."""
         return self.updates.agreed.interrupted and self.idle
 
     @property
     def accumulating(self) -> bool:
-        """Whether batches ran that no :meth:`close` has given an update yet."""
+        """Whether batches have run since the last :meth:`close`."""
         return self.next_forward > self.updates.open.first
 
     @property
     def at_newest(self) -> bool:
-        """Whether microbatches of the open mini-batch may run at the weights that its own update is applied to."""
+        """Whether microbatches of the open mini-batch may run on the weights to which its update is applied."""
         return self.schedule.staleness == "least" or self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch: all of its forwards, and the backwards that are due by then, also of earlier batches.
 
         Args:
-            batch: the batch, on the first and the last stage; ignored on the others.
+            batch: the batch on the first and the last stage; ignored on others.
             step: the user's step, called with a microbatch and its weight.
-            afterwards: called when an update has been applied between two microbatches; it may still change weights.
+            afterwards: function called after an update between two microbatches; it may change weights.
         """
         with preserved_generators(self.runner.device):
             return finish(self.iter_batch(batch, step, afterwards))
@@ -137,11 +137,11 @@ class Engine:
     def iter_batch(
         self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None
     ) -> Actions[BatchOutput]:
-        """Run a training batch action by action; arguments as for :meth:`run`."""
+        """Run a training batch action by action; see :meth:`run`."""
         count = self.settings.microbatches
         slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
         self._in_evaluation = {module for module in self._modules if not module.training}
-        if not self.updates.closed:  # nothing is outstanding: hooks may have changed weights
+        if not self.updates.closed:  # no update is outstanding, so hooks may have changed weights
             self.weights.adopt()
         first = self.next_forward
         flights: list[Flight] = []
@@ -163,9 +163,9 @@ class Engine:
         return BatchOutput([flight.result for flight in landed], [flight.weight for flight in landed])
 
     def drop(self) -> None:
-        """Throw away the gradient of the batches since the last :meth:`close`: they belong to no update.
+        """Discard the gradient of the batches since the last :meth:`close`.
 
-        What follows runs on the weights that it would have run on anyway.
+        The weight versions of later batches do not change.
         """
         if self.accumulating:
             if self.runner.transport is not None:
@@ -173,17 +173,17 @@ class Engine:
             self.updates.drop_open(self.next_forward, self.next_backward)
 
     def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
-        """Declare the mini-batch complete: the batches since the last close share one update.
+        """Complete the mini-batch: all batches since the last call share one update.
 
         Args:
-            hyper_parameters: of every group of the optimizer, for its update.
-            note: what the strategy wants to know at its update.
+            hyper_parameters: hyper-parameters of the optimizer's groups for this update.
+            note: value that the strategy receives with this update.
         """
         with preserved_generators(self.runner.device):
             finish(self.iter_close(hyper_parameters, note))
 
     def iter_close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
-        """Declare the mini-batch complete; with a flush, finish its backwards. Arguments as for :meth:`close`."""
+        """Complete the mini-batch, and with a flush its backwards, action by action; see :meth:`close`."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
         self.updates.close(self.next_forward, hyper_parameters, note)
         if flushes:
@@ -191,25 +191,25 @@ class Engine:
         self.updates.poll(self.next_backward)
 
     def apply_due(self) -> list[Update]:
-        """Apply the updates whose time has come; return these, and those that were applied within the last batch.
+        """Apply the updates that are due; return them after those that were applied within the last batch.
 
         Raises:
-            NonFiniteGradientError: under the policy ``"stop"``, on every rank.
+            NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
         """
         return finish(self.iter_due())
 
     def iter_due(self) -> Actions[list[Update]]:
-        """Apply the updates whose time has come, one by one; see :meth:`apply_due`."""
+        """Apply the updates that are due, one by one; see :meth:`apply_due`."""
         yield from self.updates.iter_due()
         return self.updates.take_applied()
 
     def drain(self) -> list[Update]:
-        """Finish everything in flight and apply every update of a complete mini-batch; collective.
+        """Finish all microbatches in flight and apply the updates of all complete mini-batches; a collective call.
 
-        Only the clock changes: the next mini-batch runs on the weights that it would have run on anyway.
+        The weight versions of later mini-batches do not change.
 
         Raises:
-            ProtocolError: the stage before has a further batch.
+            ProtocolError: the previous stage has a further batch.
         """
         with (
             torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(),
@@ -218,14 +218,14 @@ class Engine:
             return finish(self.iter_drain())
 
     def iter_drain(self) -> Actions[list[Update]]:
-        """Finish everything in flight, action by action; see :meth:`drain`."""
+        """Drain the pipeline, action by action; see :meth:`drain`."""
         transport = self.runner.transport
         if transport is not None:
-            transport.announce_end()  # before this stage waits for one that may be waiting for a further batch
+            transport.announce_end()  # first: a neighbour may be waiting for a further batch
         yield from self._iter_backwards()
         self.updates.poll(self.next_backward)
         if transport is not None:
-            transport.expect_end()  # what the stage before may still need on its way there has been sent
+            transport.expect_end()  # last: the previous stage has by now all that it needs to end
         yield from self.updates.iter_all()
         updates = self.updates.take_applied()
         if transport is not None:
@@ -234,12 +234,12 @@ class Engine:
         return updates
 
     def evaluate(self, batch: Any, step: Step, purpose: str = "evaluate") -> BatchOutput:
-        """Run a batch forward on the newest weights; stages work on different microbatches and batches at a time.
+        """Run a batch forward on the newest weights, pipelined over microbatches and batches.
 
         Args:
-            batch: the batch, on the first and the last stage; ignored on the others.
+            batch: the batch on the first and the last stage; ignored on others.
             step: the user's step, called with a microbatch and its weight.
-            purpose: what random numbers are derived from.
+            purpose: name from which random seeds are derived.
         """
         if not self.idle:
             raise RuntimeError("evaluation needs a drained pipeline: call drain() first")
@@ -257,26 +257,26 @@ class Engine:
             self.runner.announce_failure(self.evaluated, error)
             raise
         if self.runner.transport is not None:
-            # The stages behind may lag by a few batches, not by more: what was sent to them takes memory.
+            # Limit how far later stages lag, since activations sent to them take memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.microbatches)
-        # What has samples but no weight (padding alone) has a result nevertheless, which a prediction must not lack.
+        # Samples without weight (padding only) have results, too, which predictions must include.
         had = [flight for flight, slot in zip(flights, slots) if slot.content is not None]
         return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
 
     def end_evaluation(self) -> None:
-        """Check that the stage before has evaluated the same batches; collective over the stages of a replica.
+        """Check that the previous stage has evaluated the same batches; collective over the stages of a replica.
 
         Raises:
-            ProtocolError: it has a further one.
+            ProtocolError: the previous stage has a further batch.
         """
         if self.runner.transport is not None:
             self.runner.transport.announce_end()
             self.runner.transport.expect_end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters of a drained engine; the weights are the module's, the older ones :meth:`WeightVersions.older`'s."""
+        """Return the counters of a drained engine; weights are saved apart, see :meth:`WeightVersions.older`."""
         if not self.idle:
-            raise RuntimeError("the state of a pipeline can be taken only when it is drained")
+            raise RuntimeError("the state of a pipeline needs a drained pipeline: call drain() first")
         return {
             "mini_batch": self.mini_batch, "microbatch": self.next_forward, "version": self.weights.newest,
             "norm": self.updates.last_norm, "evaluated": self.evaluated,
@@ -285,7 +285,7 @@ class Engine:
     def load_state_dict(
         self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Take up counters, the older weights and the masters; the parameters were loaded before."""
+        """Load counters, older weights and masters, after the parameters."""
         self.next_forward = self.next_backward = self._drained = state["microbatch"]
         self.updates.begin_at(state["mini_batch"], state["microbatch"])
         self.updates.last_norm = state.get("norm")
@@ -293,19 +293,19 @@ class Engine:
         self.weights.restore(state["version"], older, masters)
 
     def set_seed(self, seed: int) -> None:
-        """Go on with the seed of another run."""
+        """Replace the seed of the run."""
         self.runner.seed = seed
 
     def has_no_backward(self, k: int) -> bool:
-        """Return whether microbatch ``k``, which is in flight, is an empty slot or has no weight."""
+        """Return whether microbatch ``k`` in flight has no backward: it is empty, or its weight is 0."""
         return not self._flights[k].weight
 
     def release(self) -> None:
-        """Take back what the engine put on the parameters."""
+        """Replace masters in the module by the trained weights."""
         self.weights.release_masters()
 
     def close_connections(self) -> None:
-        """Let go of the connections with the neighbours, who have got everything."""
+        """Close the connections to the neighbours, which have received everything."""
         if self.runner.transport is not None:
             self.runner.transport.close()
 
@@ -337,7 +337,7 @@ class Engine:
         self.next_backward = k + 1
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:
-        """Run the very first microbatch forward and backward, and let every rank raise what any of them found."""
+        """Run the first microbatch forward and backward, and raise an error of any rank on all."""
         flight, error = None, None
         yield Action(Kind.FORWARD, k)
         try:
@@ -368,7 +368,7 @@ class Engine:
 
     @contextmanager
     def modes_of_forwards(self) -> Iterator[None]:
-        """Have layers in the modes in which the forwards ran: what a backward computes again depends on them."""
+        """Set layers to the training modes of their forwards, which recomputation in a backward needs."""
         others = [m for m in self._modules if m.training == (m in self._in_evaluation)]
         for module in others:
             module.training = not module.training
@@ -380,7 +380,7 @@ class Engine:
 
 
 def finish(actions: Actions[T]) -> T:
-    """Run actions to their end, waiting where they wait, and return what they return."""
+    """Run all actions, waiting for other stages if need be, and return their result."""
     while True:
         try:
             next(actions)

@@ -1,7 +1,7 @@
-"""Failure of a session: its first cause, the errors of later calls, and the end of the ranks' waits.
+"""Handling of failures: report the first cause, make later calls raise, and end other ranks' waits.
 
-The connections of a process that ends are closed, which its neighbours notice at once. A process that catches the error
-of a run and turns to something else would let them wait until the timeout; so it closes the connections itself.
+When a process ends its connections are closed, which its neighbours notice at once. A process that catches a run's
+error and goes on would keep them waiting until the timeout; so it closes the connections itself.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_alike, is_noise, peer_lost
 
 TOLD_SECONDS = 2 * POLL_SECONDS
-"""Seconds that a rank waits for the cause after it noticed that another rank is gone."""
+"""Seconds that a rank waits for the first cause after it noticed that another rank is gone."""
 LEAVE_SECONDS = 30.0
 """Seconds that a rank may take to end after a failure, before it is terminated."""
 _STDERR = 2
 _TAG_NEVER_SENT = 6
 _MOMENT = timedelta(milliseconds=1)
 _DECIDING = threading.Lock()
-"""Held while the script's thread or the watch's decides who is first; not a watch's own, which can be copied."""
+"""Held while the script's or the watch's thread sets the failure. It is global since a watch must be copyable."""
 
 
 class FailureWatch:
@@ -48,8 +48,8 @@ class FailureWatch:
     :meth:`fail`, and wait for other ranks only within :meth:`collective`, after a :meth:`check`.
 
     Attributes:
-        failure: the first one; there is no collective after it.
-        children: the processes of other ranks that this one started: the launcher's own list.
+        failure: first failure, after which no collective can run.
+        children: processes of other ranks that this one launched; the launcher's own list.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class FailureWatch:
         self._mesh: Mesh | None = None
         self._transport: Transport | None = None
         self._agreed_end: Callable[[], bool] | None = None
-        self._unheard: PeerLostError | None = None  # a failure of another rank that this one's script does not know
+        self._unheard: PeerLostError | None = None  # another rank's failure that this script has not met yet
         self._first: FirstCause | None = None
         self._at_exit: AtExit | None = None
         self._deadline: threading.Timer | None = None
         self._outlast: Callable[[], None] | None = None
 
     def begin(self, mesh: Mesh) -> None:
-        """Watch over this rank, unless this is done already or there is nobody else; a collective call.
+        """Begin to watch for failures, unless it has begun or there are no other ranks; a collective call.
 
         Raises:
             PeerLostError: a rank cannot be reached.
@@ -76,26 +76,26 @@ class FailureWatch:
             return
         self._outlast = None
         key = broadcast(mesh, f"lightning_asyncpp/{secrets.token_hex(8)}", 0)
-        watch = weakref.ref(self)  # neither the thread nor the end of the process keeps a session alive
+        watch = weakref.ref(self)  # so that neither the thread nor the exit handler keeps a session alive
         self._first = FirstCause(key, _name(mesh, 0), lambda cause: _call(watch, FailureWatch._learn, cause))
         self._at_exit = AtExit(lambda: _call(watch, FailureWatch._end_process))
         weakref.finalize(self, _let_go, self._first, self._at_exit).atexit = False
 
     def started(self, transport: Transport | None, ended_as_agreed: Callable[[], bool]) -> None:
-        """There is an engine.
+        """Set the connections and the end condition of a new engine.
 
         Args:
-            transport: its connections with the neighbours, if it has any.
-            ended_as_agreed: whether all ranks have agreed to end here, and finished what was in flight: what is raised
-                then is no failure of this rank.
+            transport: connections to the neighbours, if any.
+            ended_as_agreed: function that returns whether all ranks have agreed to end and nothing is in flight; an
+                exception is no failure then.
         """
         self._transport, self._agreed_end = transport, ended_as_agreed
 
     def check(self) -> None:
-        """Refuse to go on after a failure: nobody would answer.
+        """Raise if the pipeline has failed, since other ranks no longer answer.
 
         Raises:
-            PeerLostError: another rank failed, or is gone, and the script of this one has not been told yet.
+            PeerLostError: another rank failed or is gone, and this script has not met an error yet.
             RuntimeError: the pipeline failed before.
         """
         if self._unheard is not None:
@@ -107,46 +107,46 @@ class FailureWatch:
             ) from self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Remember the first failure: from now on every collective of this session raises, soon on the others too.
+        """Record the first failure; from now on every collective of this session raises, soon on other ranks too.
 
-        If it follows from another rank's error, its text becomes that of the first cause. The script has the error
-        then, and may take its time: call :meth:`hurry` where a teardown follows.
+        If another rank's error caused it, the first cause replaces its text. No deadline runs afterwards: call
+        :meth:`hurry` if a teardown follows.
         """
         with _DECIDING:
             is_first, self._unheard = self.failure is None, None
             if is_first:
                 self.failure = error
             self.release()
-        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # all ranks' scripts may do so
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # all scripts may end so
         if not (ends_well or (self._agreed_end is not None and self._agreed_end())):
             self._tell(error)
         if is_first:
             self._disconnect_soon(error)
 
     def hurry(self) -> None:
-        """Set a deadline for the rest of this run, until :meth:`release`."""
+        """Set a deadline for the end of this process, until :meth:`release`."""
         if self._first is not None:
             self._deadline = threading.Timer(LEAVE_SECONDS, self._leave_now)
             self._deadline.daemon = True
             self._deadline.start()
 
     def release(self) -> None:
-        """The error is in the hands of the script."""
+        """Cancel the deadline, as the script has received the error."""
         if self._deadline is not None:
             self._deadline.cancel()
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._first is not None and self._at_exit is not None:
             _let_go(self._first, self._at_exit)
             self._first = self._at_exit = None
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """A collective runs meanwhile: if another rank is gone, the session has failed.
+        """Run a collective; a lost rank is a failure of the session.
 
         Raises:
-            PeerLostError: with what went wrong there, if that is known.
+            PeerLostError: another rank is gone; the message has the first cause, if known.
         """
         try:
             yield
@@ -163,7 +163,7 @@ class FailureWatch:
     # -- an error of this rank ------------------------------------------------------------------------------------
 
     def _tell(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank; a lost peer's gets the first cause as its text."""
+        """Report an error of this rank to the others; replace the text of a lost connection by the first cause."""
         if self._first is None or self._mesh is None:
             return
         is_lost = isinstance(error, PeerLostError) or is_noise(error)
@@ -177,30 +177,30 @@ class FailureWatch:
             self._adopt(0.0 if is_alike(error) else TOLD_SECONDS)
 
     def _disconnect_soon(self, error: BaseException) -> None:
-        """End this rank's connections in the background, after a grace period if need be.
+        """End this rank's connections in the background.
 
-        A lost peer is passed on at once. Any other error waits: all ranks may be about to raise it.
+        After a lost connection this happens at once; after other errors later, as all ranks may be about to raise them.
         """
         if self._mesh is not None and self._mesh.groups is not None:
             grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
             background.run_later(grace, partial(end_connections, self._mesh, self._transport))
 
-    # -- an error of another one ----------------------------------------------------------------------------------
+    # -- an error of another rank ----------------------------------------------------------------------------------
 
     def _learn(self, cause: Cause) -> None:
-        """Another rank failed, or is gone: end this rank's waits, so that its script does; in the watch's thread."""
+        """End this rank's waits after another rank's failure, so that its script ends; in the watch's thread."""
         with _DECIDING:
             if self.failure is not None:
-                return  # the script has an error, and is told what it came from
+                return  # the script has an error already, which fail() completes
             self._adopt(TOLD_SECONDS)
             self.hurry()
         error = PeerLostError(self._words(cause))
-        grace = GRACE_SECONDS if cause.trace else 0.0  # all ranks may be about to raise it alike
+        grace = GRACE_SECONDS if cause.trace else 0.0  # all ranks may be about to raise the same error
         background.run_later(grace, lambda: self._give_up(error))
         background.run_later(2 * grace, self._give_up_default_group)
 
     def _words(self, cause: Cause) -> str:
-        """Return this rank's message: the full text on rank 0, where users look, and one line on others."""
+        """Return the message for this rank: the full text on rank 0, where users look, one line on others."""
         return cause.line if self._mesh is not None and self._mesh.rank else cause.text
 
     def _give_up(self, error: PeerLostError) -> None:
@@ -216,10 +216,10 @@ class FailureWatch:
     # -- the end of the process -----------------------------------------------------------------------------------
 
     def _end_process(self) -> None:
-        """Tell of an error that was raised outside of this session's calls, and of one that the script never met."""
+        """Report an error raised outside of this session's calls; print another rank's that the script never met."""
         if self.failure is None and (error := uncaught()) is not None:
             self.fail(error)
-            if self._outlast is not None:  # what is registered while a process ends is not called
+            if self._outlast is not None:  # handlers registered during exit are not called
                 self._outlast()
         is_heard = self.failure is not None and self._unheard is None
         if self._first is not None and self._first.cause is not None and not is_heard:
@@ -228,10 +228,10 @@ class FailureWatch:
             os._exit(1)
 
     def _adopt(self, stays: float) -> None:
-        """Look after what the launcher started: Lightning would kill this rank, too, before it can tell why it ends.
+        """Take the launched processes from the launcher, which would kill this rank, too, before it reports its error.
 
         Args:
-            stays: seconds for which others need torch's store, where rank 0 serves it.
+            stays: seconds for which other ranks need torch's store, if rank 0 serves it.
         """
         if self._outlast is not None or self._first is None or self._mesh is None:
             return
@@ -243,14 +243,14 @@ class FailureWatch:
         AtExit(self._outlast)
 
     def _leave_now(self) -> None:
-        """The main thread waits for something that does not come: show where it is, and end without it."""
-        for worker in multiprocessing.active_children():  # loaders' workers may hang, too
+        """Print where the main thread hangs, and end the process."""
+        for worker in multiprocessing.active_children():  # data loader workers may hang, too
             if worker.daemon:
                 worker.kill()
         faulthandler.dump_traceback(_STDERR)
         first = self._first.cause if self._first is not None else None
         why = first.line if first is not None else repr(self.failure)
-        text = f"asyncpp: this rank did not end by itself within {LEAVE_SECONDS:g} s after this: {why}\n"
+        text = f"asyncpp: this rank did not end within {LEAVE_SECONDS:g} s after this: {why}\n"
         os.write(_STDERR, text.encode())  # past all buffers
         for child in self._adopted:
             child.kill()
@@ -258,12 +258,12 @@ class FailureWatch:
 
 
 def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) -> None:
-    """Let the process of rank 0 end last: those that it launched end with it, and others read what it serves.
+    """Keep the process of rank 0 until the ranks that it launched have ended and others have read the first cause.
 
     Args:
-        children: are killed if they have not ended in time after a script that failed.
-        first: keeps torch's store alive.
-        until: when others have read it.
+        children: launched processes; after a script that failed, they are killed if they do not end in time.
+        first: first cause, which keeps torch's store alive.
+        until: time by which other ranks have read it, as of ``time.monotonic()``.
     """
     deadline = time.monotonic() + LEAVE_SECONDS
     for child in children:
@@ -292,9 +292,9 @@ def _name(mesh: Mesh, rank: int) -> str:
 
 
 def end_connections(mesh: Mesh | None, transport: Transport | None) -> None:
-    """End the connections of a rank, so that nobody waits any more: with its neighbours, and its process groups.
+    """End a rank's connections to its neighbours and its process groups, so that no rank waits for it.
 
-    The groups are of no use afterwards; torch's default group, which later runs start from, is left alone.
+    The groups cannot be used afterwards. Torch's default group, which later runs need, is kept.
     """
     if transport is not None:
         transport.leave_neighbours()
@@ -307,7 +307,7 @@ def end_connections(mesh: Mesh | None, transport: Transport | None) -> None:
 
 
 def leave_default_group() -> None:
-    """End this rank's waits in torch's default group, too; nothing can be started from it any more."""
+    """End this rank's waits in torch's default group, which cannot be used afterwards."""
     if dist.is_initialized() and (group := dist.group.WORLD) is not None:
         config = dist.get_backend_config(group)
         if "gloo" in config:
@@ -317,11 +317,10 @@ def leave_default_group() -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    """End all connections of a group on gloo, which does so when a wait in it times out; no call does just that."""
-    with suppress(KeyError, ValueError):  # nothing used the group any more, and it is gone
+    """End all connections of a gloo group by a wait that times out; gloo has no call for it."""
+    with suppress(KeyError, ValueError):  # the group has been destroyed
         for rank in dist.get_process_group_ranks(group):
-            # With a rank that is gone the wait fails before it begins, and at the very end of a process the group may
-            # be gone.
+            # The wait fails at once if the rank is gone, or the group has been destroyed at exit.
             with suppress(RuntimeError, ValueError):
                 if rank != dist.get_rank():
                     work = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG_NEVER_SENT)
@@ -330,13 +329,13 @@ def _close(group: dist.ProcessGroup) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """End what is under way in a group on devices, in a thread of its own.
+    """Abort a device group, in a thread.
 
-    It may wait for its device, where a message of another group waits for a rank that is gone; and for that one's end.
+    The call may wait for the device, where another group's message may wait for a rank that is gone.
     """
 
     def abort() -> None:
-        with suppress(RuntimeError):  # it is gone, or its backend has no such thing
+        with suppress(RuntimeError):  # the group is gone, or its backend cannot abort
             group.abort()
 
     background.run(abort, "abort")

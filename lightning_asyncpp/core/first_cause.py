@@ -1,7 +1,6 @@
-"""First cause of a failure: one key of torch's store, which all ranks read and only the first failing rank writes.
+"""First cause of a failure: a key of torch's store, which all ranks read and only the first failing rank writes.
 
-A thread of each rank asks for the key once a second, and nobody else touches the store: where it does not answer, as
-behind a cut network, no script waits for it.
+On each rank only one thread uses the store, once a second: scripts never wait for a store that does not answer.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import PeerLostError
 
 POLL_SECONDS = 1.0
-"""A thousand ranks that ask so often take a fiftieth of a core where the store is served."""
+"""Interval of reads; a thousand ranks then take 2 % of a core of the machine that serves the store."""
 MAX_LINE = 1000
-"""Characters of an error in one line that others are told."""
+"""Characters of an error's line that other ranks receive."""
 MAX_TRACE = 2**14
-"""Characters of its traceback that others are told: the last ones."""
+"""Characters of its traceback that other ranks receive: the last ones."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The first thing that went wrong.
+    """First cause of a failure.
 
     Attributes:
-        line: it in one line, with the rank.
-        trace: the traceback of the error; empty for a rank that is gone.
+        line: the failure in one line, with the rank.
+        trace: traceback of the error; empty for a lost rank.
     """
 
     line: str
@@ -46,11 +45,11 @@ class Cause:
 
     @classmethod
     def of(cls, error: BaseException, place: str) -> Cause:
-        """An error that a rank met, whether it was raised or not.
+        """Return the cause of an error.
 
         Args:
-            error: a lost peer is that one's failure; any other error is this rank's own.
-            place: this rank, in words.
+            error: error of this rank; a PeerLostError stands for the lost rank's failure.
+            place: name of this rank.
         """
         if isinstance(error, PeerLostError):
             return cls(_shortened(str(error)))
@@ -62,20 +61,20 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """It as a whole."""
+        """The line and the traceback."""
         return f"{self.line}\n\n{textwrap.indent(self.trace, '    ')}" if self.trace else self.line
 
 
 class FirstCause:
-    """The key, as one rank sees it.
+    """Access of one rank to the first cause.
 
     Args:
-        key: its name, the same on all ranks and of this run alone.
-        server: the rank that serves the store, in words.
-        on_cause: called once, in the thread, when there is a cause.
+        key: name of the key, the same on all ranks and unique to the run.
+        server: name of the rank that serves the store.
+        on_cause: function called once, in the thread, when a cause is found.
 
     Attributes:
-        cause: what went wrong first, as far as this rank knows.
+        cause: first cause, if this rank knows it.
     """
 
     def __init__(self, key: str, server: str, on_cause: Callable[[Cause], None]) -> None:
@@ -94,17 +93,17 @@ class FirstCause:
         return self.cause
 
     def report(self, cause: Cause, seconds: float) -> Cause:
-        """Write a cause, unless there is one already; returns the first, as far as it is known within ``seconds``."""
+        """Write a cause unless there is one; return the first, or ``cause`` if it is not known within ``seconds``."""
         self._own = cause
         self._wake.set()
         self._known.wait(seconds)
         if self._is_lost and not cause.trace:
-            # Alone, a store without an answer may have ended well with its server; beside a lost neighbour it died.
+            # A store that does not answer may have ended as planned; but with a lost neighbour, too, its server died.
             return Cause(f"{self._server} is gone: torch's store, which it or torchrun serves, does not answer")
         return self.cause or cause
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop reading the store."""
         self._is_stopped = True
         self._wake.set()
 
@@ -112,7 +111,7 @@ class FirstCause:
         try:
             while not self._is_stopped and (found := self._look()) is None:
                 self._wake.wait(POLL_SECONDS)
-        except RuntimeError:  # of torch.distributed
+        except RuntimeError:  # the store does not answer
             self._is_lost = True
             self._known.set()
             return
@@ -133,7 +132,7 @@ def _shortened(text: str) -> str:
 
 
 class AtExit:
-    """Calls a function once when this process ends, not when one ends that was forked from it.
+    """Function called once when this process ends, but not when a process forked from it ends.
 
     Args:
         action: the function.
@@ -143,11 +142,11 @@ class AtExit:
         self._action: Callable[[], None] | None = action
         self._process = os.getpid()
         atexit.register(self._run)
-        # Before Python 3.13 processes that multiprocessing forked end without atexit.
+        # Before Python 3.13, processes forked by multiprocessing do not run atexit.
         self._finalizer = util.Finalize(None, self._run, exitpriority=0)
 
     def cancel(self) -> None:
-        """Do not call it."""
+        """Do not call the function."""
         self._action = None
         atexit.unregister(self._run)
         self._finalizer.cancel()
@@ -159,7 +158,7 @@ class AtExit:
 
 
 def uncaught() -> BaseException | None:
-    """The error that ends this process; to be called when it ends."""
+    """Return the exception that ends this process; call it at exit."""
     error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(error, SystemExit):
         return (error.__context__ or error) if error.code else None

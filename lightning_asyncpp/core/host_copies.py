@@ -1,7 +1,7 @@
-"""Copies on the host of tensors and numbers on a device: asked for together and early, waited for late.
+"""Asynchronous copies of device tensors to the host: launched early and together, waited for late.
 
-They travel through pinned memory, beside what is computed; a tensor that is on the host already stands for itself. What
-the newest batch was copied from need not be copied back.
+Copies go through pinned memory and overlap with computation; tensors on the host are not copied. The newest batch's
+tensors on the host are remembered, so that they need not be copied back.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _PIECE_BYTES = 64 * 2**20
 
 
 class HostCopy:
-    """A copy on its way to the host, behind all that was launched before it, and beside what is computed from now on.
+    """Asynchronous copy to the host, ordered after all work launched before it.
 
     Args:
-        tensor: on any device; it may be let go of, but not changed before :meth:`is_done`.
+        tensor: tensor on any device; it may be freed, but not changed before :meth:`is_done`.
 
     Attributes:
-        tensor: the copy, with dimensions as they lie in the tensor's memory; not to be read before then.
+        tensor: the copy, with the same memory layout; valid once :meth:`is_done`.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -43,33 +43,33 @@ class HostCopy:
         tensor.record_stream(stream)
 
     def is_done(self) -> bool:
-        """Return whether the copy is there."""
+        """Return whether the copy is complete."""
         return self._ready is None or self._ready.query()
 
     def wait(self) -> Tensor:
-        """The copy; waits for it."""
+        """Wait for the copy, and return it."""
         if self._ready is not None:
             self._ready.synchronize()
         return self.tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of a tensor in order, as a flat tensor of bytes, where it is: backends know few dtypes.
+    """Return a tensor's elements as a flat tensor of bytes on the same device, as backends support few dtypes.
 
-    It is the tensor's own memory if that is contiguous.
+    The result shares the tensor's memory if that is contiguous.
     """
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def pieces_on_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[Tensor]:
-    """The elements of a tensor in order, as flat contiguous pieces on the host; one or two of them exist at a time."""
+    """Yield a tensor's elements as flat contiguous pieces on the host; at most two of them exist at a time."""
     flat = tensor.detach().contiguous().view(-1)
     for piece in flat.split(max(1, piece_bytes // flat.element_size())):
         yield HostCopy(piece).wait()
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The memory of a tensor if it is on the host, and a contiguous copy of it there otherwise."""
+    """Return a tensor itself if it is on the host, else a contiguous copy there."""
     if tensor.is_cpu:
         return tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -81,18 +81,18 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def empty_on_host(elements: int, like: Tensor) -> Tensor:
-    """Room for what is copied to where ``like`` is: (elements,), of its dtype."""
+    """Return an empty host tensor (elements,) of the dtype of ``like``, pinned if ``like`` is on a device."""
     return torch.empty(elements, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
 
 
 class Reading:
-    """Numbers on their way from the device to the host.
+    """Asynchronous read of numbers from a device.
 
-    What is asked for together is one copy, behind all that was launched before it: so it waits for the device once at
-    most, and not at all if the device has got there when somebody looks. On a CPU the numbers are there at once.
+    All tensors are read in one copy, so the host waits for the device at most once, and not at all if the copy is
+    complete before :meth:`get`. On a CPU the numbers are available at once.
 
     Args:
-        tensors: of any shape and real dtype; they may change afterwards.
+        tensors: tensors of any shape and real dtype; they may change afterwards.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -101,7 +101,7 @@ class Reading:
             self._numbers = [t.reshape(-1).tolist() if t.ndim else [t.item()] for t in tensors]
             return
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
-        # Tensors of one dtype together, in few kernels.
+        # Concatenated by dtype, in few kernels.
         by_dtype: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(flat):
             by_dtype.setdefault(tensor.dtype, []).append(place)
@@ -112,11 +112,11 @@ class Reading:
         self._copy = HostCopy(torch.cat([piece.double() for piece in pieces]))
 
     def is_there(self) -> bool:
-        """Return whether :meth:`get` need not wait."""
+        """Return whether :meth:`get` returns without waiting."""
         return self._copy is None or self._copy.is_done()
 
     def get(self) -> list[list[float]]:
-        """The numbers of each tensor, in its order in memory."""
+        """Return the numbers of each tensor as a flat list; wait for the copy."""
         if self._copy is not None:
             found = dict(zip(self._order, self._copy.wait().split(self._sizes)))
             self._copy = None
@@ -125,7 +125,7 @@ class Reading:
 
 
 class _Copy(NamedTuple):
-    """A tensor on the device: who it is, how often it had been changed in place, and what it was copied from."""
+    """Tensor on the device, its version counter at the time of the copy, and its source on the host."""
 
     reference: weakref.ref[Tensor]
     version: int
@@ -133,21 +133,21 @@ class _Copy(NamedTuple):
 
 
 class HostBatch:
-    """Knows what the tensors of the newest batch were copied from.
+    """Record of the host tensors from which the newest batch was copied.
 
     Attributes:
-        copies: id of a tensor on the device -> what is known of it; empty on a CPU.
+        copies: id of a tensor on the device -> its record; empty on a CPU.
     """
 
     def __init__(self) -> None:
         self.copies: dict[int, _Copy] = {}
 
     def moved(self, batch: Any, copy: Any) -> None:
-        """Remember a batch that was copied to the device, and nothing else was done to it.
+        """Record a batch that was copied to the device without other changes.
 
         Args:
-            batch: on the host.
-            copy: the same nesting, on the device; tensors that were there already are those of ``batch``.
+            batch: batch on the host.
+            copy: the same containers on the device; tensors that were there already are those of ``batch``.
         """
         sources, copies = list(tensors_of(batch)), list(tensors_of(copy))
         self.copies = {}
@@ -159,7 +159,7 @@ class HostBatch:
             }
 
     def of(self, batch: Any) -> Any:
-        """A batch with the host's tensors in place of its own, as far as they are known to be equal."""
+        """Return a batch with its tensors replaced by the host tensors that they are unchanged copies of."""
         return map_tensors(self._source, batch) if self.copies else batch
 
     def _source(self, tensor: Tensor) -> Tensor:
@@ -175,5 +175,5 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 @lru_cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all copies from a device: torch has 32 streams in all, and gives them out again and again."""
+    """Return the stream of all copies from a device: one each, since torch reuses its pool of 32 streams."""
     return torch.cuda.Stream(device, priority=-1)

@@ -1,9 +1,8 @@
-"""P stages in one process: the real engine once per stage, over one whole model, with messages that stay in memory.
+"""P stages in one process: the engine once per stage, over one whole model, with messages in memory.
 
-Every stage has its own :class:`~lightning_asyncpp.core.engine.Engine`, schedule and weight versions, as it has in a
-process of its own. They take turns: each runs its next action when what the action needs is there. Nothing waits, so
-the order is the same in every run, an error comes from where it happens, and stages that would wait for each other for
-ever are an error at once.
+Every stage has its own :class:`~lightning_asyncpp.core.engine.Engine`, schedule and weight versions, as in a process of
+its own. Stages take turns: each runs its next action when the action's inputs have arrived. Nothing blocks, so the
+order is the same in every run, errors have the stack of their origin, and a deadlock is an error at once.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ T = TypeVar("T")
 
 
 class Shared(NamedTuple):
-    """A parameter that a stage shares with an earlier one, which owns it: the optimizer steps it there.
+    """Parameter that a stage shares with an earlier stage, its owner, where the optimizer steps it.
 
     Attributes:
-        stage: the stage.
-        name: of the parameter on this stage.
-        owner: the first stage that has it.
-        owners_name: its name there.
+        stage: index of the stage.
+        name: name of the parameter on this stage.
+        owner: index of the first stage that has the parameter.
+        owners_name: name of the parameter on the owner.
     """
 
     stage: int
@@ -50,18 +49,18 @@ class Shared(NamedTuple):
 
 
 class LocalPipeline(Engine):
-    """The engines of all stages, for a caller who sees one stage that holds the whole model.
+    """Engines of all stages behind the interface of one engine whose stage is the whole model.
 
     Args:
         whole: the whole model as one stage, for evaluation and for names.
         stages: the same model as P stages.
-        settings: microbatches, lookahead, delay and policies of P stages.
-        seed: the run's seed.
-        device: where tensors live.
-        hooks: the user's side.
+        settings: resolved settings for P stages.
+        seed: seed of the run.
+        device: device of all stages.
+        hooks: user's hooks for microbatches and the loss.
 
     Attributes:
-        engines: one per stage, the first stage first.
+        engines: engine of each stage, in order.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class LocalPipeline(Engine):
         device: torch.device,
         hooks: UserHooks,
     ) -> None:
-        # In place of what an engine makes for its one stage; what is not here it inherits.
+        # Replaces Engine.__init__, whose attributes are those of one stage.
         self.stage, self.mesh, self.settings = whole, Mesh(1, 1, 0), settings
         self.host_batch, self.evaluated = HostBatch(), 0
         self._shared = share(stages)
@@ -81,7 +80,7 @@ class LocalPipeline(Engine):
         self._turns = _Turns(whole.root, len(stages))
         self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
-        self.schedule = self.engines[-1].schedule  # that of the stage which has the loss and logs
+        self.schedule = self.engines[-1].schedule  # of the stage that has the loss and logs
         self.updates = self.engines[0].updates  # of the stage that applies an update last
         self.weights: AllWeights = AllWeights(self.engines, self._shared, whole.uses)
 
@@ -94,12 +93,12 @@ class LocalPipeline(Engine):
 
     @property
     def parts(self) -> Sequence[Engine]:
-        """The engines of the stages."""
+        """Engines of the stages."""
         return self.engines
 
     @property
     def next_forward(self) -> int:  # type: ignore[override]
-        """The microbatch that comes next, counted over the run."""
+        """Number of the next microbatch, counted over the run."""
         return self.engines[0].next_forward
 
     @property
@@ -113,31 +112,31 @@ class LocalPipeline(Engine):
         return self.idle
 
     def schedules(self) -> list[Schedule]:
-        """Those of all stages."""
+        """Return the schedules of all stages."""
         return [engine.schedule for engine in self.engines]
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
-        """Run a training batch on all stages; arguments as for :meth:`Engine.run`."""
+        """Run a training batch on all stages; see :meth:`Engine.run`."""
         self.weights.adopt()  # hooks may have changed weights
         with self._turns.drawing(), preserved_generators(self.runner.device):
             return self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
 
     def drop(self) -> None:
-        """Throw away the gradient of the batches since the last :meth:`close`."""
+        """Discard the gradient of the batches since the last :meth:`close`."""
         for engine in self.engines:
             engine.drop()
 
     def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
-        """Declare the mini-batch complete on all stages; arguments as for :meth:`Engine.close`."""
+        """Complete the mini-batch on all stages; see :meth:`Engine.close`."""
         with preserved_generators(self.runner.device):
             self._take_turns([engine.iter_close(hyper_parameters, note) for engine in self.engines])
 
     def apply_due(self) -> list[Update]:
-        """Apply the updates whose time has come; return those of the first stage."""
+        """Apply the updates that are due; return those of the first stage."""
         return self._take_turns([engine.iter_due() for engine in self.engines])[0]
 
     def drain(self) -> list[Update]:
-        """Finish everything in flight and apply every update; return those of the first stage."""
+        """Finish all microbatches in flight and apply all updates; return those of the first stage."""
         with ExitStack() as stack:
             for context in (torch.inference_mode(False), torch.enable_grad(), preserved_generators(self.runner.device)):
                 stack.enter_context(context)
@@ -146,13 +145,13 @@ class LocalPipeline(Engine):
             return self._take_turns([engine.iter_drain() for engine in self.engines])[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, which are the same on all stages of a drained pipeline."""
+        """Return the counters, which are the same on all stages of a drained pipeline."""
         return {**self.engines[0].state_dict(), "evaluated": self.evaluated}
 
     def load_state_dict(
         self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Take up counters, the older weights and the masters; arguments as for :meth:`Engine.load_state_dict`."""
+        """Load counters, older weights and masters; see :meth:`Engine.load_state_dict`."""
         self.evaluated = state.get("evaluated", 0)
         self.weights.give_parameters_to_copies()
         for number, engine in enumerate(self.engines):
@@ -160,7 +159,7 @@ class LocalPipeline(Engine):
             engine.load_state_dict(state, own_older, self.weights.of_stage(number, masters))
 
     def set_seed(self, seed: int) -> None:
-        """Go on with the seed of another run."""
+        """Replace the seed of the run."""
         super().set_seed(seed)
         for engine in self.engines:
             engine.set_seed(seed)
@@ -168,7 +167,7 @@ class LocalPipeline(Engine):
     # -- turns ----------------------------------------------------------------------------------------------------
 
     def _take_turns(self, of_stages: Sequence[Actions[T]]) -> list[T]:
-        """Run the actions of all stages, each when what it needs is there; return what each stage's return.
+        """Run the actions of all stages, each when its inputs have arrived; return each stage's result.
 
         Raises:
             RuntimeError: every stage waits for another.
@@ -196,11 +195,11 @@ class LocalPipeline(Engine):
                         advance(number)
                 if waiting == before:
                     actions = ", ".join(f"stage {number}: {action}" for number, action in waiting.items())
-                    raise RuntimeError(f"every stage waits for another one ({actions}): the schedule cannot go on")
+                    raise RuntimeError(f"every stage waits for another one ({actions}): the schedule has a deadlock")
         return [results[number] for number in range(len(of_stages))]
 
     def _is_ready(self, number: int, action: Action) -> bool:
-        """Return whether what an action of a stage needs is there."""
+        """Return whether a stage can run an action without waiting."""
         engine, mailbox = self.engines[number], self._mailbox
         if action.kind is Kind.FORWARD:
             return engine.mesh.is_first or bool(mailbox.activations[number])
@@ -210,7 +209,7 @@ class LocalPipeline(Engine):
         if mini_batch is None:
             return True  # a drain has applied the update
         if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):
-            return False  # it takes the weights that the owner's update makes
+            return False  # the stage copies the weights of the owner's update
         for other in reversed(self.engines):
             other.updates.poll()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
@@ -229,21 +228,21 @@ def _set_python_draws(states: tuple[Any, Any]) -> None:
 
 
 class _Turns:
-    """Attributes and generators of each stage, so that the user's code runs as in a process per stage.
+    """Module attributes and random states of each stage, so that user code runs as if in a process per stage.
 
-    An attribute that a stage's part of a step, or a hook of its update, assigns to the module belongs to that stage;
-    one that is assigned between these calls belongs to all. Outside of them the module has the attributes of the last
-    stage. Within a batch every stage has its own states of Python's and NumPy's generators: first and last draw alike.
+    An attribute that is assigned to the module during a stage's turn belongs to that stage; one that is assigned
+    between turns belongs to all. Outside of turns the module has the attributes of the last stage. Within a batch every
+    stage has its own states of Python's and NumPy's generators, so that first and last stage draw the same numbers.
 
     Args:
-        module: the user's.
+        module: the user's module.
         stages: number of stages.
     """
 
     def __init__(self, module: nn.Module, stages: int) -> None:
         self._present = vars(module)
-        self._shown = dict(self._present)  # outside of turns, when they were looked at last
-        self._of_stages = [dict(self._present) for _ in range(stages)]  # but of the one whose turn it is
+        self._shown = dict(self._present)  # attributes after the last turn
+        self._of_stages = [dict(self._present) for _ in range(stages)]  # outdated for the running stage
         self._draws: list[tuple[Any, Any]] = []
         self._now = self._last = stages - 1
 
@@ -260,7 +259,7 @@ class _Turns:
         self._shown = dict(self._present)
 
     def take(self, number: int) -> None:
-        """It is a stage's turn."""
+        """Switch to a stage."""
         if number == self._now:
             return
         self._of_stages[self._now] = dict(self._present)
@@ -274,7 +273,7 @@ class _Turns:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let every stage draw from where the generators are; they go on from where the last stage leaves them."""
+        """Start all stages from the generators' present states; keep those of the last stage at the end."""
         before = _python_draws()
         self._draws = [before] * len(self._of_stages)
         try:
@@ -287,16 +286,16 @@ class _Turns:
 
 
 class AllWeights(WeightVersions):
-    """The weights of all stages, under the names that they have in the whole model.
+    """Weight versions of all stages, by their names in the whole model.
 
     Args:
-        engines: of the stages.
-        shared: parameters that the optimizer steps on an earlier stage.
-        uses: name of a later unit's use of a parameter -> the parameter's name.
+        engines: engines of the stages.
+        shared: parameters that an earlier stage owns.
+        uses: name of a later unit's use of a parameter -> name of the parameter.
     """
 
     def __init__(self, engines: Sequence[Engine], shared: Sequence[Shared], uses: Mapping[str, str]) -> None:
-        # In place of the versions of one stage: those of all.
+        # Replaces WeightVersions.__init__, whose attributes are those of one stage.
         self._all = [engine.weights for engine in engines]
         self._shared, self._shared_uses = shared, uses
         self._copies = {(tie.stage, tie.name) for tie in shared}
@@ -308,11 +307,11 @@ class AllWeights(WeightVersions):
 
     @property
     def newest(self) -> int:  # type: ignore[override]
-        """The newest version that all stages have."""
+        """Newest version that all stages have."""
         return min(weights.newest for weights in self._all)
 
     def of_stage(self, number: int, values: Mapping[str, T] | None) -> dict[str, T] | None:
-        """The values of a stage's parameters and buffers out of those of the whole model."""
+        """Return the values of a stage's parameters and buffers, given those of the whole model."""
         if values is None:
             return None
         names = {tie.name: tie.owners_name for tie in self._shared if tie.stage == number}
@@ -321,41 +320,41 @@ class AllWeights(WeightVersions):
         return {name: values[at] for name, at in wanted.items() if at in values}
 
     def for_evaluation(self) -> dict[str, Tensor] | None:
-        """Leaf tensors of the newest version where they are not the module's own."""
+        """Return the leaf tensors of the newest version; None if they are the module's parameters."""
         found = self._merged(lambda weights: weights.for_evaluation())
         if found is not None:
             found |= {use: found[name] for use, name in self._shared_uses.items() if name in found}
         return found
 
     def shown(self) -> dict[str, Tensor]:
-        """Return the fp32 master weights of the newest version, which the module does not hold."""
+        """Return the weights of the newest version by name; none if the module holds them itself."""
         return self._merged(lambda weights: weights.shown()) or {}
 
     def older(self) -> dict[str, Tensor] | None:
-        """Weights of the version before the newest, of the stages that have one."""
+        """Return the weights of the version before the newest, of the stages that have one."""
         return self._merged(lambda weights: weights.older())
 
     def masters(self) -> dict[str, Tensor] | None:
-        """The parameters, where they are masters."""
+        """Return the masters by name; None without masters."""
         return self._merged(lambda weights: weights.masters())
 
     def restore(
         self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Take the parameters, as they were just loaded, for version ``newest``, ``older`` for the one before."""
+        """Set version ``newest`` from the parameters, and the version before it from ``older``."""
         self.give_parameters_to_copies()
         for number, weights in enumerate(self._all):
             weights.restore(newest, self.of_stage(number, older), self.of_stage(number, masters))
 
     def adopt(self, unseen: bool = False) -> None:
-        """Make what others put into the parameters since the last update part of the newest version."""
+        """Copy changes of the parameters since the last update into the newest version."""
         for weights in self._all:
             weights.adopt(unseen)
         for number in range(len(self._all)):
             self.follow_owners(number)
 
     def follow_owners(self, number: int) -> None:
-        """Give a stage's copies of shared parameters the owners' newest values."""
+        """Copy the owners' newest values into a stage's copies of shared parameters."""
         for tie in self._shared:
             own, owners = self._all[tie.stage], self._all[tie.owner]
             if tie.stage == number and own.newest == owners.newest:
@@ -365,18 +364,18 @@ class AllWeights(WeightVersions):
                     own.parameters[tie.name].data.copy_(owners.parameters[tie.owners_name].data)
 
     def give_parameters_to_copies(self) -> None:
-        """Give copies of shared parameters what was loaded into the owners'."""
+        """Copy loaded parameters from their owners into the other stages' copies."""
         for tie in self._shared:
             own, owners = self._all[tie.stage].parameters, self._all[tie.owner].parameters
             own[tie.name].data.copy_(owners[tie.owners_name].data)
 
     def release_masters(self) -> None:
-        """Let the module have the weights that were trained."""
+        """Replace the masters in the module by the weights that were trained."""
         for weights in self._all:
             weights.release_masters()
 
     def to_host(self) -> None:
-        """Bring all versions to the host."""
+        """Move all versions to the host."""
         for weights in self._all:
             weights.to_host()
 
@@ -393,9 +392,9 @@ class AllWeights(WeightVersions):
 
 
 def share(stages: Sequence[Stage]) -> list[Shared]:
-    """Give every stage but the first a copy of the trained parameters that it shares with an earlier one.
+    """Give each later stage its own copy of every trained parameter that it shares with an earlier stage.
 
-    The stages step at different moments, so one memory cannot hold the versions of both.
+    The stages step at different times, so they cannot share the memory of their versions.
     """
     owners: dict[int, tuple[int, str]] = {}
     shared = []

@@ -1,4 +1,4 @@
-"""Messages between stages of one process: tensors that change hands, in the order in which they were sent."""
+"""Messages between stages of one process: queues of tensors, in the order in which they were sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.wire.link import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival, Transport
 
-_OLD = 8  # mini-batches after which nobody asks for a control message any more
+_OLD = 8  # mini-batches after which no stage reads a control message any more
 
 
 class Mailbox:
@@ -24,11 +24,12 @@ class Mailbox:
         num_stages: number of stages P.
 
     Attributes:
-        activations: for each stage, from the stage before.
-        gradients: for each stage, from the stage after.
-        parts: (stage, mini-batch) -> what the stages behind it have summed up.
-        totals: mini-batch -> the sum of the control messages of all stages.
-        arrived, awaited: (from rank, to rank, tag) -> what was sent and not asked for, or asked for and not sent.
+        activations: for each stage, activations from the previous stage.
+        gradients: for each stage, gradients from the next stage.
+        parts: (stage, mini-batch) -> sum of the control messages of all later stages.
+        totals: mini-batch -> sum of the control messages of all stages.
+        arrived: (from rank, to rank, tag) -> messages sent that no receive was posted for.
+        awaited: (from rank, to rank, tag) -> receives posted that no message was sent for.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -41,10 +42,10 @@ class Mailbox:
 
 
 class Letter:
-    """A tensor that one stage sends another; takes the place of ``torch.distributed``'s ``Work``.
+    """Message from one stage to another, with the interface of ``torch.distributed``'s ``Work``.
 
     Args:
-        room: where it goes.
+        room: tensor that receives the message.
     """
 
     def __init__(self, room: Tensor) -> None:
@@ -52,31 +53,31 @@ class Letter:
         self._is_there = False
 
     def put(self, tensor: Tensor) -> None:
-        """Fill the room."""
+        """Deliver the message."""
         self._room.copy_(tensor)
         self._is_there = True
 
     def is_completed(self) -> bool:
-        """Return whether the message is there."""
+        """Return whether the message has been delivered."""
         return self._is_there
 
     def wait(self) -> None:
-        """Do nothing if it is there.
+        """Check that the message has been delivered.
 
         Raises:
-            RuntimeError: it is not, and nobody else runs meanwhile.
+            RuntimeError: it has not been, and no other stage could run meanwhile.
         """
         if not self._is_there:
-            raise RuntimeError("a stage of this process waits for a message that no other one has sent")
+            raise RuntimeError("a stage of this process waits for a message that no other stage has sent")
 
 
 class LocalMesh(Mesh):
-    """The place of a stage among those of this process.
+    """Mesh of the stages of this process, as seen by one of them.
 
     Args:
-        mailbox: of all stages.
+        mailbox: mailbox of all stages.
         num_stages: number of stages P.
-        stage: this one, 0 first.
+        stage: index of this stage.
     """
 
     def __init__(self, mailbox: Mailbox, num_stages: int, stage: int) -> None:
@@ -84,7 +85,7 @@ class LocalMesh(Mesh):
         self._mailbox = mailbox
 
     def send(self, copy: HostCopy, rank: int, tag: int) -> Any:
-        """Send what is on the host, or on its way there, to a rank."""
+        """Send a copy on the host to a rank."""
         key, tensor = (self.rank, rank, tag), copy.wait()
         if self._mailbox.awaited[key]:
             self._mailbox.awaited[key].popleft().put(tensor)
@@ -95,7 +96,7 @@ class LocalMesh(Mesh):
         return sent
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
-        """Ask for what a rank sends."""
+        """Post a receive from a rank."""
         key, letter = (rank, self.rank, tag), Letter(tensor)
         if self._mailbox.arrived[key]:
             letter.put(self._mailbox.arrived[key].popleft())
@@ -105,14 +106,14 @@ class LocalMesh(Mesh):
 
 
 class LocalTransport(Transport):
-    """Messages of one stage with its two neighbours in this process.
+    """Transport between one stage and its neighbours in this process.
 
-    What is received is a copy, as it is over a wire: a layer may change its input in place.
+    Received tensors are copies, as over a network, since a layer may change its input in place.
 
     Args:
-        mailbox: of all stages.
-        stage: this one, 0 first.
-        device: where tensors live.
+        mailbox: mailbox of all stages.
+        stage: index of this stage.
+        device: device of all stages.
     """
 
     is_local = True
@@ -122,11 +123,11 @@ class LocalTransport(Transport):
 
     @property
     def route(self) -> str:
-        """Description of how tensors travel."""
+        """Description of the route of tensors."""
         return "within this process"
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        """Hand an activation, or the header alone, to the stage after."""
+        """Send an activation, or only a header, to the next stage."""
         copies = []
         for tensor, info in zip(tensors, header.tensors):
             copies.append(info.empty(self.device))
@@ -134,13 +135,13 @@ class LocalTransport(Transport):
         self._mailbox.activations[self._stage + 1].append(Arrival(header, tuple(copies)))
 
     def receive_activation(self, k: int) -> Arrival:
-        """Return the activation of microbatch ``k``, the next one."""
+        """Return the activation of microbatch ``k``, the next in order."""
         arrival = self._mailbox.activations[self._stage].popleft()
         assert arrival.header.k == k
         return arrival
 
     def receive_gradients(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of microbatch ``k``, laid out in memory as ``outputs`` are."""
+        """Return the gradients of microbatch ``k`` in the memory layout of ``outputs``."""
         gradients = []
         for output, stored in zip(outputs, self._mailbox.gradients[self._stage].popleft()):
             info = TensorInfo.of(output)
@@ -149,41 +150,41 @@ class LocalTransport(Transport):
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
-        """Hand the gradients of microbatch ``k`` to the stage before."""
+        """Send the gradients of microbatch ``k`` to the previous stage."""
         self._mailbox.gradients[self._stage - 1].append(gradients)
 
     def send_part(self, mini_batch: int, vector: Tensor) -> None:
-        """Hand what this stage and those behind it have summed up to the stage before."""
+        """Send the sum over this and all later stages to the previous stage."""
         self._mailbox.parts[self._stage - 1, mini_batch] = vector
 
     def has_part(self, mini_batch: int) -> bool:
-        """Return whether the later stages have summed up their parts."""
+        """Return whether the sum over the later stages has arrived."""
         return (self._stage, mini_batch) in self._mailbox.parts
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
-        """Return what the stages behind have summed up."""
+        """Return the sum over the later stages."""
         return self._mailbox.parts.pop((self._stage, mini_batch))
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
-        """Let all stages have the sum."""
+        """Send the sum to all stages."""
         self._mailbox.totals[mini_batch] = vector
         self._mailbox.totals.pop(mini_batch - _OLD, None)
 
     def receive_total(self, mini_batch: int, length: int) -> Tensor:
-        """Return the sum of all stages."""
+        """Return the sum over all stages."""
         return self._mailbox.totals[mini_batch]
 
     def announce_drop(self, k: int) -> None:
-        """Do nothing: the stages of a process decide together."""
+        """Do nothing: all stages of a process drop together."""
 
     def announce_end(self) -> None:
-        """Do nothing: the other stages are called for the same."""
+        """Do nothing: all stages of a process end together."""
 
     def expect_end(self) -> None:
         """Do nothing: see :meth:`announce_end`."""
 
     def settle(self) -> None:
-        """Do nothing: tensors are handed over at once."""
+        """Do nothing: messages are delivered at once."""
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

@@ -1,4 +1,4 @@
-"""A session whose stages are all in this process: one whole model, which nobody cuts."""
+"""Session whose stages are all in this process and share one whole model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class LocalSession(PipelineSession):
-    """Runs a pipeline of P stages in this process.
-
-    To its caller it is a pipeline of one stage that holds the whole model.
+    """Session that runs P stages in this process; callers see one stage with the whole model.
 
     Args:
-        settings: the user's choices.
+        settings: the user's settings.
         num_stages: number of stages P.
     """
 
@@ -43,10 +41,10 @@ class LocalSession(PipelineSession):
         self._stages: list[Stage] = []
 
     def connect(self, rank: int, world_size: int) -> Mesh:
-        """Fit the settings to the number of stages.
+        """Resolve the settings for the number of stages.
 
         Raises:
-            ConfigurationError: they do not fit, or there are several processes.
+            ConfigurationError: the settings do not fit it, or there are several processes.
         """
         if world_size != 1:
             raise ConfigurationError(
@@ -55,7 +53,7 @@ class LocalSession(PipelineSession):
             )
         self.resolved = self.settings.resolved(self.num_stages)
         self.mesh = self.mesh or Mesh(1, 1, 0)
-        self.watch.failure = None  # of an earlier run, which concerns no other process
+        self.watch.failure = None  # a failure of an earlier run has left no other process waiting
         return self.mesh
 
     def cut(
@@ -67,7 +65,7 @@ class LocalSession(PipelineSession):
         partition: Partition | None = None,
         averages: Iterable[AveragedModel] = (),
     ) -> Stage:
-        """Take a whole model, or a whole module that is not cut, for P stages; its meta tensors are materialised.
+        """Divide a model into P stages, or use a whole module as the only one; materialise its meta tensors.
 
         Raises:
             ConfigurationError: the model cannot be cut.
@@ -97,8 +95,8 @@ class LocalSession(PipelineSession):
         return self.stage
 
     def start(self, hooks: UserHooks, device: torch.device, training: bool) -> Engine:
-        """Make the engines; arguments as for :meth:`PipelineSession.start`."""
-        assert self.stage is not None, "cut() comes before start()"
+        """Create the engines; see :meth:`PipelineSession.start`."""
+        assert self.stage is not None, "call cut() before start()"
         for stage in (self.stage, *self._stages):
             stage.refresh()
         resolved = self._begin(training).resolved(self.num_stages)
@@ -106,12 +104,12 @@ class LocalSession(PipelineSession):
         return self.engine
 
     def describe(self, clips: bool = False) -> str:
-        """Return what was chosen, in one line; arguments as for :meth:`PipelineSession.describe`."""
+        """Return the resolved settings in one line; see :meth:`PipelineSession.describe`."""
         engine, many = self.running(), "s" if self.num_stages > 1 else ""
         return f"{self.num_stages} stage{many} here, {engine.settings.describe(engine.schedules(), clips)}"
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
-        """Have the updates of every stage step its own parameters."""
+        """Attach each stage's part of the optimizer to its engine."""
         whole = self.stage_optimizer
 
         def attached(part: Engine) -> AttachedOptimizer:
@@ -123,7 +121,7 @@ class LocalSession(PipelineSession):
 
 
 def _among_own(stage: Stage, others: Iterable[Stage], step: OptimizerStep) -> OptimizerStep:
-    """Have hooks of an update find the parameters of their stage in the model, and no others, as in a process."""
+    """Hide other stages' parameters from hooks of an update, as in a process with one stage."""
     own, hidden = (
         {m: vars(m) for s in stages for unit in s.units for m in unit.module.modules()} for stages in ([stage], others)
     )

@@ -1,6 +1,6 @@
-"""Microbatches: cutting a batch, weighing the pieces, telling two batches apart; the user's step, and what it made.
+"""Microbatches: cutting, weights and fingerprints of batches; calls of the user's step and their results.
 
-Stages take apart the one call of the model in the step: arguments on the first stage, the output on the last.
+The first stage captures the arguments of the step's call of the model; the last stage provides the call's output.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lightning_asyncpp.core.tree import is_named_tuple, map_leaves, map_tensors,
 from lightning_asyncpp.errors import ConfigurationError
 
 T = TypeVar("T")
-# The fingerprint looks at this many elements of a tensor per microbatch at most, evenly spread.
+# Maximum number of elements of a tensor that a fingerprint reads per microbatch, evenly spread.
 _FINGERPRINT_ELEMENTS = 1024
 
 
 def number_of_samples(batch: Any) -> int:
-    """Size of the first dimension of the first tensor that has one.
+    """Return the size of the first dimension of the first tensor that has one.
 
     Raises:
         ConfigurationError: no tensor of the batch has a first dimension.
@@ -45,21 +45,20 @@ def number_of_samples(batch: Any) -> int:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch into ``parts`` slots: everything in it that has one entry per sample.
+    """Cut everything in a batch that has one entry per sample into ``parts`` microbatches.
 
-    Sizes differ by one sample at most, as ``torch.tensor_split`` cuts; a slot without samples is ``None``. These are
-    cut along their first dimension, and keep their type:
+    Sizes differ by at most one sample, as with ``torch.tensor_split``; microbatches without samples are ``None``. The
+    following are cut along their first dimension and keep their type:
 
-    * every tensor that has dimensions; the first one says how many samples there are;
-    * numpy arrays with as many rows as there are samples;
-    * lists and tuples with as many entries as there are samples, if no tensor lies anywhere inside: the strings that
-      ``default_collate`` leaves as they are, or one list, dictionary or object per sample. Of nested ones the outermost
-      is cut.
+    * tensors with dimensions; the first one determines the number of samples;
+    * numpy arrays with one row per sample;
+    * lists and tuples with one entry per sample that contain no tensor at any depth, such as the strings that
+      ``default_collate`` keeps, or one list, dictionary or object per sample. Of nested ones the outermost is cut.
 
-    Other lists and tuples, named tuples, mappings and dataclasses are structure: what lies inside is cut by the same
-    rule. Everything else (tensors without dimensions, strings, numbers, objects, arrays of another length) is handed to
-    every microbatch as it is. A list that belongs to the whole batch and may have as many entries as there are samples
-    is cut too: if it must not be, define ``split_batch`` on the module.
+    Inside of other lists and tuples, named tuples, mappings and dataclasses the same rule applies. Everything else
+    (tensors without dimensions, strings, numbers, objects, arrays of another length) goes to every microbatch
+    unchanged. A list for the whole batch that happens to have one entry per sample is cut, too; to prevent this, define
+    ``split_batch`` on the module.
 
     Raises:
         ConfigurationError: the tensors of the batch have different first dimensions.
@@ -78,7 +77,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     def is_leaf(node: Any) -> bool:
         return _is_list_of(node, samples) and not any(True for _ in tensors_of(node))
 
-    cuts: dict[int, tuple[Any, Sequence[Any]]] = {}  # id of a leaf -> the leaf, so that it lives, and its pieces
+    cuts: dict[int, tuple[Any, Sequence[Any]]] = {}  # id of a leaf -> the leaf, to keep its id unique, and its pieces
 
     def piece(leaf: Any, slot: int) -> Any:
         if id(leaf) not in cuts:
@@ -97,7 +96,7 @@ def _pieces(leaf: Any, samples: int, parts: int) -> Sequence[Any]:
     if isinstance(leaf, Tensor) and leaf.ndim > 0:
         return leaf.tensor_split(parts)
     if isinstance(leaf, (list, tuple)) or _is_array_of(leaf, samples):
-        # The first samples % parts pieces hold one sample more: torch.tensor_split's rule.
+        # As in torch.tensor_split, the first samples % parts pieces have one sample more.
         size, longer = divmod(samples, parts)
         starts = [part * size + min(part, longer) for part in range(parts + 1)]
         pieces = [leaf[start:end] for start, end in itertools.pairwise(starts)]
@@ -117,12 +116,12 @@ NO_MARK = 0
 
 
 class Slot(NamedTuple):
-    """A microbatch, or the place of one that is missing.
+    """Place of a microbatch in a batch.
 
     Attributes:
-        content: the microbatch; None for an empty slot, and on stages that see no batches.
-        mark: fingerprint that the first and the last stage compare; :data:`NO_MARK` where it was not taken.
-        weight: w_k, where it was asked for.
+        content: the microbatch; None for an empty slot, and on stages without batches.
+        mark: fingerprint that the first and the last stage compare; :data:`NO_MARK` if none was computed.
+        weight: w_k, on stages that compute it.
     """
 
     content: Any = None
@@ -139,28 +138,30 @@ def cut_batch(
 ) -> list[Slot]:
     """Cut a batch into slots with their marks and weights.
 
-    One mark for the whole batch suffices where it is cut by :func:`split_batch`, which draws no random numbers: hashing
-    every microbatch would cost more.
+    If :func:`split_batch` cuts the batch, which is deterministic, all microbatches share one mark of the whole batch:
+    hashing each would cost more.
 
     Args:
         batch: the batch.
         parts: number of slots.
-        split: cuts it.
-        weigh: microbatch -> its weight, or a tensor with it; None: nobody asks for weights.
-        on_host: the batch where reading it waits for nothing; None: it is that itself. A ``split`` of the user's is not
-            called for it: it may draw random numbers.
+        split: (batch, number of slots) -> microbatches.
+        weigh: microbatch -> its weight as a number or tensor; None: weights are not computed.
+        on_host: copy of the batch on the host; default: ``batch``. The user's ``split`` is not called for it, since it
+            may draw random numbers.
 
     Raises:
-        ConfigurationError: ``split`` returned another number of parts, or a weight is none.
+        ConfigurationError: ``split`` returned another number of microbatches, or a weight is invalid.
     """
     on_host = batch if on_host is None else on_host
     contents = split(batch, parts)
     if len(contents) != parts:
-        raise ConfigurationError(f"split_batch(batch, {parts}) returned {len(contents)} microbatches")
+        raise ConfigurationError(
+            f"split_batch(batch, {parts}) returned {len(contents)} microbatches: return one per part, None if empty"
+        )
     is_whole = split is split_batch
     readable = split(on_host, parts) if is_whole and on_host is not batch else contents
     if any(tensor.is_cuda for tensor in _tensors(on_host if is_whole else contents)):
-        marks = [NO_MARK] * parts  # a mark is not worth a wait for the GPU
+        marks = [NO_MARK] * parts  # waiting for the GPU would cost more than the check is worth
     else:
         marks = [fingerprint(on_host, parts)] * parts if is_whole else list(map(fingerprint, contents))
     if weigh is None:
@@ -169,7 +170,7 @@ def cut_batch(
 
 
 def _weights(microbatches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[float]:
-    """Weights of microbatches, 0 for one that is missing; what lies on a GPU is read all at once."""
+    """Return the weights of microbatches, 0 for empty slots; all weights on a GPU are read in one copy."""
     returned: list[Any] = [0.0 if microbatch is None else weigh(microbatch) for microbatch in microbatches]
     places = [place for place, weight in enumerate(returned) if isinstance(weight, Tensor) and weight.numel() == 1]
     if places:
@@ -179,16 +180,16 @@ def _weights(microbatches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[f
 
 
 def checked_weight(returned: Any) -> float:
-    """Return the result of ``microbatch_weight`` as a number.
+    """Return the result of ``microbatch_weight`` as a float.
 
     Raises:
-        ConfigurationError: it is not a number, or not one that can be a weight.
+        ConfigurationError: the result is not one finite number of at least 0.
     """
     is_one = returned.numel() == 1 if isinstance(returned, Tensor) else isinstance(returned, (numbers.Real, np.number))
     if not is_one:
         what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
         raise ConfigurationError(
-            f"microbatch_weight(microbatch) returned {what}: return one number, such as how many targets count"
+            f"microbatch_weight(microbatch) returned {what}: return one number, such as the number of targets"
         )
     weight = float(returned)
     if not (math.isfinite(weight) and weight >= 0):
@@ -197,9 +198,9 @@ def checked_weight(returned: Any) -> float:
 
 
 def fingerprint(batch: Any, microbatches: int = 1) -> int:
-    """A number of 63 bits that two different batches share with a probability of about 2**-63.
+    """Return a hash of 63 bits.
 
-    It hashes up to 1024 evenly spread elements of every tensor for each microbatch, its shape and its dtype.
+    It covers the shape and dtype of every tensor, and up to 1024 evenly spread elements per microbatch.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in _tensors(batch):
@@ -207,7 +208,7 @@ def fingerprint(batch: Any, microbatches: int = 1) -> int:
         stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * microbatches)) or 1
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # other than NO_MARK
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # not NO_MARK
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,8 @@ class BatchOutput:
     """Results of a batch on the last stage.
 
     Attributes:
-        results: what the user's step returned for each microbatch that had samples.
-        weights: their weights.
+        results: result of the user's step for each microbatch with samples.
+        weights: weights of these microbatches.
     """
 
     results: list[Any]
@@ -234,7 +235,7 @@ class BatchOutput:
         return torch.stack(losses) if losses else None
 
     def mean_loss(self, reduction: str = "mean") -> Tensor | None:
-        """Weighted mean of the losses, without those that are NaN where others are not; None without samples."""
+        """Return the weighted mean of the losses, ignoring NaN unless all are NaN; None without samples."""
         losses = self._losses
         if losses is None:
             return None
@@ -245,10 +246,10 @@ class BatchOutput:
         if reduction == "mean":
             losses = losses * weights.to(losses.dtype)
         others = losses.masked_fill(missing, 0.0).sum() / (total - (weights * missing).sum()).to(losses.dtype)
-        return torch.where(missing.any(), others, losses.sum() / total)  # to ask if any is NaN would wait for a GPU
+        return torch.where(missing.any(), others, losses.sum() / total)  # torch.where, as an if would wait for the GPU
 
     def beside_loss(self) -> dict[str, Any]:
-        """Return what training steps returned beside their losses, merged over the batch."""
+        """Return the other entries that training steps returned with their losses, merged over the batch."""
         if not self.results or not isinstance(self.results[0], Mapping):
             return {}
         beside = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
@@ -259,7 +260,7 @@ def loss_of(result: Any) -> Tensor:
     """Return the loss of a training step: the tensor itself, or the entry ``"loss"``.
 
     Raises:
-        ConfigurationError: there is none, or it is not a single number.
+        ConfigurationError: the result has no loss, or a loss with more than one element.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -267,8 +268,8 @@ def loss_of(result: Any) -> Tensor:
         if isinstance(result, Mapping):
             what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
         mend = "" if result is not None else (
-            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): weights stay as they are"
-            " but for momentum and decay"
+            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): then only momentum and"
+            " weight decay change weights"
         )  # fmt: skip
         raise ConfigurationError(
             f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{mend}"
@@ -277,31 +278,31 @@ def loss_of(result: Any) -> Tensor:
 
 
 def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
-    """The mean loss of a batch; NaN for a batch without samples, which has none."""
+    """Return the mean loss of a batch; NaN if the batch has no samples."""
     return torch.full((), float("nan"), device=device) if loss is None else loss
 
 
 Step = Callable[[Any, float | None], Any]
-"""The user's step, called with a microbatch and its weight; None where it is left at its call of the model."""
+"""User's step, called with a microbatch and its weight; the weight is None if the step ends at its model call."""
 _BY_NAME = ("split_batch", "microbatch_weight", "loss_reduction")
 
 
 def problems_of_reduction(loss_reduction: object) -> list[str]:
-    """Return what is wrong with the argument ``loss_reduction``."""
+    """Return problems of the argument ``loss_reduction``."""
     return [] if loss_reduction in ("mean", "sum") else [f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'"]
 
 
 @dataclass(frozen=True)
 class UserHooks:
-    """Choices of the user's module about batches and losses.
+    """Hooks of the user's module for batches and losses.
 
     Attributes:
-        split_batch: (batch, parts) -> that many microbatches, ``None`` for an empty slot.
+        split_batch: (batch, parts) -> list of ``parts`` microbatches, ``None`` for empty slots.
         microbatch_weight: microbatch -> its weight w_k in the mini-batch's mean loss.
-        loss_reduction: ``"mean"`` if the step returns the mean over the microbatch's weight, ``"sum"`` if the sum.
-        forward_context: entered around every forward, for the precision.
-        context_around_step: whether it covers the whole step of the user, or the layers of the model alone.
-        model_name: how the user calls the model, for messages.
+        loss_reduction: ``"mean"`` if the step returns a mean over the microbatch, ``"sum"`` if a sum.
+        forward_context: context manager around every forward, for the precision.
+        context_around_step: whether the context covers the user's whole step or only the model's layers.
+        model_name: name of the model in messages.
     """
 
     split_batch: Callable[[Any, int], list[Any]] = split_batch
@@ -313,34 +314,34 @@ class UserHooks:
 
     @classmethod
     def of(cls, module: object, **others: Any) -> UserHooks:
-        """The user's hooks: the module's attributes of those names, else the defaults.
+        """Return the hooks that a module defines, and the defaults for the others.
 
         Args:
-            module: may have ``split_batch``, ``microbatch_weight`` and ``loss_reduction``.
-            **others: the other attributes.
+            module: module, which may have ``split_batch``, ``microbatch_weight`` and ``loss_reduction``.
+            **others: other attributes of this class.
         """
         own = {name: getattr(module, name) for name in _BY_NAME if hasattr(module, name)}
         return cls(**own, **others)
 
 
 class ModelCall:
-    """The one call of ``self.model(...)`` in the user's step: captured on the first stage, redirected on the last.
+    """Call of ``self.model(...)`` in the user's step: captured on the first stage, redirected on the last.
 
-    It replaces ``model.forward`` while the step runs.
+    ``model.forward`` is replaced while the step runs.
 
     Args:
-        called: the module that the step calls.
-        name: how the user calls it, for messages.
+        called: module that the step calls.
+        name: name of the module in messages.
     """
 
     def __init__(self, called: nn.Module, name: str = "self.model") -> None:
         self.name = name
-        # An instance attribute hides the class's forward; hooks of the module still run around it. It is no parameter
-        # and no module, so the way around nn.Module's slow __setattr__ is open.
+        # An instance attribute hides the class's forward, and the module's hooks still run. It is set through vars(),
+        # as nn.Module.__setattr__ is slow.
         self._attributes = vars(called)
 
     def capture(self, step: Callable[[], Any]) -> tuple[tuple, dict[str, Any]]:
-        """Run the step up to the call of the model and return the arguments of that call.
+        """Run the step up to its call of the model, and return the arguments of the call.
 
         Raises:
             ConfigurationError: the step ended without calling the model.
@@ -352,10 +353,10 @@ class ModelCall:
         raise ConfigurationError(self._calls(0))
 
     def redirect(self, step: Callable[[], T], compute: Callable[[tuple, dict[str, Any]], Any]) -> T:
-        """Run the whole step with the output of ``compute`` in place of the model's.
+        """Run the whole step, with ``compute`` in place of the model's forward.
 
         Raises:
-            ConfigurationError: the step called the model never or more than once.
+            ConfigurationError: the step did not call the model exactly once.
         """
         calls = 0
 
@@ -387,13 +388,13 @@ class ModelCall:
         skips = f"; to leave a batch out return a loss of 0, such as 0.0 * {self.name}(...).sum()"
         return (
             f"the step ended {times} {self.name}(...): under a pipeline it must call it exactly once per microbatch,"
-            f" because the stages before the last one run only that call; move everything around it into {inside} or"
-            f" compute it from its output{'' if count else skips}"
+            f" since earlier stages run only that call; move other computations into {inside}, or compute them"
+            f" from its output{'' if count else skips}"
         )
 
 
 class _Left(BaseException):
-    """Carries the arguments of ``self.model(...)`` out of the user's step."""
+    """Exception that carries the arguments of ``self.model(...)`` out of the user's step."""
 
 
 def _leave(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Random numbers: seeds derived from what is computed, and generators' states as a checkpoint holds them.
+"""Random numbers: derived seeds, and the generators' states in checkpoints.
 
-Every seed comes from (seed, purpose, replica, microbatch, layer), not from who computes it: dropout does not depend on
-the number of stages, first and last stage see the same masks in user code, and a resumed run draws what an
-uninterrupted one drew. What a process draws beside that comes from the generators of Python, NumPy and torch.
+Seeds are derived from (seed, purpose, replica, microbatch, layer) and not from the rank. So dropout does not depend on
+the number of stages, first and last stage draw the same masks in user code, and a resumed run draws the same numbers as
+an uninterrupted one. Other random numbers come from the generators of Python, NumPy and torch.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch import Tensor
 
 
 def seed_of_run() -> int:
-    """The seed of ``seed_everything``, or a new one if there is none; ranks that need the same one must agree on it."""
+    """Return the seed of ``seed_everything``, or else a random one, on which ranks must agree."""
     return int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31)))
 
 
 def seed_generators(seed: int, device: torch.device, *parts: int | str) -> int:
     """Seed torch's default generators of the CPU and of ``device``.
 
-    ``torch.manual_seed``, which seeds those of all devices, formats a whole stack trace for every kind of accelerator
-    that is not initialised, about a millisecond each: too slow for every layer of every microbatch.
+    ``torch.manual_seed`` is too slow for every layer of every microbatch: it formats a stack trace, in about a
+    millisecond, for each type of accelerator that is not initialised.
 
     Args:
-        seed: the run's.
-        device: where layers draw, too.
-        parts: what the numbers are for.
+        seed: seed of the run.
+        device: device whose generator is seeded besides the CPU's.
+        parts: purpose of the numbers, from which the seed is derived.
 
     Returns:
-        What they are seeded with, 63 bits that follow from the seed and the parts.
+        Derived seed, of 63 bits.
     """
     text = ":".join(map(str, (seed, *parts)))
     derived = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -53,12 +53,12 @@ def seed_generators(seed: int, device: torch.device, *parts: int | str) -> int:
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """States of torch's default generators of the CPU and of ``device``, if that is another one."""
+    """Return the states of torch's default generators of the CPU and of ``device`` (None for a CPU)."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def set_generator_states(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    """Set what :func:`generator_states` returned."""
+    """Restore the states that :func:`generator_states` returned."""
     cpu_state, cuda_state = states
     torch.set_rng_state(cpu_state)
     if cuda_state is not None:
@@ -67,7 +67,7 @@ def set_generator_states(states: tuple[Tensor, Tensor | None], device: torch.dev
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
-    """Leave torch's default generators of the CPU and of ``device`` as they were."""
+    """Restore torch's default generators of the CPU and of ``device`` at the end."""
     states = generator_states(device)
     try:
         yield
@@ -75,10 +75,10 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
         set_generator_states(states, device)
 
 
-class drawing_from:  # noqa: N801 - used as a function is; a generator would cost every update more
-    """Let torch, NumPy and Python draw from a seed meanwhile, and go on afterwards as if nothing had been drawn.
+class drawing_from:  # noqa: N801 - used as a function; a generator would cost every update more
+    """Seed the generators of torch, NumPy and Python, and restore their states at the end.
 
-    Arguments are those of :func:`seed_generators`.
+    The arguments are those of :func:`seed_generators`.
     """
 
     def __init__(self, seed: int, device: torch.device, *parts: int | str) -> None:
@@ -99,18 +99,18 @@ class drawing_from:  # noqa: N801 - used as a function is; a generator would cos
 
 @contextmanager
 def seeded(seed: int, device: torch.device, *parts: int | str) -> Iterator[None]:
-    """Run under torch's default generators as :func:`seed_generators` seeds them, and put their states back."""
+    """Seed torch's default generators by :func:`seed_generators`, and restore their states at the end."""
     with preserved_generators(device):
         seed_generators(seed, device, *parts)
         yield
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the generators that this process draws from when nobody gives it another one."""
+    """Return the states of the default generators of Python, NumPy and torch."""
     version, own, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
-        # As tensors: hundreds of numbers would be unpickled one by one, for every rank.
+        # Tensors: numbers would be unpickled one by one, hundreds per rank.
         "python": (version, torch.tensor(own), gauss),
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
@@ -121,7 +121,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Let this process go on drawing from what :func:`random_states` returned; devices that it did not have stay."""
+    """Restore :func:`random_states`; GPUs keep their states if the number of GPUs differs."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(int(key) for key in keys), gauss))
     kind, numbers, position, has_gauss, cached = states["numpy"]

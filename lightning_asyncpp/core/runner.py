@@ -1,4 +1,4 @@
-"""One microbatch through one stage: forward with what arrives, backward with what comes back."""
+"""Forward and backward of one microbatch on one stage, with the messages to its neighbours."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError, Con
 T = TypeVar("T")
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
-_MOST_TEXT = 4096  # characters of a failure
+_MOST_TEXT = 4096  # characters of an error that are sent
 
 
 class StageBeforeFailedError(ConsequenceError):
-    """A stage before failed, at its very first microbatch or in an evaluation, and told why."""
+    """Failure of an earlier stage at its first microbatch or in an evaluation, with that stage's message."""
 
 
 @dataclass
@@ -41,13 +41,13 @@ class Flight:
     """A microbatch between its forward and its backward on this stage.
 
     Attributes:
-        k: the microbatch, counted over the run.
-        version: the weights that it runs on.
-        weight: w_k; a microbatch of weight 0, or an empty slot, has no backward.
-        inputs: nodes where the gradients arrive of the activations received that need one.
-        outputs: tensors from which the backward starts; on the last stage the loss, whose gradient is its weight.
-        result: what the user's step returned, on the last stage.
-        beside: what this stage's layers add to their output: losses, which the backward starts from too, and counts.
+        k: number of the microbatch, counted over the run.
+        version: version of the weights that it runs on.
+        weight: w_k; microbatches of weight 0 and empty slots have no backward.
+        inputs: autograd nodes that receive the gradients of the received activations.
+        outputs: tensors from which the backward starts; on the last stage the loss.
+        result: result of the user's step, on the last stage.
+        beside: auxiliary losses of this stage's layers, from which the backward starts, too, and their statistics.
     """
 
     k: int
@@ -60,16 +60,16 @@ class Flight:
 
 
 class Task(NamedTuple):
-    """A forward to run.
+    """Forward to be run.
 
     Attributes:
-        k: the microbatch; counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
-        version: number of the weights.
+        k: number of the microbatch, counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
+        version: version of the weights.
         weights: name -> leaf tensor, or None for the parameters themselves.
-        slot: the microbatch on the first and the last stage; None for an empty slot and on the others.
-        mark: fingerprint of the batch or of the microbatch, on the first and the last stage, where it was taken.
-        step: the user's step, called with the microbatch and its weight; None where it ends at its call of the model.
-        purpose: ``"train"``, or what is evaluated: random numbers are derived from it.
+        slot: the microbatch on the first and the last stage; None for an empty slot, and on other stages.
+        mark: fingerprint of the batch or the microbatch, on the first and the last stage, if computed.
+        step: the user's step, called with the microbatch and its weight, or None on the first stage.
+        purpose: ``"train"`` or a name of the evaluation, from which random seeds are derived.
         weight: w_k, on the first stage.
     """
 
@@ -84,19 +84,19 @@ class Task(NamedTuple):
 
 
 class StageRunner(ABC):
-    """Runs microbatches on one stage, between two neighbours unless its class says otherwise.
+    """Forwards and backwards on one stage.
 
     Args:
-        stage: this rank's units.
-        mesh: this rank's place.
-        transport: messages with the neighbours; None with a single stage.
-        hooks: the user's side.
-        seed: the run's seed.
-        device: where tensors live.
+        stage: this rank's stage of the model.
+        mesh: mesh of ranks.
+        transport: transport to the neighbours; None with a single stage.
+        hooks: user's hooks for microbatches and the loss.
+        seed: seed of the run.
+        device: device of this stage.
 
     Attributes:
-        trace: records what is done when; None records nothing.
-        clock: by which a trace is to measure what is computed here.
+        trace: trace that records spans; None if nothing is recorded.
+        clock: clock for traces of this stage.
     """
 
     def __init__(
@@ -114,51 +114,50 @@ class StageRunner(ABC):
         self.trace: Trace | None = None
         self.clock = clock_of(device)
         self.call = ModelCall(called_by_steps(stage.model), hooks.model_name)
-        # Around the step of the user, and around the layers within it.
+        # Around the user's step, and around the layers within it.
         self._step_context: Context = hooks.forward_context if hooks.context_around_step else nullcontext
         self._layers_context: Context = nullcontext if hooks.context_around_step else hooks.forward_context
-        self._neighbours: Transport = transport  # type: ignore[assignment]  # a single stage does not ask for it
+        self._neighbours: Transport = transport  # type: ignore[assignment]  # not used by a single stage
 
     @abstractmethod
     def forward(self, task: Task) -> Flight:
-        """Run the forward of a microbatch and send the result on.
+        """Run the forward of a microbatch, and send the result to the next stage.
 
-        What can be done before a wait is done there, and as little as possible after a send: whoever is woken by it
-        often waits for this core. It seeds torch's generators and leaves them so: preserving them once per batch, not
-        per microbatch, is cheaper.
+        Implementations work before a wait rather than after a send, as the receiver may need this core. They do not
+        restore torch's generators, which is cheaper once per batch.
 
         Args:
-            task: what to run.
+            task: forward to be run.
         """
 
     def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
         """Cut a batch into this stage's microbatches and empty slots.
 
         Args:
-            batch: the batch, on the device.
+            batch: the batch on the device.
             parts: number of slots.
-            host_batch: what of it is still on the host.
+            host_batch: record of the batch's tensors on the host.
         """
-        weigh = self.hooks.microbatch_weight if self.mesh.is_first else None  # weights travel with microbatches
+        weigh = self.hooks.microbatch_weight if self.mesh.is_first else None  # weights are sent with activations
         on_host = host_batch.of(batch) if host_batch.copies else batch
         return cut_batch(batch, parts, self.hooks.split_batch, weigh, on_host)
 
     def backward(self, flight: Flight, weights: dict[str, Tensor]) -> None:
-        """Run the backward of a flight, adding to the gradients of ``weights``, and send the inputs' gradients."""
+        """Run the backward of a microbatch, add to the gradients of ``weights``, and send the inputs' gradients."""
         if not flight.weight:
             return
-        # What a backward draws must not depend on what ran before it: a drain would change it. Seeded before the wait,
-        # which everything that comes after it prolongs.
+        # Random numbers of a backward must not depend on what ran before it, which a drain changes. Seeded before the
+        # wait for the gradient, not on the critical path after it.
         seed_generators(self.seed, self.device, "backward", self.stage.first_unit, self.mesh.replica, flight.k)
         self.stage.under(weights, partial(self._backward_in_place, flight))
         self.send_input_gradients(flight)
 
     def _backward_in_place(self, flight: Flight) -> None:
-        """The backward, with its weights in place."""
+        """Run the backward while the module holds its weights."""
         gradients = self._output_gradients(flight)
         outputs = flight.outputs
         if flight.beside.losses:
-            # A layer's own loss is part of the microbatch's mean loss, so it has its weight.
+            # An auxiliary loss is a part of the microbatch's mean loss, and so has the same weight.
             gradients += [torch.full_like(loss, flight.weight) for loss in flight.beside.losses]
             outputs = (*outputs, *flight.beside.losses)
         if outputs:
@@ -166,42 +165,42 @@ class StageRunner(ABC):
                 torch.autograd.backward(outputs, gradients)
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
-        """Receive the gradients of the outputs, with which the backward starts, from the stage after."""
+        """Receive the gradients of the outputs from the next stage."""
         with self.span(Wait.GRADIENT, flight.k):
             return self._neighbours.receive_gradients(flight.k, flight.outputs)
 
     def send_input_gradients(self, flight: Flight) -> None:
-        """Send the gradients of what was received; zeros for what the loss does not depend on."""
+        """Send the gradients of received activations; zeros where the loss does not depend on them."""
         gradients = list(map(arrived_at, flight.inputs))
         size = sum(gradient.nbytes for gradient in gradients) if self.trace is not None else 0
         with self.span(Beside.SEND, flight.k, num_bytes=size):
             self._neighbours.send_gradients(flight.k, gradients)
 
     def announce_failure(self, k: int, error: Exception) -> None:
-        """Tell the stage after why nothing comes, so that it does not wait; the last one is where users look."""
+        """Send an error to the next stage, so that it does not wait; users look at the last stage."""
         text = str(error)
-        if not isinstance(error, StageBeforeFailedError):  # which has it already
+        if not isinstance(error, StageBeforeFailedError):  # whose text names the stage already
             text = f"stage {self.mesh.stage} failed at microbatch {k}: {type(error).__name__}: {text}"
         news = Header(k, Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace"))
-        with suppress(PeerLostError):  # who is gone waits no more
+        with suppress(PeerLostError):  # a lost neighbour does not wait
             self._neighbours.send_activation(news, ())
 
     def span(
         self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
     ) -> AbstractContextManager[None]:
-        """Record what runs meanwhile, if anything is recorded."""
+        """Record a span if there is a trace."""
         return _NOTHING if self.trace is None else self.trace.span(kind, index, version, num_bytes)
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
-        """Record nothing of what runs meanwhile."""
+        """Record no spans."""
         trace, self.trace = self.trace, None
         try:
             yield
         finally:
             self.trace = trace
 
-    # -- what arrives, and what departs ----------------------------------------------------------------------------
+    # -- receive, compute and send ----------------------------------------------------------------------------------
 
     def _receive(self, k: int) -> Arrival:
         with self.span(Wait.ACTIVATION, k):
@@ -212,7 +211,7 @@ class StageRunner(ABC):
 
     @staticmethod
     def _open(arrival: Arrival) -> tuple[tuple[Any, ...], Any]:
-        """Return the nodes that receive the gradients of an arrival, and the arguments of the first layer."""
+        """Return the autograd nodes of an arrival's tensors, and the argument of the first layer."""
         tensors, inputs = list(arrival.tensors), []
         for position, info in enumerate(arrival.header.tensors):
             if info.needs_gradient and torch.is_grad_enabled():
@@ -222,7 +221,7 @@ class StageRunner(ABC):
         return tuple(inputs), tensors[0] if is_tensor else unflatten(tensors, arrival.header.structure)
 
     def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], beside: Collected) -> Any:
-        """Run the layers on a call's arguments; what they have to add is put ``beside`` their output."""
+        """Run the layers; collect their auxiliary losses and statistics in ``beside``."""
         token = COLLECTED.set(beside)
         try:
             forward = partial(self.stage.forward, args, kwargs, self.seed, self.mesh.replica, task.k)
@@ -231,7 +230,7 @@ class StageRunner(ABC):
             COLLECTED.reset(token)
 
     def _send(self, task: Task, output: Any, header: Header, flight: Flight) -> Flight:
-        """Send the output of the layers on, behind a header with the weight and the fingerprint of ``header``."""
+        """Send the layers' output to the next stage, with the weight and fingerprint of ``header``."""
         is_tensor = type(output) is Tensor
         tensors, structure = ((output,), b"") if is_tensor else flatten(output, self.stage.units[-1].name)
         kind = Header.TENSOR if is_tensor or isinstance(output, Tensor) else Header.TUPLE
@@ -248,10 +247,10 @@ class StageRunner(ABC):
 
 
 class FirstStage(StageRunner):
-    """First stage: it runs the user's step up to its call of the model, and leaves the step there."""
+    """First stage, which runs the user's step up to its call of the model."""
 
     def forward(self, task: Task) -> Flight:
-        """Take the arguments of the step's call, run the layers on them, and send what comes out."""
+        """Run the layers on the arguments of the step's call, and send their output."""
         if task.slot is None:
             return self._send_empty(task)
         flight = Flight(task.k, task.version, task.weight)
@@ -264,18 +263,18 @@ class FirstStage(StageRunner):
         return self._send(task, output, Header(task.k, weight=task.weight, fingerprint=task.mark), flight)
 
     def send_input_gradients(self, flight: Flight) -> None:
-        """Nothing was received."""
+        """Do nothing: the first stage receives no activations."""
 
 
 class MiddleStage(StageRunner):
-    """Takes what the stage before made and hands it on; it has no batches, and no step of the user's is run here."""
+    """Stage between two others, which has no batches and does not run the user's step."""
 
     def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
-        """Empty ones."""
+        """Return empty slots."""
         return [Slot()] * parts
 
     def forward(self, task: Task) -> Flight:
-        """Run the layers on what arrives, and send what comes out."""
+        """Run the layers on the received activation, and send their output."""
         arrival = self._receive(task.k)
         if arrival.header.kind == Header.EMPTY:
             return self._send_empty(task)
@@ -287,10 +286,10 @@ class MiddleStage(StageRunner):
 
 
 class LastStage(StageRunner):
-    """Runs the whole step of the user, with what the pipeline computed for the model's output, to the loss."""
+    """Last stage, which runs the user's whole step with the pipeline's output in place of the model's."""
 
     def forward(self, task: Task) -> Flight:
-        """Run the step; when it calls the model, run the layers on what has arrived, and give it what comes out."""
+        """Run the step, and the layers on the received activation when it calls the model."""
         arrival = self._receive(task.k)
         header = arrival.header
         if header.kind == Header.EMPTY:
@@ -306,18 +305,18 @@ class LastStage(StageRunner):
             return self._run_step(task, Flight(task.k, task.version, header.weight, inputs), (received,))
 
     def _run_step(self, task: Task, flight: Flight, received: tuple | None = None) -> Flight:
-        """Run the step of the user with the layers in place of its call of the model, and take its loss.
+        """Run the user's step with this stage's layers in place of the model.
 
         Args:
-            task: the microbatch.
-            flight: of it; gets the result.
-            received: arguments of the first layer here; None: those that the step calls the model with.
+            task: forward to be run.
+            flight: record of the microbatch, which receives the result.
+            received: arguments of the first layer; default: those of the step's call of the model.
         """
 
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
             if received is not None:
                 args, kwargs = received, {}
-            states = generator_states(self.device)  # what the step draws afterwards does not depend on the layers
+            states = generator_states(self.device)  # the step's later draws must not depend on the layers
             with self._layers_context():
                 output = self._compute(task, args, kwargs, flight.beside)
             set_generator_states(states, self.device)
@@ -335,39 +334,39 @@ class LastStage(StageRunner):
             if not loss.requires_grad:
                 raise ConfigurationError(
                     f"the loss that training_step returned has no gradient: compute it from {self.hooks.model_name}'s"
-                    " output, without detach() or no_grad(), and let some parameter be trained there or before it"
-                    " (requires_grad)"
+                    " output, without detach() or no_grad(), and leave a parameter of this or an earlier stage"
+                    " trainable (requires_grad)"
                 )
             flight.outputs = (loss,)
-            # With its graph the result would keep what the nodes have, such as the gradients that were sent off.
+            # Detached, as its graph would keep alive the tensors of its nodes, such as gradients that were sent.
             flight.result = result.detach() if isinstance(result, Tensor) else map_tensors(Tensor.detach, result)
         return flight
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
-        """The backward starts from w_k or 1, as if the loss had been multiplied with it."""
+        """Return the gradient of the loss: its weight w_k, or 1 for sums."""
         weight = 1.0 if self.hooks.loss_reduction == "sum" else flight.weight
         return [torch.full_like(flight.outputs[0], weight)]
 
     def announce_failure(self, k: int, error: Exception) -> None:
-        """No stage comes after."""
+        """Do nothing: there is no next stage."""
 
 
 class OnlyStage(LastStage):
-    """A pipeline of one stage: the layers take what the step calls the model with, and nothing travels."""
+    """Only stage of a pipeline, which sends and receives nothing."""
 
     def forward(self, task: Task) -> Flight:
-        """Run the step; when it calls the model, run the layers."""
+        """Run the step with the layers in place of the model."""
         if task.slot is None:
             return Flight(task.k, task.version)
         with self.span(Kind.FORWARD, task.k, task.version):
             return self._run_step(task, Flight(task.k, task.version, task.weight))
 
     def send_input_gradients(self, flight: Flight) -> None:
-        """Nothing was received."""
+        """Do nothing: there is no previous stage."""
 
 
 class WholeStep(OnlyStage):
-    """A module that is not cut: the whole step runs on the weights of a version, whatever it calls."""
+    """Module that is not cut, whose whole step runs on the weights of a version."""
 
     def _run_step(self, task: Task, flight: Flight, received: tuple | None = None) -> Flight:
         """Run the step."""
@@ -384,7 +383,7 @@ class WholeStep(OnlyStage):
 def stage_runner(
     stage: Stage, mesh: Mesh, transport: Transport | None, hooks: UserHooks, seed: int, device: torch.device
 ) -> StageRunner:
-    """The runner of this rank's stage; arguments as for :class:`StageRunner`."""
+    """Return the runner of this rank's stage; arguments as for :class:`StageRunner`."""
     if transport is None:
         return (WholeStep if stage.runs_whole_step else OnlyStage)(stage, mesh, None, hooks, seed, device)
     kind: type[StageRunner] = FirstStage if mesh.is_first else LastStage if mesh.is_last else MiddleStage

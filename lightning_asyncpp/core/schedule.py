@@ -1,19 +1,22 @@
-"""The order of forwards, backwards and updates on a stage: without a flush, or 1F1B with a flush per mini-batch.
+"""Order of forwards, backwards and updates on a stage: without a flush, or 1F1B with a flush per mini-batch.
 
-Microbatches are counted over the whole run: with ``m`` of them per mini-batch, microbatch ``k`` belongs to
-mini-batch ``t = k // m``. A stage keeps its forwards ``depth`` microbatches ahead of its backwards,
+Microbatches are counted over the whole run: with ``m`` per mini-batch, microbatch ``k`` belongs to mini-batch
+``t = k // m``. A stage keeps its forwards ``depth`` microbatches ahead of its backwards,
 
     depth(s) = b (1 + q) + b (r + 1) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1),
 
-which strictly decreases with the stage, so that every gradient a stage waits for is already under way, and is P - 1 +
-lookahead on the first one. Warmup is the forwards until a stage is ``depth`` ahead, the steady state one backward per
-forward, cooldown the backwards of a flush (:meth:`Schedule.drain`). Where the depths of neighbours differ by one, the
-latency of the hop between them is exposed; each microbatch of difference beyond that overlaps with it. Exposed hops in
-a row add up, so the lookahead is spread evenly over the pipeline: every P - 1 of it give each hop one more.
+which is P - 1 + lookahead on the first stage and strictly decreases with the stage, so that every gradient that a stage
+waits for is already being computed. In the warmup a stage runs forwards until it is ``depth`` ahead, in the steady
+state one backward per forward, in the cooldown the backwards of a flush (:meth:`Schedule.drain`).
+
+If the depths of neighbours differ by one, the latency of the hop between them is exposed; each further microbatch of
+difference hides some of it. Exposed latencies of consecutive hops add up, so the lookahead is spread evenly over the
+hops: every P - 1 of it give each hop one microbatch more.
 
 Without a flush, a stage runs the first ``h`` microbatches of a mini-batch on the weights before the newest update, and
-the others on the newest ones (:func:`held_back`). All of them is PipeDream-2BW (Narayanan et al., ICML 2021); no fewer
-than ``depth(s)`` can be, since so many are under way before the gradient of the mini-batch before is complete.
+the others on the newest weights (:func:`held_back`). If ``h`` is all of them, this is PipeDream-2BW (Narayanan et al.,
+ICML 2021). It is at least ``depth(s)``, the number of microbatches that start before the previous mini-batch's gradient
+is complete.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One step of a stage: ``F k`` and ``B k`` count microbatches, ``U t`` counts mini-batches."""
+    """Action of a stage: forward ``F k`` or backward ``B k`` of microbatch k, or update ``U t`` of mini-batch t."""
 
     kind: Kind
     index: int
@@ -49,17 +52,17 @@ class Action:
 
 
 def depth(stage: int, num_stages: int, lookahead: int) -> int:
-    """Number of microbatches by which the forwards of ``stage`` run ahead of its backwards."""
+    """Return the number of microbatches by which the forwards of ``stage`` run ahead of its backwards."""
     behind = num_stages - 1 - stage
     everywhere, rest = divmod(lookahead, max(num_stages - 1, 1))
     return behind * (1 + everywhere) + behind * (rest + 1) // num_stages
 
 
 def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> int:
-    """Largest lookahead of an asynchronous pipeline; negative if not even 0 fits.
+    """Return the largest lookahead of an asynchronous pipeline; negative if not even 0 fits.
 
-    The first stage may run ``microbatches`` ahead, one less with replicas: their gradient reduction needs somewhere to
-    hide.
+    The first stage can run ``microbatches`` ahead, or one less with replicas, so that their gradient reduction overlaps
+    with a microbatch.
     """
     return microbatches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
 
@@ -67,11 +70,11 @@ def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> 
 def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
     """Return the number of leading microbatches per mini-batch that run on the weights before the newest update.
 
-    ``"uniform"``: all. ``"least"``: ``depth(s) + slack``, or ``depth(0)`` on every stage for the slack ``"exact"``: by
-    then the first stage has the gradient of the mini-batch before, so its norm over all stages is known.
+    With ``"uniform"`` these are all. With ``"least"`` they are ``depth(s) + slack``, or ``depth(0)`` on every stage
+    with the slack ``"exact"``, by which time the norm of the previous gradient is known on all stages.
 
     Returns:
-        the number h; None for all, however many there are. A mini-batch may have fewer than h.
+        Number h, which may exceed the microbatches of a mini-batch; None for all.
     """
     if staleness == "uniform":
         return None
@@ -79,31 +82,27 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
 
 
 def agrees_first(staleness: Staleness, slack: Slack) -> bool:
-    """Return whether all stages have agreed on an update before any of them applies it.
+    """Return whether all stages agree on an update before any of them applies it.
 
-    With the slack ``"exact"`` every stage holds back ``depth(0)`` microbatches. When it has run their forwards, the
-    first stage has its gradient, so the norm over all stages is known before any of them steps.
+    With the slack ``"exact"`` every stage runs ``depth(0)`` microbatches on the older weights. By then the first stage
+    has its gradient, so the norm over all stages is known before any of them steps.
     """
     return staleness == "uniform" or slack == "exact"
 
 
 @dataclass(frozen=True)
 class StalenessRule:
-    """Rule for the weights that microbatches run on and for the updates that are due; nothing else computes these.
-
-    The settings create it. The engine, the session and the queue of updates use it; the queue also asks whether a
-    stage steps ahead of the others (:meth:`Schedule.steps_ahead`). For a checkpoint,
-    :class:`lightning_asyncpp.core.weights.WeightVersions` tracks by itself which version is alive beside the newest.
+    """Rule for the weight versions of microbatches and for due updates; the only place that computes them.
 
     Update t makes W_{t+1}. The first ``held`` microbatches of mini-batch t run, forward and backward, on
-    W_{max(t - delay, N)}, the others on W_t; so do all in a synchronous start of N mini-batches. Mini-batch N runs on
-    W_N as a whole, as 0 does on W_0 without such a start.
+    W_{max(t - delay, N)}, the others on W_t. In a synchronous start of N mini-batches all run on W_t. All of mini-batch
+    N runs on W_N, and without such a start all of mini-batch 0 on W_0.
 
     Attributes:
-        delay: updates between the weights of a gradient and the weights that it is applied to: 1, or 0 throughout.
-        synchronous_start: number N of mini-batches at the beginning that end with a flush and have no delay: 1 where
-            stages clip by the norm of the mini-batch before, which the very first has not.
-        held: how many microbatches of a mini-batch the delay is for; None: all, as in PipeDream-2BW.
+        delay: age in updates of the weights that ``held`` microbatches run on: 0 or 1.
+        synchronous_start: number N of initial mini-batches without delay, each with a flush. It is 1 if stages clip by
+            the norm of the previous mini-batch, which the first mini-batch lacks.
+        held: number of microbatches per mini-batch with a delay; None: all, as in PipeDream-2BW.
     """
 
     delay: int = 1
@@ -111,25 +110,25 @@ class StalenessRule:
     held: int | None = None
 
     def version(self, mini_batch: int, place: int = 0) -> int:
-        """Number v of the weights W_v that microbatch number ``place`` of mini-batch t runs on."""
+        """Return version v of the weights W_v for microbatch number ``place`` of mini-batch t."""
         is_held = self.held is None or place < self.held
         if mini_batch < self.synchronous_start or not is_held:
             return mini_batch
         return max(mini_batch - self.delay, self.synchronous_start)
 
     def staleness(self, microbatches: int) -> float:
-        """Return the mean age phi of a mini-batch's gradient, in updates, over its microbatches."""
+        """Return the age phi of a mini-batch's gradient, in updates, as a mean over its microbatches."""
         if self.held is None or self.held >= microbatches:
             return self.delay
         return self.delay * self.held / microbatches if self.held else 0
 
     @property
     def num_versions(self) -> int:
-        """Maximum number of weight versions alive at a time."""
+        """Maximum number of weight versions alive at the same time."""
         return 1 if self.held == 0 else 1 + self.delay
 
     def at_newest(self, mini_batch: int) -> bool:
-        """Return whether mini-batch t runs on the weights that its own update changes: no delay, or not yet."""
+        """Return whether all of mini-batch t runs on the weights that its own update changes."""
         return self.version(mini_batch) == mini_batch
 
     def staleness_of(self, mini_batch: int, microbatches: int) -> float:
@@ -137,7 +136,7 @@ class StalenessRule:
         return 0 if mini_batch < self.synchronous_start else self.staleness(microbatches)
 
     def updates_behind(self, mini_batch: int) -> int:
-        """Return the number of outstanding updates after mini-batch t was run: none after a flush."""
+        """Return the number of outstanding updates after mini-batch t has run; 0 after a flush."""
         return 0 if mini_batch < self.synchronous_start or self.held == 0 else self.delay
 
     def flushes(self, mini_batch: int) -> bool:
@@ -145,24 +144,24 @@ class StalenessRule:
         return self.updates_behind(mini_batch) == 0
 
     def updates_due(self, mini_batch: int) -> int:
-        """Return the number of updates, from the start of the run, that are due after mini-batch t was run."""
+        """Return the total number of updates of the run that are due after mini-batch t has run."""
         return mini_batch + 1 - self.updates_behind(mini_batch)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of forwards, backwards and updates on one stage, and the weights that they run on.
+    """Order of forwards, backwards and updates on one stage, and their weight versions.
 
     Attributes:
-        stage: position in the pipeline, 0 first.
+        stage: index of the stage.
         num_stages: number of stages P.
         lookahead: extra microbatches in flight; hides latency, costs activation memory, and with the least staleness
-            freshness.
-        pipeline_rule: by when all stages have agreed on an update, and when all flush.
-        staleness: how many microbatches run on the older weights: :func:`held_back`.
-        slack: with ``"least"``, how many more than must.
-        shares_with: the first stage that shares a parameter with this one, or this one: it has the gradient of that
-            parameter last, so this stage holds back as many microbatches as it does.
+            makes gradients older.
+        pipeline_rule: rule of the whole pipeline, for agreements of all stages and for flushes.
+        staleness: choice of the microbatches that run on the older weights; see :func:`held_back`.
+        slack: with ``"least"``, number of microbatches beyond the minimum.
+        shares_with: first stage that shares a parameter with this one; default: this stage. That stage completes the
+            parameter's gradient last, so both run equally many microbatches on the older weights.
     """
 
     stage: int
@@ -175,7 +174,7 @@ class Schedule:
 
     @cached_property
     def stage_rule(self) -> StalenessRule:
-        """Rule for the weights of this stage."""
+        """Rule of this stage's weight versions."""
         if self.pipeline_rule.delay == 0:
             return self.pipeline_rule
         stage = self.stage if self.shares_with is None else self.shares_with
@@ -184,28 +183,28 @@ class Schedule:
 
     @cached_property
     def agrees_first(self) -> bool:
-        """Whether all stages have agreed on an update before any of them applies it: :func:`agrees_first`."""
+        """Whether all stages agree on an update before any of them applies it; see :func:`agrees_first`."""
         return agrees_first(self.staleness, self.slack)
 
     @property
     def depth(self) -> int:
-        """Number of microbatches by which forwards run ahead of backwards here."""
+        """Number of microbatches by which this stage's forwards run ahead of its backwards."""
         return depth(self.stage, self.num_stages, self.lookahead)
 
     def steps_ahead(self, mini_batch: int) -> bool:
-        """Return whether this stage applies the update of mini-batch t before all have agreed on it."""
+        """Return whether this stage applies the update of mini-batch t before all stages have agreed on it."""
         held, behind = self.stage_rule.held, self.pipeline_rule.updates_behind(mini_batch)
         return held is not None and not self.agrees_first and behind > 0
 
     def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> list[Action]:
-        """Actions that bring ``count`` microbatches from ``first`` on under way.
+        """Return the actions that start ``count`` microbatches, with the backwards and the update due among them.
 
         Args:
-            first: index of the first new microbatch.
+            first: number of the first new microbatch.
             count: number of new microbatches.
-            oldest: the microbatch whose backward is due next.
-            mini_batch: t, which they belong to; in the middle of it the update of the one before may be due.
-            begin: its first microbatch.
+            oldest: microbatch whose backward is due next.
+            mini_batch: mini-batch t of the new microbatches; the previous update may be due within it.
+            begin: first microbatch of mini-batch t.
         """
         depth, held, actions = self.depth, self.stage_rule.held, list[Action]()
         for k in range(first, first + count):
@@ -218,19 +217,19 @@ class Schedule:
         return actions
 
     def drain(self, oldest: int, end: int) -> list[Action]:
-        """Backwards of everything in flight: microbatches ``oldest`` to ``end - 1``."""
+        """Return the backwards of all microbatches in flight, ``oldest`` to ``end - 1``."""
         return [Action(Kind.BACKWARD, k) for k in range(oldest, end)]
 
     def run(self, mini_batches: int, microbatches: int, drains: Collection[int] = ()) -> list[Action]:
-        """The whole run, as planners, simulators and proofs want it.
+        """Return all actions of a run, for planners, simulators and proofs.
 
-        The engine runs the same order, except that it runs the very first microbatch alone, as a check.
+        The engine runs them in the same order, except that it first runs one microbatch alone, as a check.
 
         Args:
-            mini_batches: how many.
-            microbatches: per mini-batch.
-            drains: numbers of microbatches, counted over the run, after which what is in flight is finished, and then
-                all updates of complete mini-batches are applied, as at the end of the run.
+            mini_batches: number of mini-batches.
+            microbatches: number of microbatches per mini-batch.
+            drains: counts of microbatches, over the run, after which the pipeline is drained: all backwards in flight
+                run, and all updates of complete mini-batches are applied. It is also drained at the end.
         """
         actions: list[Action] = []
         oldest = updates = 0

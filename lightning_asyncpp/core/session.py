@@ -1,4 +1,4 @@
-"""A pipeline from set-up to the end, as both the Trainer's and Fabric's strategies use it."""
+"""Session: the life of a pipeline from set-up to the end, shared by the Trainer's and Fabric's strategies."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
 class PipelineSession:
-    """Everything that a strategy holds about its pipeline.
+    """Pipeline of a strategy.
 
     Args:
-        settings: the user's choices.
-        timeout: of blocking communication; default: torch's.
+        settings: the user's settings.
+        timeout: timeout of blocking communication; default: torch's.
 
     Attributes:
-        started_with: what all ranks must share before they connect: the strategy's arguments, in words.
-        watch: what is known of failures, and done about them.
+        started_with: name -> value of the strategy's arguments, which are compared over ranks before they connect.
+        watch: handling of failures.
     """
 
     def __init__(self, settings: PipelineSettings, timeout: timedelta | None = None) -> None:
@@ -64,15 +64,15 @@ class PipelineSession:
         self.stage: Stage | None = None
         self.averages: Averages | None = None
         self.seed = 0
-        self._stage_optimizer: StageOptimizer | None = None  # stays after a training, to be saved
+        self._stage_optimizer: StageOptimizer | None = None  # kept after training, to be saved
         self._trains = False
         self._attached: list[AttachedOptimizer] = []
 
     def connect(self, rank: int, world_size: int) -> Mesh:
-        """Fit the settings to the world and make the process groups; a collective call.
+        """Resolve the settings for the world size, and create the process groups; a collective call.
 
         Raises:
-            ConfigurationError: the settings do not fit; every rank finds the same.
+            ConfigurationError: the settings do not fit the world size; raised on every rank.
         """
         resolved = self.settings.resolved(world_size)
         if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
@@ -91,10 +91,10 @@ class PipelineSession:
         partition: Partition | None = None,
         averages: Iterable[AveragedModel] = (),
     ) -> Stage:
-        """Reduce ``model`` to this rank's stage, once; its meta tensors are materialised on ``device``.
+        """Reduce ``model`` to this rank's stage, once, and materialise its meta tensors on ``device``.
 
-        Without a partition all stages get the same number of layers. Averages of it, in ``root`` or given apart, are
-        cut alike.
+        The default partition gives all stages equally many layers. Averages of the model, in ``root`` or ``averages``,
+        are cut, too.
         """
         mesh = self._connected()
         self.averages = Averages(model, root, averages)
@@ -107,15 +107,15 @@ class PipelineSession:
         return self.stage
 
     def start(self, hooks: UserHooks, device: torch.device, training: bool) -> Engine:
-        """Make the engine; replicas start from replica 0's weights. A collective call.
+        """Create the engine, and copy replica 0's weights to the other replicas; a collective call.
 
         Args:
-            hooks: the user's side.
-            device: where the stage lives.
+            hooks: user's hooks for microbatches and the loss.
+            device: device of the stage.
             training: whether weights will be updated; evaluation needs no second version.
         """
         mesh, stage = self._connected(), self.stage
-        assert stage is not None, "cut() comes before start()"
+        assert stage is not None, "call cut() before start()"
         self.watch.begin(mesh)
         stage.refresh()
         copy_first_replica(mesh, stage.state_dict)
@@ -126,7 +126,7 @@ class PipelineSession:
         return self.engine
 
     def _begin(self, training: bool) -> PipelineSettings:
-        """Fill averages and forget what an earlier run left; return the settings of this one."""
+        """Fill averages and reset what an earlier run left; return the settings of this run."""
         if self.averages is not None:
             self.averages.fill()
         self._release_optimizer()
@@ -134,33 +134,33 @@ class PipelineSession:
         return self.settings if training else self.settings.with_delay(0)
 
     def running(self) -> Engine:
-        """The engine.
+        """Return the engine.
 
         Raises:
-            PeerLostError: another rank failed, or is gone.
-            RuntimeError: the pipeline was not started, or failed before: nobody would answer.
+            PeerLostError: another rank failed or is gone.
+            RuntimeError: the pipeline was not started, or failed before.
         """
         self.watch.check()
         if self.engine is None:
-            error = sys.exc_info()[1]  # which one of Lightning's callbacks that save on an exception would hide
+            error = sys.exc_info()[1]  # Lightning's callbacks that save on an exception would hide it
             why = f": {type(error).__name__}: {error}" if error is not None else ""
             raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine
 
     def describe(self, clips: bool = False) -> str:
-        """Return what was chosen, in one line of 80 columns; ``clips``: whether gradients are clipped by their norm."""
+        """Return the resolved settings in one line; ``clips``: whether gradients are clipped by their norm."""
         engine = self.running()
         return f"{engine.mesh.describe()}, {engine.settings.describe(engine.schedules(), clips)}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
-        """Take this stage's part of an optimizer of the whole model.
+        """Use this stage's part of an optimizer of the whole model for the updates.
 
         Args:
-            optimizer: made from the whole model: see :meth:`Stage.whole_model`.
-            step: clips the gradient of an update, and steps the optimizer.
+            optimizer: optimizer of the whole model; see :meth:`Stage.whole_model`.
+            step: function that clips the gradient of an update and steps the optimizer.
 
         Raises:
-            ConfigurationError: ranks have other parameters, another optimizer or other options.
+            ConfigurationError: parameters, optimizer or options differ between ranks.
         """
         engine, stage = self.running(), self.stage
         assert stage is not None
@@ -174,48 +174,48 @@ class PipelineSession:
         self._attach_parts(engine, step)
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
-        """Have the updates of the engine step the optimizer."""
+        """Attach the optimizer to the engine."""
         self.stage_optimizer.keep_own()
         self._attached = [AttachedOptimizer(self.stage_optimizer, engine, step)]
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The attached one."""
+        """Attached optimizer; None without one."""
         return self.stage_optimizer.optimizer if self._trains else None
 
     @property
     def stage_optimizer(self) -> StageOptimizer:
-        """This stage's part of it."""
+        """This stage's part of the attached optimizer."""
         assert self._stage_optimizer is not None, "attach() an optimizer first"
         return self._stage_optimizer
 
     @property
     def whole_model(self) -> WholeModel:
-        """Knowledge of the model from before it was cut."""
-        assert self.stage is not None, "cut() comes first"
+        """Description of the model before it was cut."""
+        assert self.stage is not None, "call cut() first"
         return self.stage.whole
 
     def set_delay(self) -> None:
-        """Tell the optimizer how old gradients are from the next mini-batch's update on, if it wants to know."""
-        for attached in self._attached[:1]:  # of the oldest gradients
+        """Pass the age of gradients from the next mini-batch on to an optimizer with ``set_delay``."""
+        for attached in self._attached[:1]:  # of the stage with the oldest gradients
             attached.set_delay()
 
     def check_failure(self) -> None:
-        """Raise what ended the run, if anything did: no collective can succeed any more."""
+        """Raise the failure that ended the run, if any, after which no collective can succeed."""
         self.watch.check()
 
     def close(self, note: Any = None) -> list[Update]:
-        """End the mini-batch, with the hyper-parameters that are set now, and apply the updates whose time has come.
+        """Complete the mini-batch with the present hyper-parameters, and apply the updates that are due.
 
         Args:
-            note: what the strategy wants to know at its update.
+            note: value that the strategy receives with this mini-batch's update.
         """
         engine = self.running()
         engine.close(self.stage_optimizer.hyper_parameters(), note)
         return engine.apply_due()
 
     def check_drain(self) -> None:
-        """Raise RuntimeError if an update is being applied: what drains would find a part of it."""
+        """Raise RuntimeError if an update is being applied, since a drain would find it incomplete."""
         if self._update is not None:
             raise RuntimeError(
                 "weights cannot be gathered, saved, loaded or evaluated while an update is applied, in a hook of its"
@@ -223,10 +223,10 @@ class PipelineSession:
             )
 
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
-        """Finish what is in flight and apply every outstanding update.
+        """Finish all microbatches in flight and apply all outstanding updates.
 
         Args:
-            afterwards: called when they have been applied; it may still change weights.
+            afterwards: function called after the updates; it may change weights.
         """
         self.check_drain()
         updates = self.running().drain()
@@ -234,19 +234,19 @@ class PipelineSession:
         return updates
 
     def clip(self, max_norm: float) -> None:
-        """Clip the gradients of the update being applied: :mod:`lightning_asyncpp.core.clipping`.
+        """Clip the gradients of the update being applied; see :mod:`lightning_asyncpp.core.clipping`.
 
         Raises:
-            RuntimeError: no update is being applied; gradients exist only meanwhile.
+            RuntimeError: no update is being applied, so there are no gradients.
         """
         if self._update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
         clip_by_norm(self.running().weights.parameters.values(), self._update.message.norm, max_norm)
 
     def finish(self) -> None:
-        """End the run, after every message has arrived; a collective unless the session failed.
+        """End the run after all messages have arrived; a collective call unless the session failed.
 
-        The engine stays until the next :meth:`start`, so that weights and state can be gathered afterwards.
+        The engine is kept until the next :meth:`start`, so that weights and state can be gathered.
         """
         if self.engine is None:
             return
@@ -269,7 +269,7 @@ class PipelineSession:
         self._attached = []
 
     def leave(self) -> None:
-        """Finish, and let nobody watch over this rank any longer; a collective unless the session failed."""
+        """Finish the run, and stop watching for failures; a collective call unless the session failed."""
         try:
             self.finish()
         finally:
@@ -277,9 +277,9 @@ class PipelineSession:
 
     @property
     def _update(self) -> Update | None:
-        """The update that is being applied."""
+        """Update that is being applied; None if there is none."""
         return next((attached.update for attached in self._attached if attached.update is not None), None)
 
     def _connected(self) -> Mesh:
-        assert self.mesh is not None, "connect() comes first"
+        assert self.mesh is not None, "call connect() first"
         return self.mesh

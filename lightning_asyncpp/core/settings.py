@@ -1,4 +1,4 @@
-"""The arguments of a pipeline: resolved against the number of processes, all problems named at once."""
+"""Settings of a pipeline, and their resolution for a number of processes, with all problems at once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_asyncpp.core.schedule import (
 )
 from lightning_asyncpp.errors import ConfigurationError
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # of Lightning
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # Lightning's names
 STALENESS = get_args(Staleness)
 
 
 def is_whole(value: object) -> bool:
-    """Return whether a value is a whole number, and not a bool, which Python takes for one."""
+    """Return whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def problems_of_precision(precision: str | None) -> list[str]:
-    """Return what is wrong with a precision of Lightning."""
+    """Return problems of Lightning's ``precision``."""
     if precision in PRECISIONS:
         return []
     return [
@@ -38,7 +38,7 @@ def problems_of_precision(precision: str | None) -> list[str]:
 
 
 def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[str]:
-    """Return what is wrong with the dtype of the weight versions under a precision of Lightning."""
+    """Return problems of ``weight_dtype`` with Lightning's ``precision``."""
     if weight_dtype == "bf16" and precision != "bf16-mixed":
         return [
             f"weight_dtype='bf16' needs precision='bf16-mixed', under which layers take weights and inputs of both"
@@ -48,11 +48,11 @@ def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[s
 
 
 def problems_of_partition(partition: object, num_stages: int | None = None) -> list[str]:
-    """Return what is wrong with the argument ``partition``, whatever the model is.
+    """Return problems of the argument ``partition`` with any model.
 
     Args:
         partition: ``"auto"``, ``"uniform"`` or the number of layers of each stage.
-        num_stages: number of stages, if it is known.
+        num_stages: number of stages, if known.
     """
     if isinstance(partition, str) and partition in ("auto", "uniform"):
         return []
@@ -63,7 +63,9 @@ def problems_of_partition(partition: object, num_stages: int | None = None) -> l
         ]
     counts = list(partition)
     if empty := [stage for stage, count in enumerate(counts) if count < 1]:
-        return [f"partition={counts} gives stage {empty[0]} no layer ({counts[empty[0]]}): each number is at least 1"]
+        return [
+            f"partition={counts} gives stage {empty[0]} no layer ({counts[empty[0]]}): each number must be at least 1"
+        ]
     if num_stages is not None and len(counts) != num_stages:
         return [
             f"partition={counts} is for {len(counts)} stages, but there are {num_stages} (devices over"
@@ -74,11 +76,11 @@ def problems_of_partition(partition: object, num_stages: int | None = None) -> l
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """Settings of a pipeline; the strategies document them.
+    """Settings of a pipeline, which the strategies document.
 
     Attributes:
-        delay: maximum age of a gradient in updates, or 0 for a flush per mini-batch; the name of the strategy sets it.
-        staleness: the strategies have another default, see :meth:`chosen`.
+        delay: maximum age of a gradient in updates, or 0 for a flush per mini-batch; set by the strategy's name.
+        staleness: as in the strategies, but with another default; see :meth:`chosen`.
     """
 
     microbatches: int | None = None
@@ -93,20 +95,20 @@ class PipelineSettings:
 
     @classmethod
     def chosen(cls, delay: int, staleness: Staleness | None = None, **others: Any) -> PipelineSettings:
-        """Return the settings of a strategy with this delay; the default staleness is the least."""
+        """Return the settings of a strategy with this delay, by default with the least staleness."""
         if staleness is None:
             staleness = "least" if delay else "uniform"
         return PipelineSettings(delay=delay, staleness=staleness, **others)
 
     def problems(self) -> list[str]:
-        """Return what is wrong with any number of processes, each with its remedy."""
+        """Return the problems that any number of processes would have, each with a remedy."""
         types = self._type_problems()
         plain = PipelineSettings()
         right = replace(self, **{name: getattr(plain, name) for name in types})
         return [*types.values(), *right._problems_alone()]
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
-        """Fit the settings to ``world_size`` processes; returns what to use, or every problem with its mend."""
+        """Resolve the settings for ``world_size`` processes; return them, or all problems, each with a remedy."""
         if types := self._type_problems():
             return None, list(types.values())
         problems = self._problems_alone()
@@ -130,14 +132,14 @@ class PipelineSettings:
         return ResolvedSettings(**vars(self) | found), []
 
     def resolved(self, world_size: int) -> ResolvedSettings:
-        """Like :meth:`resolve`, raising ConfigurationError."""
+        """Resolve the settings, and raise ConfigurationError with all problems; see :meth:`resolve`."""
         resolved, problems = self.resolve(world_size)
         if resolved is None:
             raise ConfigurationError.from_problems(problems)
         return resolved
 
     def with_delay(self, delay: int) -> PipelineSettings:
-        """The same pipeline with another delay: how a synchronous twin is made."""
+        """Return the settings with another delay, such as 0 for the synchronous counterpart."""
         if delay:
             return replace(self, delay=delay)
         return replace(self, delay=0, staleness="uniform", slack=0)
@@ -167,7 +169,7 @@ class PipelineSettings:
             problems.append(f"delay={self.delay} must be 0 or 1")
         problems += self._problems_of_staleness()
         if self.weight_dtype not in (None, "bf16"):
-            problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for that of the parameters")
+            problems.append(f"weight_dtype={self.weight_dtype!r} must be 'bf16', or None for the parameters' dtype")
         return problems
 
     def _problems_of_staleness(self) -> list[str]:
@@ -196,7 +198,7 @@ class PipelineSettings:
         return max(0, min(1, num_stages - 1, largest_lookahead(num_stages, microbatches, self.data_parallel_size)))
 
     def _is_synchronous(self, num_stages: int) -> bool:
-        """Return whether no gradient is old; with the least staleness one stage has nothing under way at its update."""
+        """Return whether no gradient is stale, as with one stage and the least staleness."""
         return self.delay == 0 or (self.staleness == "least" and num_stages == 1)
 
     def _problems_of_schedule(self, num_stages: int, microbatches: int, lookahead: int) -> list[str]:
@@ -225,10 +227,10 @@ class PipelineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSettings(PipelineSettings):
-    """Settings fitted to a number of processes, which says what was left open.
+    """Settings resolved for a number of processes, with all defaults filled in.
 
     Attributes:
-        num_stages: number of stages, P.
+        num_stages: number of stages P.
     """
 
     num_stages: int
@@ -237,19 +239,19 @@ class ResolvedSettings(PipelineSettings):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Of the weight versions beside masters; None without masters."""
+        """Dtype of the weight versions beside masters; None without masters."""
         return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
     @property
     def synchronous_start(self) -> int:
-        """Mini-batches at the beginning without delay: the first, where stages clip by the norm of the one before."""
+        """Number of initial mini-batches without delay: 1 if stages clip by the previous mini-batch's norm, else 0."""
         return 0 if agrees_first(self.staleness, self.slack) else 1
 
     def describe(self, schedules: Sequence[Schedule] | None = None, clips: bool = False) -> str:
-        """Return for the log what runs in a batch, how old its gradients are, and by what they are clipped.
+        """Return a description for the log: microbatches, age of gradients, and norm for clipping.
 
         Args:
-            schedules: of all stages; default: where none shares a parameter with another.
+            schedules: schedules of all stages; default: those without shared parameters.
             clips: whether gradients are clipped by their norm.
         """
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
@@ -259,11 +261,11 @@ class ResolvedSettings(PipelineSettings):
         return f"{self.microbatches} microbatches; gradients {age}{', clipped by last norm' if clips and ahead else ''}"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
-        """Order and weights of what ``stage`` runs.
+        """Return the schedule of a stage.
 
         Args:
-            stage: 0 first.
-            shares_with: the first stage that shares a parameter with it, if one does.
+            stage: index of the stage.
+            shares_with: first stage that shares a parameter with it, if any.
         """
         rule = StalenessRule(self.delay, self.synchronous_start)
         return Schedule(stage, self.num_stages, self.lookahead, rule, self.staleness, self.slack, shares_with)

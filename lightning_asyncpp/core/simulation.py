@@ -1,4 +1,4 @@
-"""Simulation of a schedule: its own action lists, run on stages whose times are known."""
+"""Simulation of schedules: their action lists, run with given times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.trace import Span, utilisation
 
 Duration: TypeAlias = float | Callable[[int, int], float]
-"""A time, the same everywhere, or a function of the stage and of the microbatch counted over the run."""
+"""Time: a constant, or a function of the stage and of the microbatch counted over the run."""
 
 
 class DeadlockError(RuntimeError):
@@ -31,25 +31,25 @@ def simulate(
     """Run the action lists of all stages.
 
     Args:
-        schedules: of each stage, the first stage first.
-        mini_batches: how many.
-        microbatches: per mini-batch.
+        schedules: schedule of each stage, in order.
+        mini_batches: number of mini-batches.
+        microbatches: number of microbatches per mini-batch.
         forward: time of a forward.
         backward: time of a backward.
-        hop: time of a message between two stages, in the same unit; sending keeps nobody busy. The control message of
-            an update is summed from the last stage to the first, which tells all. A stage that steps ahead waits for
-            it only before the mini-batch after the next begins.
-        update: time of an update; a function of the stage and of the mini-batch, where it is one.
-        reduction: time from a stage's last backward of a mini-batch until its replicas' gradients are there, in which
-            it goes on; a function as for ``update``.
-        transfer: time for which an activation, or its gradient, takes up the link between a stage and the one after it,
-            before the hop: each direction carries one message at a time. Control messages are too small to count.
+        hop: latency of a message between two stages, during which stages go on. The control message of an update is
+            summed from the last stage to the first, which sends the sum to all. A stage that steps ahead needs it only
+            before the mini-batch after the next.
+        update: time of an update; as a function, of the stage and of the mini-batch.
+        reduction: time from a stage's last backward of a mini-batch until its gradients are reduced over replicas,
+            during which the stage goes on; as a function, of the stage and of the mini-batch.
+        transfer: stage -> time for which an activation or gradient occupies the link to the next stage, before the hop.
+            Each direction carries one message at a time. Control messages take no time.
 
     Returns:
-        The spans of each stage.
+        Spans of each stage.
 
     Raises:
-        DeadlockError: the order cannot be run.
+        DeadlockError: the stages wait for each other.
     """
     todo = [schedule.run(mini_batches, microbatches)[::-1] for schedule in schedules]
     lanes: list[list[Span]] = [[] for _ in schedules]
@@ -72,12 +72,12 @@ def simulate(
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed of a schedule in its steady state, or with a warmup and a cooldown in every mini-batch.
+    """Speed of a schedule in its steady state, which may have a warmup and a cooldown in every mini-batch.
 
     Attributes:
         step: time per mini-batch.
-        work: of each stage, the share of the time inside forwards and backwards.
-        busy: of each stage, the same with updates.
+        work: for each stage, share of the time in forwards and backwards.
+        busy: for each stage, share of the time in forwards, backwards and updates.
     """
 
     step: float
@@ -86,7 +86,7 @@ class Pace:
 
 
 _FIRST, _LAST = 3, 7
-"""Mini-batches between whose ends time is taken: from the first on each takes as long as the one before."""
+"""Mini-batches between whose ends the time is measured; the first is in the steady state."""
 
 
 def pace_of(
@@ -127,16 +127,16 @@ class _Progress:
     hop: float
     reduction: Duration
     transfer: Callable[[int], float]
-    ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> when it ended
-    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # by the stage that sent it
-    free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # direction, link -> from when on it is
+    ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> end
+    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # by sending stage
+    free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # (direction, link) -> time
 
     @property
     def num_stages(self) -> int:
         return len(self.schedules)
 
     def note(self, stage: int, action: Action, end: float) -> None:
-        """An action has ended; what comes of it is sent."""
+        """Record the end of an action, and send its result."""
         self.ends[action.kind, stage, action.index] = end
         link = stage if action.kind is Kind.FORWARD else stage - 1
         if action.kind is not Kind.UPDATE and 0 <= link < self.num_stages - 1:
@@ -145,7 +145,7 @@ class _Progress:
             self.arrivals[action.kind, stage, action.index] = sent + self.hop
 
     def ready(self, stage: int, action: Action) -> float | None:
-        """When what an action needs from other stages is there; None if that is not known yet."""
+        """Return the time at which an action's inputs from other stages have arrived; None if not known yet."""
         if action.kind is Kind.FORWARD:
             arrived = self.arrivals.get((Kind.FORWARD, stage - 1, action.index)) if stage > 0 else 0.0
             t, place = divmod(action.index, self.microbatches)
@@ -166,7 +166,7 @@ class _Progress:
         return None if shared is None else max(own, shared + self.hop)
 
     def _agreed(self, stage: int, mini_batch: int) -> float | None:
-        """When the control message, which needs the complete gradient of every stage, is back at a stage."""
+        """Return the time at which a stage receives the sum of the control messages; None if not known yet."""
         total = 0.0
         for other in reversed(range(self.num_stages)):
             if (reduced := self._reduced(other, mini_batch)) is None:
@@ -175,6 +175,6 @@ class _Progress:
         return total + (self.hop if stage > 0 else 0.0)
 
     def _reduced(self, stage: int, mini_batch: int) -> float | None:
-        """When a stage has the gradient of its replicas."""
+        """Return the time at which a stage's gradient is reduced over replicas; None if not known yet."""
         end = self.ends.get((Kind.BACKWARD, stage, (mini_batch + 1) * self.microbatches - 1))
         return None if end is None else end + _length(self.reduction, stage, mini_batch)

@@ -1,6 +1,6 @@
-"""A stage's part of an optimizer that was made from the whole model, and how updates of an engine step it.
+"""A stage's part of an optimizer of the whole model, and its steps with an engine's updates.
 
-All stages have the same groups and options, by construction, and a parameter has the same number on each of them.
+All stages have the same parameter groups and options, and number the parameters alike.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lightning_asyncpp.errors import ConfigurationError
 
 OptimizerStep = Callable[[Update], None]
 _PARAMETERS = ("params", "param_names")
-_PLAIN = frozenset({type(None), bool, int, float, str})  # values that nobody can change in place
+_PLAIN = frozenset({type(None), bool, int, float, str})  # immutable values
 _NOTHING = nullcontext()
 
 
 class StageOptimizer:
-    """Steps, saves and loads the parameters of one stage.
+    """Optimizer of one stage.
 
-    Every group keeps those of the stage, in place: schedulers and optimizers around this one share the lists. It does
-    so from :meth:`keep_own` on, or else, where all stages are in one process, during :meth:`step`.
+    The optimizer's groups are reduced to the stage's parameters from :meth:`keep_own` on; or, if all stages are in one
+    process, only during :meth:`step`. They are changed in place, as schedulers and wrapping optimizers share the lists.
 
     Args:
-        optimizer: of the whole model.
-        own: the parameters of the stage.
-        saved_by_others: those of them that another stage has too, and saves.
+        optimizer: optimizer of the whole model.
+        own: parameters of the stage.
+        saved_by_others: parameters of the stage that another stage shares and saves.
     """
 
     def __init__(self, optimizer: Optimizer, own: Collection[Tensor], saved_by_others: Collection[Tensor] = ()) -> None:
@@ -51,21 +51,21 @@ class StageOptimizer:
             for group in self._whole
         ]
         self._kept = False
-        self._of_step: list[dict[str, Any]] = [{} for _ in self._whole]  # options that the step has changed itself
+        self._of_step: list[dict[str, Any]] = [{} for _ in self._whole]  # options that steps have changed
         self._parts: list[StageOptimizer] = []
 
     def part(self, own: Collection[Tensor]) -> StageOptimizer:
-        """Make that of one of several stages, which forgets with this one what was before a load."""
+        """Return the part of one of several stages; loading a state into this object resets its parts, too."""
         self._parts.append(StageOptimizer(self.optimizer, own))
         return self._parts[-1]
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The stage's parameters that are optimized."""
+        """Parameters of the stage that are optimized."""
         return [p for group in self._own for p in group["params"]]
 
     def keep_own(self) -> None:
-        """Have the optimizer hold the stage's parameters alone, and their state, until :meth:`release`."""
+        """Reduce the optimizer's groups and state to the stage's parameters until :meth:`release`."""
         own = {id(p) for p in self.parameters}
         for parameter in [p for group in self._whole for p in group["params"] if id(p) not in own]:
             self.optimizer.state.pop(parameter, None)
@@ -73,29 +73,29 @@ class StageOptimizer:
         self._kept = True
 
     def release(self) -> None:
-        """Give the groups the parameters of the whole model back."""
+        """Restore the whole model's parameters in the groups."""
         if self._kept:
             self._put(self._whole)
             self._kept = False
 
     def hyper_parameters(self) -> HyperParameters:
-        """Copy what schedulers have set for now."""
+        """Return a copy of the present hyper-parameters of all groups."""
         return [_options(group) for group in self.optimizer.param_groups]
 
     def step(self, hyper_parameters: HyperParameters, step: Callable[[], Any]) -> None:
-        """Call ``step`` with the hyper-parameters of an earlier time, then set those of the present again.
+        """Call ``step`` with earlier hyper-parameters, then restore the present ones.
 
-        Some optimizers keep state of their own in their groups (a step count, a running maximum). An option that a step
-        has changed once is the optimizer's: later calls no longer overwrite it.
+        Some optimizers keep state in their groups, such as a step count or a running maximum. Once a step has changed
+        an option, it is treated as the optimizer's state, and later calls do not overwrite it.
 
         Args:
-            hyper_parameters: of :meth:`hyper_parameters`.
-            step: steps the optimizer.
+            hyper_parameters: earlier result of :meth:`hyper_parameters`.
+            step: function that steps the optimizer.
         """
         with _NOTHING if self._kept else self._installed():
             kept = []
             for group, earlier, of_step in zip(self.optimizer.param_groups, hyper_parameters, self._of_step):
-                # What came later, such as what another stage's step has made.
+                # Options added since then, such as by another stage's step.
                 later = {
                     key: group.pop(key) for key in group.keys() - earlier.keys() - of_step.keys() - set(_PARAMETERS)
                 }
@@ -115,9 +115,9 @@ class StageOptimizer:
                 group.update((key, value) for key, value in later.items() if key not in group)
 
     def state_dict(self) -> dict[str, Any]:
-        """This stage's part of the whole model's state, as torch numbers it; those of all stages can be merged.
+        """Return this stage's part of the state, by the whole model's parameter numbers, so that parts can be merged.
 
-        What belongs to no parameter is every stage's.
+        State that belongs to no parameter is in the parts of all stages.
         """
         with self._installed():
             saved = self.optimizer.state_dict()
@@ -126,10 +126,10 @@ class StageOptimizer:
         return {**_renumbered(saved, numbers), "param_groups": self._whole_groups(groups)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this stage's part of a whole model's state.
+        """Load this stage's part of the whole model's state.
 
         Raises:
-            ConfigurationError: it has other groups.
+            ConfigurationError: the state has groups of other sizes.
         """
         sizes = [len(group["params"]) for group in self._whole]
         if (found := [len(group["params"]) for group in state["param_groups"]]) != sizes:
@@ -167,7 +167,7 @@ class StageOptimizer:
                 group[key][:] = values
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Every group as the whole model has it; options come from stages that have some of its parameters."""
+        """Return every group with the whole model's numbers; options only if the stage has parameters of the group."""
         return [
             {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
             for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
@@ -175,15 +175,15 @@ class StageOptimizer:
 
 
 class AttachedOptimizer:
-    """Steps an optimizer with every update of an engine, until :meth:`release`.
+    """Optimizer that every update of an engine steps, until :meth:`release`.
 
     Args:
-        stage_optimizer: of the engine's stage; its optimizer is told the delay if it wants to know.
-        engine: whose updates are applied.
-        step: is called with the update: clips, then steps the optimizer; raises if the run has failed.
+        stage_optimizer: optimizer of the engine's stage; one with ``set_delay`` receives the age of gradients.
+        engine: engine that applies the updates.
+        step: function of an update that clips the gradient and steps the optimizer; raises if the run has failed.
 
     Attributes:
-        update: that is being applied.
+        update: update that is being applied; None if there is none.
     """
 
     def __init__(self, stage_optimizer: StageOptimizer, engine: Engine, step: OptimizerStep) -> None:
@@ -198,12 +198,12 @@ class AttachedOptimizer:
         engine.updates.apply = self._apply
 
     def release(self) -> None:
-        """Let the engine go: a circle would keep its weights until a collection."""
+        """Detach the optimizer from the engine; a reference cycle would keep the engine's weights alive."""
         self._engine.updates.detach()
         self.stage_optimizer.release()
 
     def set_delay(self) -> None:
-        """Tell the optimizer how old the gradients of the next mini-batch are, if it wants to know."""
+        """Pass the age of the next mini-batch's gradients to an optimizer with ``set_delay``."""
         engine, rule = self._engine, self._engine.schedule.stage_rule
         if self._told_delay is not None:
             self._told_delay(rule.staleness_of(engine.mini_batch, engine.settings.microbatches))
@@ -224,13 +224,14 @@ class AttachedOptimizer:
 def around_step(
     optimizer: Any, older: Mapping[nn.Parameter, Tensor] | None, masters: Mapping[nn.Parameter, Tensor] | None
 ) -> Iterator[None]:
-    """Give the optimizer the weights before its step, and write those that gradients are taken at after it.
+    """Provide an optimizer's step with the weights before it, and write the newest weight version after it.
 
     Args:
-        optimizer: one with ``weights_before(weights)`` compares, and would copy them otherwise; one with
-            ``compute_weights(weights)`` writes by itself; any other's are the masters, rounded.
-        older: parameter -> its weights before the step, alive as the older version; None: there is none.
-        masters: parameter -> where to write; None: the parameters are no masters.
+        optimizer: an optimizer with ``weights_before(weights)`` receives ``older``, and need not copy the weights; one
+            with ``compute_weights(weights)`` receives ``masters`` and writes the version itself. For others the version
+            is the rounded masters.
+        older: parameter -> weights before the step, from the older version; None without an older version.
+        masters: parameter -> tensor of the newest version to be written; None without masters.
     """
     with (
         optimizer.weights_before(older) if older and hasattr(optimizer, "weights_before") else _NOTHING,
@@ -243,16 +244,16 @@ def around_step(
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """Its class, with that of what it wraps in brackets, if anything."""
+    """Return the name of an optimizer's class, followed by that of a wrapped optimizer in parentheses."""
     inner, name = getattr(optimizer, "base", None), type(optimizer).__name__
     return f"{name}({name_of(inner)})" if isinstance(inner, Optimizer) else name
 
 
 def in_words(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
-    """Describe what must be alike on all ranks: the whole model's parameters and the optimizer with its options.
+    """Describe the parameters and the optimizer with its options, which must be equal on all ranks.
 
     Args:
-        optimizer: made from the whole model.
+        optimizer: optimizer of the whole model.
         names: parameter -> its name.
 
     Returns:
@@ -272,7 +273,7 @@ def in_words(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, str
 
 
 def name_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Give an optimizer that goes by the names of parameters, or what it wraps, those of the model."""
+    """Pass parameter names to the first of an optimizer and those that it wraps that has ``name_parameters``."""
     inner: Any = optimizer
     while isinstance(inner, Optimizer):
         if callable(name := getattr(inner, "name_parameters", None)):
@@ -286,7 +287,7 @@ def _members(group: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _counted(members: Sequence[Mapping[str, list[Any]]]) -> list[list[int]]:
-    """Numbers of the parameters of every group."""
+    """Return the numbers of the parameters of every group."""
     counter = itertools.count()
     return [list(itertools.islice(counter, len(group["params"]))) for group in members]
 
@@ -296,7 +297,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renumbered(node: Mapping[Any, Any], numbers: Mapping[int, int]) -> dict[Any, Any]:
-    """A state whose entries by numbers of parameters are those that are known, under other numbers."""
+    """Return a state with renumbered parameters; entries of parameters outside of ``numbers`` are left out."""
     found: dict[Any, Any] = {}
     for key, value in node.items():
         if type(key) is not int:

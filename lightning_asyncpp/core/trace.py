@@ -1,8 +1,8 @@
-"""Spans of what a stage does, on the clock of the device that does it, and how they add up.
+"""Trace of a stage: spans of its activities by the clock of its device, and their sums.
 
-On a GPU a forward returns when its kernels are launched. There a moment is a CUDA event on the computing stream, read
-once it has passed and converted to seconds of the host's clock, so work lasts as long as the device works and a wait as
-long as the stream is idle. Nothing here waits for a device, except the end of a recording, for a limited time.
+On a GPU a forward returns once its kernels are launched. So moments are CUDA events on the compute stream, which are
+read once they have passed and converted to seconds of the host's clock: spans show when the device works or waits.
+Recording never waits for a device, except for a limited time at its end.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lightning_asyncpp.core.schedule import Kind
 
 
 class Wait(str, Enum):
-    """Reason of a stage's wait; the values are the names in files."""
+    """Reason for a stage's wait; values are the names in files."""
 
-    ACTIVATION = "activation"  # of a microbatch, from the stage before
-    GRADIENT = "gradient"  # of a microbatch, from the stage after
+    ACTIVATION = "activation"  # of a microbatch, from the previous stage
+    GRADIENT = "gradient"  # of a microbatch, from the next stage
     AGREEMENT = "agreement"  # of all ranks on an update: norm, weights, flags, and the reduction over replicas
     DATA = "data"  # the loader's next batch
 
 
 class Beside(str, Enum):
-    """Activity around or behind the work of a stage; the values are the names in files."""
+    """Activity of a stage other than its work and waits; values are the names in files."""
 
-    SEND = "send"  # handing a message to the transport: what it costs the stage, not how long it travels
-    REDUCE = "reduce"  # gradients of a mini-batch on their way over the replicas, in the background
+    SEND = "send"  # handing a message to the transport; the cost for the stage, not the transfer
+    REDUCE = "reduce"  # reduction of a mini-batch's gradient over replicas, in the background
     PENDING = "pending"  # from the complete gradient of a mini-batch until all ranks agree on its update
-    DRAIN = "drain"  # the pipeline is emptied; everything that happens meanwhile lies inside
+    DRAIN = "drain"  # drain of the pipeline, around all activities during it
     EVALUATE = "evaluate"
     CHECKPOINT = "checkpoint"
 
@@ -46,15 +46,15 @@ BACKGROUND = frozenset({Beside.REDUCE, Beside.PENDING})
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that one stage did.
+    """Span of time of one activity of a stage.
 
     Attributes:
-        kind: what.
-        index: the microbatch counted over the run; the mini-batch for everything that is not per microbatch.
-        start: in seconds of ``time.perf_counter`` of this process.
-        end: likewise.
-        version: weights W_v that a forward or backward ran on, or that an update made; -1 elsewhere.
-        num_bytes: size of what was sent or reduced.
+        kind: kind of activity.
+        index: microbatch counted over the run, or mini-batch if the activity is not per microbatch.
+        start: start in seconds of this process's ``time.perf_counter``.
+        end: end in the same seconds.
+        version: version v of the weights that a forward or backward ran on or that an update made; otherwise -1.
+        num_bytes: bytes sent or reduced.
     """
 
     kind: SpanKind
@@ -68,13 +68,13 @@ class Span:
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 ANCHOR_SECONDS = 10.0
-"""Between two anchors: clocks drift, and torch returns times between events as 24 bits of milliseconds."""
+"""Longest time between anchors; clocks drift, and torch measures milliseconds with only 24 bits."""
 _POLL_SECONDS = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoment:
-    """A moment on a device, past or still to come: its event, and an event with the host's time of it."""
+    """Past or future moment on a device: its event, and an anchor event whose time on the host is known."""
 
     event: Any
     anchor: Any
@@ -85,40 +85,40 @@ Moment = float | DeviceMoment
 
 
 class Clock(Protocol):
-    """Marks moments and converts them to seconds later."""
+    """Clock that marks moments, and later converts them to seconds."""
 
     def now(self) -> Moment:
-        """Mark this moment."""
+        """Mark the present moment."""
 
     def when(self, moment: Moment) -> float | None:
-        """Return when it was, in seconds of the host's clock; None if it is still to come."""
+        """Return the time of a moment in seconds of the host's clock; None if it has not passed yet."""
 
     def last(self, moments: Sequence[Moment]) -> Moment:
-        """Return the last of some moments, given in the order in which they were marked."""
+        """Return the last of some moments, given in the order of their marks."""
 
 
 class HostClock:
-    """The host's own clock."""
+    """Clock of the host."""
 
     def now(self) -> float:
-        """Return the seconds."""
+        """Return the present time in seconds."""
         return time.perf_counter()
 
     def when(self, moment: Moment) -> float:
-        """Return the moment, which is known at once."""
+        """Return the moment, which is a time in seconds already."""
         assert isinstance(moment, float)
         return moment
 
     def last(self, moments: Sequence[Moment]) -> float:
-        """Return the latest."""
+        """Return the latest moment."""
         return max(self.when(moment) for moment in moments)
 
 
 class DeviceClock:
-    """The clock of a device, in the host's seconds; it accepts moments of the host as well.
+    """Clock of a device, in the host's seconds; also accepts moments of the host.
 
     Args:
-        events: makes events: ``here()`` on the computing stream, ``aside()`` on an idle one.
+        events: factory of events: ``here()`` on the compute stream, ``aside()`` on an idle stream.
     """
 
     def __init__(self, events: Any) -> None:
@@ -126,28 +126,28 @@ class DeviceClock:
         self._anchor: tuple[Any, float] | None = None
 
     def now(self) -> DeviceMoment:
-        """Mark where the device is once it has done what this thread launched."""
+        """Mark the moment at which the device has done all work launched so far by this thread."""
         if self._anchor is None or time.perf_counter() - self._anchor[1] > ANCHOR_SECONDS:
             self._anchor = self._events.aside(), time.perf_counter()
         return DeviceMoment(self._events.here(), *self._anchor)
 
     def when(self, moment: Moment) -> float | None:
-        """Return when it was; None if the device has not come to it, or is broken and never will."""
+        """Return the time of a moment; None if the device has not reached it, or has failed."""
         if not isinstance(moment, DeviceMoment):
             return moment
         try:
             passed = moment.event.query() and moment.anchor.query()
-        except RuntimeError:  # reported by what computes there
+        except RuntimeError:  # the device failed, which its work reports
             return None
         return moment.anchor_seconds + moment.anchor.elapsed_time(moment.event) * 1e-3 if passed else None
 
     def last(self, moments: Sequence[Moment]) -> Moment:
-        """Return the last one: on one stream events pass in their order."""
+        """Return the last moment, since events on one stream pass in order."""
         return moments[-1]
 
 
 class CudaEvents:
-    """Makes events of a GPU."""
+    """Factory of a GPU's events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -158,9 +158,9 @@ class CudaEvents:
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def aside(self) -> Any:
-        """Record an event that passes at once, on a stream with nothing before it."""
+        """Record an event on an idle stream, which passes at once."""
         if self._idle is None:
-            self._idle = torch.cuda.Stream(self._device, priority=-1)  # from a pool that few take from
+            self._idle = torch.cuda.Stream(self._device, priority=-1)  # from a pool with few users
         return self._idle.record_event(torch.cuda.Event(enable_timing=True))
 
 
@@ -168,12 +168,12 @@ HOST = HostClock()
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock of what is computed on a device."""
+    """Return the clock for work on a device."""
     return DeviceClock(CudaEvents(device)) if device.type == "cuda" else HOST
 
 
 def has_passed(clock: Clock, moment: Moment, seconds: float) -> bool:
-    """Wait until a moment has passed, for some seconds at most; return whether it has."""
+    """Wait for a moment, at most some seconds; return whether it has passed."""
     limit = time.perf_counter() + seconds
     while clock.when(moment) is None:
         if time.perf_counter() > limit:
@@ -186,12 +186,12 @@ def has_passed(clock: Clock, moment: Moment, seconds: float) -> bool:
 
 
 class Trace:
-    """The spans of one stage, distributed to readers as they end.
+    """Trace of one stage, which passes spans to readers as they end.
 
     Args:
-        stage: the stage.
-        clock: of what computes there.
-        keep: whether ``spans`` collects everything, for as long as the trace lives.
+        stage: index of the stage.
+        clock: clock of the stage's device.
+        keep: whether ``spans`` keeps all spans.
     """
 
     def __init__(self, stage: int, clock: Clock = HOST, keep: bool = True) -> None:
@@ -201,20 +201,20 @@ class Trace:
         self._launched: deque[tuple[SpanKind, int, Moment, Moment, int, int]] = deque()
 
     def span(self, kind: SpanKind, index: int, version: int = -1, num_bytes: int = 0) -> RunningSpan:
-        """Record what runs inside a ``with`` statement, also if it fails."""
+        """Return a context manager that records its body, even if it fails."""
         return RunningSpan(self, kind, index, version, num_bytes)
 
     def record(
         self, kind: SpanKind, index: int, start: Moment, end: Moment, version: int = -1, num_bytes: int = 0
     ) -> None:
-        """Record something between two moments of the clock."""
+        """Record a span between two moments."""
         if self.clock is HOST:
             self._emit(Span(kind, index, start, end, version, num_bytes))  # type: ignore[arg-type]
         else:
             self._launched.append((kind, index, start, end, version, num_bytes))
 
     def settle(self, seconds: float = 0.0) -> None:
-        """Emit what has ended, and what ends within some seconds."""
+        """Emit spans that have ended, or end within some seconds."""
         if seconds and self._launched:
             has_passed(self.clock, self._launched[-1][3], seconds)
         while self._launched:
@@ -226,7 +226,7 @@ class Trace:
             self._emit(Span(kind, index, begun, max(begun, ended), version, num_bytes))
 
     def read(self) -> Reader:
-        """Return a new reader of what ends from here on."""
+        """Return a new reader of spans that end from now on."""
         reader = Reader(self)
         self.readers.append(reader)
         return reader
@@ -239,7 +239,7 @@ class Trace:
 
 
 class RunningSpan:
-    """A span under way. A class, because a generator would take twice as long around everything that a stage does."""
+    """Span that is running; a class, since a generator would take twice as long around every activity."""
 
     __slots__ = ("_start", "_trace", "_what")
 
@@ -253,17 +253,17 @@ class RunningSpan:
         kind, index, version, num_bytes = self._what
         try:
             self._trace.record(kind, index, self._start, self._trace.clock.now(), version, num_bytes)
-        except RuntimeError:  # of a broken device, whose first error says more
+        except RuntimeError:  # of a failed device, whose first error says more
             if error is None:
                 raise
 
 
 class Reader:
-    """Reads the spans of a trace while they come.
+    """Reader of a trace's new spans.
 
     Attributes:
-        unread: spans that have ended and were not taken.
-        on_close: called once when it is closed.
+        unread: spans that have ended and were not taken yet.
+        on_close: function called once when the reader is closed.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -272,11 +272,11 @@ class Reader:
         self.on_close: Callable[[], object] = lambda: None
 
     def take(self, until: float | None = None, seconds: float = 0.0) -> list[Span]:
-        """Return what ended since the last call.
+        """Return the spans that have ended since the last call.
 
         Args:
-            until: leave what ended after this moment, in seconds of the host's clock, to the next call.
-            seconds: how long to wait for what a device has not come to.
+            until: time in seconds of the host's clock; later spans are left to the next call.
+            seconds: longest wait for spans that a device has not completed.
         """
         self._trace.settle(seconds)
         taken = self.unread
@@ -284,7 +284,7 @@ class Reader:
         return taken if until is None else [span for span in taken if span.end <= until]
 
     def close(self) -> None:
-        """Read no more; may be called twice."""
+        """Stop reading; may be called twice."""
         with suppress(ValueError):
             self._trace.readers.remove(self)
             self.on_close()
@@ -298,13 +298,13 @@ REST = "rest"
 
 
 def seconds_by_kind(spans: Iterable[Span], start: float, end: float) -> dict[SpanKind | str, float]:
-    """Divide the time from ``start`` to ``end`` among what a stage did.
+    """Divide the time from ``start`` to ``end`` among a stage's activities.
 
-    Of spans inside each other the innermost counts. Waits inside a drain count as the drain; what runs in the
-    background does not count.
+    Of nested spans the innermost counts. Waits inside of a drain count as the drain; spans in the background do not
+    count.
 
     Returns:
-        Seconds of each kind, and of ``REST``; they add up to ``end - start``.
+        Seconds of each kind and of ``REST``, with the sum ``end - start``.
     """
     seconds: dict[SpanKind | str, float] = {REST: 0.0}
     under_way: list[tuple[SpanKind, float]] = []
@@ -321,7 +321,7 @@ def seconds_by_kind(spans: Iterable[Span], start: float, end: float) -> dict[Spa
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         if span.kind in BACKGROUND:
             continue
-        # What does not lie inside is over: by rounding one span may begin a moment before another ends.
+        # Spans that do not contain this one are over; the tolerance allows for rounding.
         while under_way and under_way[-1][1] < max(span.end, span.start + 1e-9):
             advance(min(under_way[-1][1], span.start))
             under_way.pop()
@@ -336,6 +336,6 @@ def seconds_by_kind(spans: Iterable[Span], start: float, end: float) -> dict[Spa
 
 
 def utilisation(spans: Iterable[Span], start: float, end: float) -> float:
-    """Return the share of the time from ``start`` to ``end`` inside forwards and backwards."""
+    """Return the share of the time from ``start`` to ``end`` in forwards and backwards."""
     seconds = seconds_by_kind(spans, start, end)
     return sum(seconds.get(kind, 0.0) for kind in WORK) / (end - start)

@@ -1,8 +1,8 @@
-"""Nested batches and outputs: walking over their tensors, joining what a step returned, crossing a cut.
+"""Nested batches and outputs: iteration over tensors, merging of step outputs, serialisation at a cut.
 
-What is joined is what the step would have returned for the whole batch. What crosses a cut is taken apart into tensors
-and the tuples, lists and dictionaries around them, which are written as JSON: nothing that comes from another process
-is executed. It has to become on the next stage what it was, so classes of the user's are refused.
+Merged outputs are those that the step would have returned for the whole batch. At a cut, outputs are split into tensors
+and the containers around them, which are sent as JSON, so that nothing from another process is executed. The next stage
+must receive the same objects, so classes of users are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
-    """Yield what nested tuples, lists, mappings and dataclasses hold, in their order; an empty one is a leaf itself."""
+    """Yield the leaves of nested tuples, lists, mappings and dataclasses; an empty container is a leaf."""
     children = [] if isinstance(tree, Tensor) else children_of(tree)
     if not children:
         yield tree
@@ -39,17 +39,17 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return the same nesting with ``function`` applied to every tensor; other leaves are kept."""
+    """Return the same containers with ``function`` applied to every tensor; other leaves are kept."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = lambda node: False) -> Any:
-    """Return the same nesting with ``function`` applied to every leaf.
+    """Return the same containers with ``function`` applied to every leaf.
 
     Args:
-        function: leaf -> what stands in its place.
+        function: leaf -> its replacement.
         tree: nested tuples, lists, mappings and dataclasses.
-        is_leaf: node -> whether a container is taken as a leaf; asked from the outside in.
+        is_leaf: container -> whether it is a leaf; called for outer containers first.
     """
     if isinstance(tree, Tensor) or is_leaf(tree):
         return function(tree)
@@ -66,12 +66,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 
 def is_named_tuple(tree: Any) -> bool:
-    """Return whether it is a tuple whose entries have names, which is made from its entries one by one."""
+    """Return whether an object is a named tuple, whose constructor takes its entries one by one."""
     return isinstance(tree, tuple) and hasattr(tree, "_fields")
 
 
 def children_of(tree: Any) -> list[Any]:
-    """Return the entries of a tuple, list, mapping or dataclass, in their order; of a leaf none."""
+    """Return the entries of a tuple, list, mapping or dataclass, in order; none for a leaf."""
     kind = _kind_of(type(tree))  # type: ignore[arg-type]
     if kind == "":
         return []
@@ -82,7 +82,7 @@ def children_of(tree: Any) -> list[Any]:
     return [getattr(tree, f.name) for f in fields(tree)]
 
 
-@lru_cache(maxsize=4096)  # to ask whether something is a Mapping takes longer than all the rest
+@lru_cache(maxsize=4096)  # isinstance(tree, Mapping) would dominate the cost
 def _kind_of(kind: type) -> str:
     if issubclass(kind, Mapping):
         return "mapping"
@@ -92,26 +92,26 @@ def _kind_of(kind: type) -> str:
 
 
 def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Join the results of the microbatches, in their order.
+    """Merge the results of microbatches, in order.
 
-    * Tensors and numpy arrays are concatenated along their first dimension. Where the other dimensions differ, as
-      after padding to the longest of each microbatch, the list of the microbatches' tensors comes instead.
-    * Tensors without dimensions and numbers are averaged with the weights; integers come as floats, booleans are no
+    * Tensors and numpy arrays are concatenated along their first dimension. If other dimensions differ, as after
+      padding to the longest sample of each microbatch, the result is the list of the microbatches' tensors.
+    * Tensors without dimensions and numbers are averaged with the weights; integers become floats, booleans are not
       numbers.
-    * Mappings are merged key by key into a dictionary. It has the keys of all microbatches; the value of a key is
-      merged from those that have it.
+    * Mappings are merged key by key into a dictionary with the keys of all microbatches; the value of a key is merged
+      from the microbatches that have it.
     * Named tuples are merged entry by entry.
-    * Lists and tuples that hold tensors or arrays, at any depth, and tuples that hold other containers, are merged
-      entry by entry: ``return names, scores``. If they have different lengths, they are concatenated.
+    * Lists and tuples that contain tensors or arrays, at any depth, and tuples that contain other containers, are
+      merged entry by entry: ``return names, scores``. If their lengths differ, they are concatenated.
     * Other lists and tuples, such as one string, number or list of strings per sample, are concatenated.
-    * ``None`` everywhere is ``None``. Anything else (strings, booleans, objects, results of different kinds) comes as
-      the list of the microbatches' results.
+    * If all results are ``None``, so is the merged one. Anything else (strings, booleans, objects, results of different
+      types) becomes the list of the microbatches' results.
 
     Lists and tuples keep their type.
 
     Args:
-        results: one per microbatch that had samples.
-        weights: as many, in any unit; averages leave out what has none, unless nothing has.
+        results: one result per microbatch with samples.
+        weights: weight of each result, in any unit; averages ignore results without weight, unless none has weight.
     """
     if not results or all(result is None for result in results):
         return None
@@ -122,7 +122,7 @@ def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _like_mapping(tree: Mapping, items: dict) -> Any:
-    # A subclass whose constructor takes no mapping (a default dict, a batch class with its own) falls back to a dict.
+    # A subclass whose constructor takes no mapping, such as defaultdict, becomes a dict.
     try:
         return type(tree)(items)  # type: ignore[call-arg]
     except TypeError:
@@ -134,7 +134,7 @@ def _merge_tensors(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tenso
         weighed = _weighed(tensors, weights)
         total = sum(weight for _, weight in weighed)
         return torch.stack([tensor.detach() * (weight / total) for tensor, weight in weighed]).sum()
-    # torch.cat takes tensors of shape (0,) beside those of any other shape.
+    # torch.cat accepts tensors of shape (0,) with those of any other shape.
     fit_together = _same_rows([tensor for tensor in tensors if tensor.shape != (0,)])
     return torch.cat(list(tensors)) if fit_together else list(tensors)
 
@@ -155,7 +155,7 @@ def _merge_numbers(numbers: Sequence[Any], weights: Sequence[float]) -> float | 
 
 
 def _weighed(values: Sequence[T], weights: Sequence[float]) -> list[tuple[T, float]]:
-    # A mean over nothing is NaN, and 0 times NaN is too.
+    # Not a product with 0: a mean over nothing is NaN, and 0 * NaN is NaN.
     return [(v, w) for v, w in zip(values, weights) if w] or [(value, 1.0) for value in values]
 
 
@@ -180,7 +180,7 @@ def _merge_sequences(sequences: Sequence[Any], weights: Sequence[float]) -> Any:
 def _is_structure(sequence: Any) -> bool:
     if is_named_tuple(sequence) or _holds_tensors(sequence):
         return True
-    # A step that returns several things returns a tuple; a list of lists is one list per sample.
+    # A tuple has several results of a step, a list of lists one list per sample.
     return isinstance(sequence, tuple) and any(isinstance(entry, (tuple, list, Mapping)) for entry in sequence)
 
 
@@ -198,30 +198,30 @@ _KINDS: dict[type, Callable[[Sequence[Any], Sequence[float]], Any]] = {
 }
 
 
-# How JSON tells what an entry is; a tensor is null, since its value comes beside.
+# Types of entries in JSON; a tensor is null, as its data are sent apart.
 _VALUE, _TUPLE, _LIST, _DICT = "value", "tuple", "list", "dict"
 _PLAIN = (type(None), bool, int, float, str)
 _TENSORS: set[type] = {Tensor, nn.Parameter}
 
 
 def stands_for_tensors(kind: type) -> None:
-    """Let tensors of a class of torch's own cross a cut: those without memory, which a plan runs stages on."""
+    """Allow tensors of a class of torch at cuts, such as tensors without memory for planning."""
     _TENSORS.add(kind)
 
 
 def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
-    """Take what leaves a stage apart into its tensors, in their order, and the structure around them.
+    """Split a stage's output into its tensors and the structure around them.
 
     Args:
-        output: a tensor, or nested tuples, lists and dictionaries (with strings as keys) of tensors, ``None``, numbers,
+        output: tensor, or nested tuples, lists and dictionaries (with strings as keys) of tensors, ``None``, numbers,
             strings and booleans.
-        layer: name of the layer that returned it, for messages.
+        layer: name of the layer that returned the output, for messages.
 
     Returns:
-        The tensors; and what :func:`unflatten` needs, nothing for a tensor and for a flat tuple of tensors.
+        Tensors in order, and the structure for :func:`unflatten`; empty for a tensor or a flat tuple of tensors.
 
     Raises:
-        ConfigurationError: there is something else in it.
+        ConfigurationError: ``output`` contains another type.
     """
     if type(output) in _TENSORS:
         return (output,), b""
@@ -234,20 +234,20 @@ def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
             raise _CannotCrossError(f"{type(output).__name__} without a tensor")
     except _CannotCrossError as found:
         raise ConfigurationError(
-            f"a layer at a cut returned {found} (layer {layer!r}): what goes on to the next stage must be a tensor, or"
+            f"a layer at a cut returned {found} (layer {layer!r}): the next stage can receive a tensor, or"
             " tuples, lists and dictionaries (with strings as keys) of tensors, None, numbers, strings and booleans;"
-            " return its tensors so, or keep this layer and the next together in one"
+            " return these, or combine this layer and the next into one"
         ) from None
     return tuple(tensors), structure
 
 
 def unflatten(tensors: list[Tensor], structure: bytes) -> Any:
-    """Return what was taken apart: a tuple if there is no structure."""
+    """Return the output that :func:`flatten` split; a tuple if there is no structure."""
     return _read(_parsed(structure), iter(tensors)) if structure else tuple(tensors)
 
 
 class _CannotCrossError(Exception):
-    """Names what cannot be written."""
+    """Output that cannot cross a cut; the message names it."""
 
 
 def _written(node: Any, tensors: list[Tensor]) -> Any:
@@ -267,7 +267,7 @@ def _written(node: Any, tensors: list[Tensor]) -> Any:
 
 @lru_cache(maxsize=64)
 def _parsed(structure: bytes) -> Any:
-    """Read JSON; nearly all messages on a link have the same structure, and nobody changes it."""
+    """Parse JSON; cached, as nearly all messages on a link have the same structure. Do not change the result."""
     return json.loads(structure)
 
 

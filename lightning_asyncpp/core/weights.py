@@ -1,11 +1,10 @@
-"""The two weight versions of PipeDream-2BW, and the gradients taken at them.
+"""Weight versions of PipeDream-2BW, and the gradients taken at them.
 
-Each version is a set of leaf tensors of its own, on which forwards and backwards run; the optimizer's parameters always
-point at the newest version. Re-pointing the data of one set under a live graph instead would silently mix versions.
+Each version has its own leaf tensors, on which forwards and backwards run; the optimizer's parameters share the memory
+of the newest version. Replacing the data of a single set of leaves under a live graph would silently mix versions.
 
-With a compute dtype the versions are kept in it, and the optimizer's parameters are masters beside them, in their own
-dtype: after a step the newest version is written from them. Gradients are then summed over microbatches in the
-masters' dtype, too.
+With a compute dtype the versions have this dtype, and the optimizer's parameters are masters in their own dtype, from
+which the newest version is written after a step. Gradients are then summed over microbatches in the masters' dtype.
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class WeightVersions:
-    """Weights W_v of one stage, with room for ``room`` versions: v lives in slot v % room.
+    """Weights W_v of one stage, at most ``room`` versions: v is in slot v % room.
 
     Args:
-        parameters: name -> the parameter that the optimizer holds; frozen ones are left out, they have no versions.
+        parameters: name -> parameter of the optimizer; frozen ones have no versions and are ignored.
         room: 2 with a delay of one update, 1 without.
-        uses: name of a second (third, ...) layer's use of a parameter -> the parameter's name. Every use has a leaf of
-            its own, with the same memory: so gradients are summed in the same order whether or not the layers live on
-            one stage.
-        buffers: name -> buffer that changes with an update, and so belongs to a version.
-        compute_dtype: of the versions, with the parameters as masters; None: the parameters are the newest version.
+        uses: name of a second (third, ...) layer's use of a parameter -> name of the parameter. Each use has its own
+            leaf with the same memory, so that gradients are summed in the same order for layers on one or on several
+            stages.
+        buffers: name -> buffer that changes with updates, and so is part of each version.
+        compute_dtype: dtype of the versions, with the parameters as masters; default: the parameters are the newest
+            version.
 
     Attributes:
-        has_masters: whether the parameters are masters beside the versions.
-        used_twice: names of the parameters that have several leaves.
-        masters_hold_weights: whether masters are the weights, in their own dtype; a correction may keep them elsewhere.
+        has_masters: whether the parameters are masters.
+        used_twice: names of the parameters with several leaves.
+        masters_hold_weights: whether the masters are the weights in another dtype; with some corrections they are not.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class WeightVersions:
             self._sum_gradients_of_leaves()
 
     def leaves(self, version: int) -> dict[str, Tensor]:
-        """Leaf tensors of version ``version``, the newest or (with room for it) the one before."""
+        """Return the leaf tensors of a version, the newest or (with room for two) the one before."""
         if not self.newest - self.room < version <= self.newest:
             raise RuntimeError(f"weight version {version} is not alive: the newest of {self.room} is {self.newest}")
         return self._slots[version % self.room]
 
     def sum_at(self, version: int) -> dict[str, Tensor]:
-        """Leaf tensors of a version, whose backward adds to the gradients so far, whichever version these are of."""
+        """Return the leaf tensors of a version, after moving the gradients summed so far to them."""
         leaves, slot = self.leaves(version), version % self.room
         if slot != self._summed_at:
             before, self._summed_at = self._slots[self._summed_at], slot
@@ -84,7 +84,7 @@ class WeightVersions:
         return leaves
 
     def take_gradients(self) -> dict[str, Tensor | None]:
-        """Hand over the gradients summed so far and start the sum anew."""
+        """Return the gradients summed so far, and reset the sums."""
         leaves = self._slots[self._summed_at]
         gradients: dict[str, Tensor | None] = {}
         for name in self.parameters:
@@ -96,43 +96,43 @@ class WeightVersions:
         return gradients
 
     def gradients_apart(self, name: str) -> list[Tensor]:
-        """The gradients of a parameter's uses that there are, summed so far; the last layer's first.
+        """Return the gradients of a parameter's uses summed so far, the last layer's first.
 
-        In this order they are added, and not the other way round: so do stages that share a parameter, the last of
-        which is the first to have its gradient.
+        They are added in this order, as by stages that share a parameter, of which the last completes its gradient
+        first.
         """
         uses = [name, *self._uses_of.get(name, ())]
         gradients = [self.gradient(use) for use in reversed(uses)]
         return [gradient for gradient in gradients if gradient is not None]
 
     def gradient(self, name: str) -> Tensor | None:
-        """The gradient of a leaf that was summed so far."""
+        """Return the gradient of a leaf summed so far."""
         return self._sums.get(name) if self.has_masters else self._slots[self._summed_at][name].grad
 
     def compute_weights(self) -> dict[nn.Parameter, Tensor] | None:
-        """Parameter -> where the optimizer's step is to write the newest version; None without masters."""
+        """Return parameter -> tensor of the newest version, to be written after a step; None without masters."""
         if not self.has_masters:
             return None
         slot = self._slots[self.newest % self.room]
         return {parameter: slot[name].data for name, parameter in self.parameters.items()}
 
     def for_evaluation(self) -> dict[str, Tensor] | None:
-        """Leaf tensors of the newest version where they are not the module's own."""
+        """Return the leaf tensors of the newest version; None if they are the module's parameters."""
         return self.leaves(self.newest) if self.has_masters else None
 
     def shown(self) -> dict[str, Tensor]:
-        """Return the master weights of the newest version by name; none if the module holds them itself."""
+        """Return the weights of the newest version by name; none if the module holds them itself."""
         if not self.has_masters:
             return {}
         leaves = self.leaves(self.newest)
         return {name: leaves[name].detach() for name in (*self.parameters, *self._uses)}
 
     def advance(self) -> dict[nn.Parameter, Tensor] | None:
-        """Make W_{v+1}, equal to the newest W_v, the newest version: the optimizer then steps on it.
+        """Add version W_{v+1}, a copy of the newest W_v, on which the optimizer then steps.
 
         Returns:
-            parameter -> its weights W_v, which stay alive as the older version; None with room for one version, and
-            with masters.
+            Parameter -> its weights W_v, the older version from now on; None with room for one version, or with
+            masters.
         """
         self.newest += 1
         if self.room == 1:
@@ -146,22 +146,22 @@ class WeightVersions:
         return None if self.has_masters else {p: before[name] for name, p in self.parameters.items()}
 
     def older(self) -> dict[str, Tensor] | None:
-        """Weights of the version before the newest, name -> tensor; None if there is only one."""
+        """Return the weights of the version before the newest by name; None if there is only one."""
         if self.room == 1 or self.newest == 0:
             return None
         slot = self._slots[(self.newest - 1) % self.room]
         return {name: leaf.detach() for name, leaf in slot.items() if name not in self._uses}
 
     def masters(self) -> dict[str, Tensor] | None:
-        """The parameters, name -> tensor, where they are masters."""
+        """Return the masters by name; None without masters."""
         if not self.has_masters:
             return None
         return self._released or {name: p.detach() for name, p in self.parameters.items()}
 
     def release_masters(self) -> None:
-        """Let the module have the weights that were trained and validated, where they are not its masters, rounded.
+        """Replace masters in the module by the newest version if they differ from it by more than rounding.
 
-        Error Feedback moves masters along another trajectory. They are kept for who saves the run afterwards.
+        With Error Feedback masters follow another trajectory. They are kept for checkpoints after the run.
         """
         if not self.has_masters or self._released:
             return
@@ -172,7 +172,7 @@ class WeightVersions:
                 parameter.data = weights.detach().to(parameter.dtype)
 
     def to_host(self) -> None:
-        """Bring all versions to the host, where the module is by now: nothing is computed on them any more."""
+        """Move all versions to the host, after the module and the last computation."""
         for slot in self._slots:
             for leaf in slot.values():
                 leaf.data = on_host(leaf)
@@ -182,9 +182,9 @@ class WeightVersions:
     def restore(
         self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Take the parameters and buffers, as they were just loaded, for version ``newest``, ``older`` for the last.
+        """Set version ``newest`` from the loaded parameters and buffers, and the version before it from ``older``.
 
-        With masters, these are put into the parameters afterwards; without a value they are that version.
+        Afterwards ``masters`` are copied into the parameters; parameters without an entry stay the newest version.
         """
         values = {name: tensor.detach().clone() for name, tensor in self._owned()}
         self.newest = newest
@@ -199,31 +199,31 @@ class WeightVersions:
         self.note_step()
 
     def note_step(self) -> None:
-        """The optimizer has stepped: from now on others write."""
+        """Record that the optimizer has stepped, so that :meth:`adopt` finds later writes."""
         if self.has_masters:
             self._master_writes = self._writes_to_masters()
 
     @torch.no_grad()
     def adopt(self, unseen: bool = False) -> None:
-        """Make what others put into the parameters since the last update part of the newest version.
+        """Copy changes of the parameters since the last update into the newest version.
 
         Args:
-            unseen: somebody may have written into them in a way that their version counters do not show.
+            unseen: whether masters may have changed without their version counters.
 
         Raises:
-            ConfigurationError: they are masters that do not hold the weights.
+            ConfigurationError: the parameters are masters that do not hold the weights.
         """
         newest = self._slots[self.newest % self.room]
         if not self.has_masters:
             for name, parameter in self.parameters.items():
-                if parameter.data_ptr() != newest[name].data_ptr():  # other memory was put in
+                if parameter.data_ptr() != newest[name].data_ptr():  # the parameter has other memory
                     newest[name].copy_(parameter.detach())
                     parameter.data = newest[name].data
         elif self._writes_to_masters() != self._master_writes or (unseen and self.masters_hold_weights):
             if not self.masters_hold_weights:
                 raise ConfigurationError(
                     "weights were changed outside the optimizer's step: with weight_dtype='bf16' and this optimizer the"
-                    " parameters are masters on another trajectory, and not the weights; leave weight_dtype out"
+                    " parameters are masters that differ from the weights; leave weight_dtype out"
                 )
             if self.parameters:
                 masters = [parameter.detach() for parameter in self.parameters.values()]
@@ -237,7 +237,7 @@ class WeightVersions:
         return [*self.parameters.items(), *self.buffers.items()]
 
     def _slot(self, copied: bool) -> dict[str, Tensor]:
-        """Leaves of a version: with the memory of the parameters and buffers, or with a copy of it."""
+        """Return the leaves of a version, with the memory of the parameters and buffers or with copies."""
         slot = {name: p.data.clone() if copied else p.data for name, p in self._owned()}
         if self.has_masters:
             slot |= {name: p.data.to(self.compute_dtype, copy=True) for name, p in self.parameters.items()}
@@ -246,7 +246,7 @@ class WeightVersions:
         return leaves | {name: slot[name].detach() for name in self.buffers}
 
     def _show_newest(self) -> None:
-        """Let the module's parameters, unless they are masters, and buffers have the memory of the newest version."""
+        """Point the module's buffers, and its parameters unless they are masters, at the newest version's memory."""
         newest = self._slots[self.newest % self.room]
         for name, tensor in self.buffers.items() if self.has_masters else self._owned():
             tensor.data = newest[name].data
@@ -261,7 +261,7 @@ class WeightVersions:
 
 
 def _take_gradient(sums: dict[str, Tensor], name: str, dtype: torch.dtype, leaf: Tensor) -> None:
-    """Add the gradient that a backward has just left on a leaf to the sum in a wider dtype."""
+    """Move a leaf's gradient into the sum in the masters' dtype."""
     assert leaf.grad is not None
     gradient, leaf.grad = leaf.grad, None
     if name in sums:
@@ -271,7 +271,7 @@ def _take_gradient(sums: dict[str, Tensor], name: str, dtype: torch.dtype, leaf:
 
 
 def sum_of(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Their sum from left to right; None if there are none."""
+    """Return the sum of gradients from left to right; None if there are none."""
     return functools.reduce(torch.add, gradients) if gradients else None
 
 

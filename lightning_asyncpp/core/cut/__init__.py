@@ -1,1 +1,1 @@
-"""From a model to its stage: units, partition, what other stages hold, pruned."""
+"""Cut of a model into stages: units, partition, and removal of other stages' layers."""

@@ -1,7 +1,7 @@
-"""Averages of a model's weights: they are cut like the model, so each stage averages its own layers with themselves.
+"""Averages of a model's weights, which are cut like the model.
 
-What updates an average walks through its parameters and the model's side by side. A copy of the whole model beside one
-stage of it would average layers with other layers, without an error where the shapes agree.
+An average is updated by pairing its parameters with the model's, in order. If only the model were cut, layers would be
+averaged with other layers, without an error if shapes agree.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _UPDATES = ("update_parameters", "update")
 
 
 class Averages:
-    """The averages of a model that is about to be cut, in the module around it and in callbacks.
+    """Averages of a model, in the module around it and in callbacks; create it before the cut.
 
     Args:
-        model: what is about to be cut.
-        root: the module around it.
-        others: averages that are no part of it, such as a callback's; of the model or of the module around it.
+        model: model that will be cut.
+        root: module around the model.
+        others: averages outside of ``root``, such as a callback's, of the model or of ``root``.
     """
 
     def __init__(self, model: nn.Module, root: nn.Module | None, others: Iterable[AveragedModel] = ()) -> None:
@@ -43,16 +43,16 @@ class Averages:
             elif type(other.module) is type(root):
                 self.networks += [other.module.get_submodule(name) for name in (*own, *inside)]
         for network in self.networks:
-            network.requires_grad_(False)  # nobody trains them
+            network.requires_grad_(False)  # averages are not trained
 
     def cut(self, pruned: Pruned) -> None:
-        """Take out of all of them what is gone from the model."""
+        """Prune the averages like the model."""
         for network in self.networks:
             inside = self._root is not None and any(module is network for module in self._root.modules())
             pruned.prune_alike(self._root if inside and self._root is not None else network, network, self._model)
 
     def fill(self) -> None:
-        """Give averages of a model that had no memory yet the weights that it has now."""
+        """Copy the model's weights into averages on the meta device."""
         for network in self.networks:
             for own, copy in zip(self._model.modules(), network.modules()):
                 for kind in ("named_parameters", "named_buffers"):
@@ -64,13 +64,13 @@ class Averages:
 
 
 def averages_in(holders: Iterable[Any]) -> Iterator[AveragedModel]:
-    """The averages that objects, such as callbacks, have as attributes."""
+    """Yield the averages among the attributes of objects, such as callbacks."""
     for holder in holders:
         yield from (value for value in vars(holder).values() if isinstance(value, AveragedModel))
 
 
 def _averages(module: nn.Module, model: nn.Module, signature: list[Any]) -> bool:
-    """Return whether a module holds an average of the model as its ``module``, as torch's and timm's do."""
+    """Return whether a module has an average of the model as ``module``, like torch's and timm's classes."""
     network = getattr(module, "module", None)
     known = isinstance(module, AveragedModel) or any(callable(getattr(module, name, None)) for name in _UPDATES)
     return known and isinstance(network, nn.Module) and _is_alike(network, model, signature)

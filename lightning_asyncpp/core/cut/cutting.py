@@ -1,4 +1,4 @@
-"""Cutting a model to one stage: its modules stay where they are, and hold nothing of what lives on other stages."""
+"""Reduction of a model to one stage: modules stay in place, without the tensors of other stages."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def cut(
 ) -> Stage:
     """Keep the units of stage ``index`` of a model, materialise their meta tensors, and prune the other units.
 
-    A model that was cut the same way before, for another Trainer of this process, is taken as it is.
+    A model that was already cut in the same way, for another Trainer of this process, is used as it is.
 
     Args:
-        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``; it is changed in place.
-        index: the stage, 0 first.
+        model: ``nn.Sequential`` or module with ``pipeline_layers()``, changed in place.
+        index: index of the stage.
         num_stages: number of stages.
-        seed: the run's seed, from which meta tensors are initialised.
-        device: where they are allocated.
-        root: the module around it, whose other parameters nobody would train.
-        counts: units on each stage; None spreads those with parameters evenly.
+        seed: seed of the run, for the initialisation of meta tensors.
+        device: device of materialised tensors.
+        root: module around the model, which must have no other trainable parameters.
+        counts: number of units on each stage; default: units with parameters are spread evenly.
 
     Raises:
-        ConfigurationError: the model cannot be cut; all reasons are named.
+        ConfigurationError: the model cannot be cut; the message has all reasons.
     """
     units, around = pipeline_units(model), model if root is None else root
     whole = whole_before(model, index, num_stages)
@@ -56,8 +56,8 @@ def cut(
     elif counts is not None and tuple(counts) != whole.counts:
         raise ConfigurationError(
             f"the model was already cut with partition={list(whole.counts)} and cannot be cut with"
-            f" partition={list(counts)}: use the same, or build the module anew; a checkpoint, which holds all stages,"
-            " brings its weights back"
+            f" partition={list(counts)}: use the same, or build the module anew and load its weights from a checkpoint,"
+            " which has those of all stages"
         )
     elif problems := ownership_problems(around, units):
         raise ConfigurationError.from_problems(problems)
@@ -66,21 +66,21 @@ def cut(
 
 
 def whole_before(model: nn.Module, index: int, num_stages: int) -> WholeModel | None:
-    """Return what is known of a model that was cut before; None if it is whole.
+    """Return the description of a model that was cut before; None if it is whole.
 
     Args:
         model: the model.
-        index: the stage that is to be cut.
+        index: index of the stage to be cut.
         num_stages: number of stages.
 
     Raises:
-        ConfigurationError: it was cut for another number of stages, or another stage of it is here.
+        ConfigurationError: the model was cut for another number of stages or to another stage.
     """
     whole = whole_of(model)
     if whole is not None and (len(whole.counts), whole.pruned.stage) != (num_stages, index):
         raise ConfigurationError(
-            f"the model was already cut for {len(whole.counts)} stages and cannot be cut for {num_stages}, or not"
-            " at the same place: build the module anew; a checkpoint, which holds all stages, brings its weights back"
+            f"the model was already cut for {len(whole.counts)} stages and cannot be cut for {num_stages}, or to"
+            " another stage: build the module anew and load its weights from a checkpoint, which has all stages"
         )
     return whole
 
@@ -88,7 +88,7 @@ def whole_before(model: nn.Module, index: int, num_stages: int) -> WholeModel | 
 def _prune(
     model: nn.Module, index: int, seed: int, device: torch.device, root: nn.Module, counts: Sequence[int]
 ) -> WholeModel:
-    """Give what this stage holds its values, and take out of the module what it does not hold."""
+    """Materialise the tensors of this stage, and remove those of other stages from the module."""
     units = pipeline_units(model)
     problems = ownership_problems(root, units) + meta_problems(root, units) + collective_problems(units)
     if problems:
@@ -102,8 +102,8 @@ def _prune(
     if (as_it_is := cut_of(model)) is not None:
         kept |= set(buffers_everywhere(model, as_it_is))
     others = [units[position] for position in range(len(units)) if position not in own]
-    # Layers of other stages that share weights with this one's hold nothing either; but the code of a model that is cut
-    # as it is may use any module on any stage.
+    # Layers of other stages lose parameters that they share with this stage, too. Not if the model's own forward runs
+    # on every stage, as its code may use any module.
     own_modules = {module for position in own for module in units[position].module.modules()}
     modules = {module for unit in others for module in unit.module.modules()} if as_it_is is None else set()
     gone = [t for unit in others for t in _tensors_of(unit) if t not in kept]
@@ -118,7 +118,7 @@ def _tensors_of(unit: Unit) -> list[Tensor]:
 
 
 def _sharing_with(units: list[Unit], own: range) -> list[int]:
-    """Units of other stages that share parameters with this one's: what they hold in common, all must initialise."""
+    """Return the units of other stages that share parameters with this one, which must all be initialised alike."""
     held = {id(parameter) for position in own for parameter in units[position].module.parameters()}
     others = (position for position in range(len(units)) if position not in own)
     return [p for p in others if any(id(parameter) in held for parameter in units[p].module.parameters())]
@@ -129,23 +129,23 @@ def materialize(
 ) -> None:
     """Allocate and initialise the meta tensors of the chosen units; real tensors are kept as they are.
 
-    Unit i is initialised under generators seeded from (seed, i): its values do not depend on which other units live in
-    this process. Within a unit, ``reset_parameters()`` of every module that held meta tensors is called, children
-    before parents. A parameter shared by several modules stays shared.
+    Unit i is initialised with generators seeded from (seed, i), so its values do not depend on the other units of this
+    process. Within a unit, ``reset_parameters()`` is called for every module that had meta tensors, children before
+    parents. Shared parameters stay shared.
 
     Args:
-        units: all units of the model, in order; each has ``name`` and ``module``.
-        indices: which of them to materialise.
-        seed: the run's seed.
-        device: where the tensors are allocated.
-        root: what may have other names for what is in the units.
+        units: all units of the model, in order.
+        indices: indices of the units to be materialised.
+        seed: seed of the run.
+        device: device of the new tensors.
+        root: module that may have other references to tensors of the units.
 
     Raises:
-        ConfigurationError: a floating-point tensor was left without a value, with the names of all such tensors.
+        ConfigurationError: floating-point tensors were not initialised; the message has their names.
     """
     replaced: dict[Tensor, Tensor] = {}
     problems: list[str] = []
-    for index in sorted(indices):  # a parameter that several units share has the last one's word, on every stage
+    for index in sorted(indices):  # on every stage the last unit sets a shared parameter
         unit = units[index]
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
         if not modules:
@@ -167,7 +167,7 @@ def materialize(
 
 
 def _replace_meta(module: nn.Module, replaced: dict[Tensor, Tensor], device: torch.device) -> bool:
-    """Give the meta tensors that ``module`` itself owns memory; returns whether there were any."""
+    """Allocate the meta tensors that ``module`` itself owns; return whether there were any."""
     found = False
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter.is_meta and parameter not in replaced:
@@ -185,7 +185,7 @@ def _replace_meta(module: nn.Module, replaced: dict[Tensor, Tensor], device: tor
 
 
 def _blank(like: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor; floating-point numbers are NaN, so that what no initialiser sets can be told."""
+    """Return memory for a tensor, filled with NaN if floating point, to detect values that no initialiser sets."""
     return torch.full(like.shape, float("nan") if _is_float(like) else 0, dtype=like.dtype, device=device)
 
 
@@ -194,7 +194,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _with_parents(unit: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
-    """Modules of the unit whose tensors were all replaced, children before parents."""
+    """Return the modules of the unit whose tensors were all replaced, children before parents."""
     fresh = {id(module) for module in modules}
 
     def entirely_fresh(module: nn.Module) -> bool:

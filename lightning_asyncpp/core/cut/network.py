@@ -1,4 +1,4 @@
-"""The network that a pipeline cuts: an attribute of the user's module, or the module itself."""
+"""Network that a pipeline cuts: an attribute of the user's module, or the module itself."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 class OwnForward(nn.Module):
-    """The network of a module that is one itself, and whose steps call ``self(...)``.
+    """Network of a LightningModule whose steps call ``self(...)``.
 
-    It has the same submodules, parameters, buffers and mode, under the same names.
+    It shares the module's submodules, parameters, buffers and training mode.
 
     Args:
-        module: a LightningModule.
+        module: the LightningModule.
 
     Attributes:
-        of: the module, no submodule of this one.
+        of: the LightningModule, which is not registered as a submodule.
     """
 
     of: nn.Module
@@ -36,7 +36,7 @@ class OwnForward(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The mode of the module."""
+        """Training mode of the module."""
         return self.of.training
 
     @training.setter
@@ -48,38 +48,40 @@ class OwnForward(nn.Module):
         return getattr(vars(self)["of"], name) if name in _OF_CUTS else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the module's class, even if the object has a ``forward`` of its own."""
+        """Run the forward of the module's class, even if the object has an attribute ``forward``."""
         return type(self.of).forward(self.of, *args, **kwargs)
 
 
 def called_by_steps(network: nn.Module) -> nn.Module:
-    """Return the module that a step calls, whose attributes ``forward`` reads and sets."""
+    """Return the module that steps call."""
     return network.of if isinstance(network, OwnForward) else network
 
 
 def class_name(network: nn.Module) -> str:
-    """The name of the class that the user wrote."""
+    """Return the name of the user's class."""
     return type(called_by_steps(network)).__name__
 
 
 USUAL = "model"
 CUT = "_pipeline_whole"
-"""Attribute of a model that was cut: what is known of the whole."""
+"""Attribute of a model that was cut, with the description of the whole model."""
 _KEPT_AS = "_pipeline_network"
 _CALLS_ITSELF = r"\b{0}\s*\(|\b{0}\.forward\s*\("
 
 
 def network_name(module: nn.Module) -> str:
-    """The attribute that holds it: ``model``, or the only one with parameters, those that are trained before others.
+    """Return the name of the network's attribute: ``model``, or the only child with (trainable) parameters.
 
     Args:
-        module: a LightningModule; cut or whole.
+        module: LightningModule, cut or whole.
 
     Returns:
-        The name; ``model`` where none is there yet, or several could be.
+        Name of the attribute; ``model`` if there is no candidate or several.
     """
     if isinstance(usual := getattr(module, USUAL, None), nn.Module):
-        return next((name for name, child in module.named_children() if child is usual), USUAL)  # of a property's
+        return next(
+            (name for name, child in module.named_children() if child is usual), USUAL
+        )  # model may be a property
     for holds in (_is_cut, _trains, _has_parameters):
         if names := _children(module, holds):
             is_only = len(names) == 1 and not _own(module)
@@ -89,11 +91,11 @@ def network_name(module: nn.Module) -> str:
 
 
 def network_in(module: nn.Module | None) -> nn.Module | None:
-    """The network itself; None where there is none."""
+    """Return the network of a LightningModule; None if it has none."""
     if module is None:
         return None
     own: nn.Module | None = vars(module).get(_KEPT_AS)
-    # Also when it is cut, and there is but one attribute left, or one of another stage, or all others were frozen.
+    # The choice is kept, since a cut or freezing may leave a single other candidate.
     network = getattr(module, network_name(module) if own is None else USUAL, None)
     if isinstance(network, nn.Module):
         return network
@@ -128,7 +130,7 @@ def no_network(module: nn.Module) -> str:
 
 
 def _is_network(module: nn.Module) -> bool:
-    """Return whether it has weights and a forward of its own, which its steps call."""
+    """Return whether a module has parameters, and steps that call the user's ``forward``."""
     return _is_own(type(module).forward) and _has_parameters(module) and _calls_itself(module)
 
 
@@ -137,19 +139,19 @@ def _is_own(method: Callable[..., Any]) -> bool:
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Return whether a step, or what it may call, says ``self(...)``; True if the source of none can be read."""
+    """Return whether a user's method calls ``self(...)``; True if no source can be read."""
     answers = []
     for method in _own_methods(type(module)):
         try:
             itself = next(iter(inspect.signature(method).parameters))
             answers.append(re.search(_CALLS_ITSELF.format(re.escape(itself)), inspect.getsource(method)) is not None)
-        except (OSError, TypeError, StopIteration):  # made at a prompt, or a function of nothing
+        except (OSError, TypeError, StopIteration):  # defined at a prompt, or without arguments
             continue
     return any(answers) or not answers
 
 
 def _own_methods(kind: type) -> Iterator[Callable[..., Any]]:
-    """The methods that users wrote, also of classes that theirs derives from: steps often share one, ``_step``."""
+    """Yield the methods that users wrote, including inherited ones."""
     for name in {name for part in kind.__mro__ for name in vars(part)} - {"forward"}:
         method = inspect.getattr_static(kind, name)
         if inspect.isfunction(method) and _is_own(method):
@@ -161,7 +163,7 @@ def _children(module: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str
 
 
 def _own(module: nn.Module) -> list[str]:
-    """Parameters that are held by the module itself."""
+    """Return the names of parameters that the module itself has."""
     return [name for name, _ in module.named_parameters(recurse=False)]
 
 

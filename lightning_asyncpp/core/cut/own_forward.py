@@ -1,14 +1,14 @@
-"""A stage that runs the model's own ``forward``, where a model was cut as it is.
+"""Stage that runs the model's own ``forward``, for models without ``pipeline_layers()``.
 
 Blocks of earlier stages do not run, and the forward ends where the next stage begins. Code around and between blocks
-runs on every stage that reaches it, on what it computes itself, on what arrived, or on zeros that nobody looks at. What
-arrives beside the arguments of the call is one of two things:
+runs on every stage that reaches it, with values that it computes, values that were received, or zeros that are not
+used. Besides the arguments of the call, a stage receives one of two kinds of values:
 
-* Outputs of earlier blocks, which return them. Unit i is the block of that number with the code before it, and one unit
-  more is the code behind the last. All chains of blocks are cut so, and forwards with skips (U-Nets).
-* What the stage's first block takes: its inputs are filled in place, so that code which uses them once more finds the
-  same. Unit i is the block with the code behind it. Of ``x = x + block(x)`` one tensor crosses a cut so, not what all
-  blocks returned; of an encoder and a decoder what the decoder's blocks take.
+* Outputs of earlier blocks, which those blocks then return. Unit i is block i with the code before it, and one more
+  unit is the code after the last block. Chains of blocks and forwards with skip connections (U-Nets) are cut so.
+* Inputs of the stage's first block, which are overwritten in place, so that later uses of them have the same values.
+  Unit i is block i with the code after it. With ``x = x + block(x)`` only one tensor crosses a cut instead of the
+  outputs of all blocks; with an encoder and a decoder, the inputs of the decoder's block.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lightning_asyncpp.core.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
 Entered = Callable[[int], None]
-"""Called with the number of a unit when its code begins."""
+"""Function called with the number of a unit when its code begins."""
 
 
 class Members(nn.Module):
-    """Holds parts of a model, under the names that they have there.
+    """Container of parts of a model, under the same names.
 
     Args:
-        model: whose parts they are.
-        names: of submodules, parameters and buffers; none of them is in another one.
+        model: the model.
+        names: names of submodules, parameters and buffers, none of which contains another.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -62,15 +62,16 @@ class OwnForwardCut:
     """Possible cuts of a model whose own ``forward`` runs on every stage: its ``pipeline_layers``.
 
     Attributes:
-        blocks: names, in the order of their calls.
-        around: of every unit, names of parameters and buffers that its code uses beside its block.
-        outputs: of every block, the shape of the first tensor of real numbers that it took with the example; and what
-            it returned, with tensors on the meta device.
-        crossing: of every unit, what crosses a cut in front of it: numbers of earlier blocks, whose outputs do; with
-            ``by_inputs`` positions among all that its block takes.
-        by_inputs: whether what blocks take crosses.
-        blank: positions and names of arguments whose real numbers no stage but the first one needs.
-        is_exact: whether gradients are added in the order of the whole model: no value is used on several stages.
+        blocks: names of the blocks, in the order of their calls.
+        around: for each unit, names of parameters and buffers that its code uses besides its block.
+        outputs: for each block, the shape of its first floating-point input in the example, and its output with tensors
+            on the meta device.
+        crossing: for each unit, values that cross a cut before it: numbers of earlier blocks, for their outputs; or,
+            with ``by_inputs``, positions among the inputs of its block.
+        by_inputs: whether inputs of blocks cross cuts instead of outputs.
+        blank: positions and names of arguments whose floating-point values only the first stage needs.
+        is_exact: whether gradients are added in the same order as in the whole model, as no value is used on several
+            stages.
     """
 
     blocks: tuple[str, ...]
@@ -82,30 +83,30 @@ class OwnForwardCut:
     is_exact: bool = False
 
     def __call__(self) -> list[Any]:
-        """Nothing that could be applied one after the other."""
-        raise ConfigurationError("this model was cut as it is: its own forward runs on every stage")
+        """Raise, since there are no layers to be applied in order."""
+        raise ConfigurationError("this model has no pipeline_layers(): its own forward runs on every stage")
 
     @property
     def num_units(self) -> int:
-        """One more than blocks, or as many."""
+        """Number of units: one more than blocks, or with ``by_inputs`` as many."""
         return len(self.around)
 
     def names_of(self, unit: int) -> list[str]:
-        """Names of what a unit holds."""
+        """Return the names of a unit's parameters, buffers and block."""
         return [*self.around[unit], *self.blocks[unit : unit + 1]]
 
 
 class OwnForwardStage:
-    """Runs some units of a model in its own forward.
+    """Run of some units of a model in its own forward, with tensors without memory in place of others' weights.
 
     Args:
-        model: the whole model, or one whose pruned parts are shown.
-        cut: how it may be cut.
-        first, end: its units are ``range(first, end)``. Meanwhile tensors without memory stand where other units'
-            weights are.
-        device: where they stand.
-        dtype: of those of real numbers; None: their own.
-        has_all: whether other units' weights are here, too.
+        model: whole model, or pruned one whose pruned parts are shown.
+        cut: possible cuts of the model.
+        first: first unit of the stage.
+        end: one past the last unit of the stage.
+        device: device of the tensors without memory.
+        dtype: dtype of those with floating point; default: their own.
+        has_all: whether this process has the weights of all units.
     """
 
     def __init__(
@@ -121,15 +122,15 @@ class OwnForwardStage:
         self._kinds = [(block, type(block), _steered(cast(Any, type(block)))) for block in blocks]
         self._stand_ins = [] if has_all else list(self._standing_for_others(model, dtype))
         self._sends = cut.crossing[end] if end < cut.num_units else frozenset()
-        # Of a forward: who is told of units; what arrived and what is to leave, by the numbers in the cut's crossing.
+        # Of the running forward: callback for units; values received and to be sent, by the numbers in cut.crossing.
         self._entered: Entered = lambda unit: None
         self._arrived: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
 
     def _standing_for_others(self, model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Place, Tensor]]:
-        """Places of what other units hold alone, and tensors for them.
+        """Yield the places of tensors that only other units have, with replacements.
 
-        Buffers around blocks may be written to, such as running means; who reads one there gets no number.
+        Buffers around blocks may be written, such as running means, and so need memory; their values are invalid.
         """
         held = [Members(model, self.cut.names_of(unit)) for unit in range(self.cut.num_units)]
         tensors = [{id(tensor) for tensor in (*part.parameters(), *part.buffers())} for part in held]
@@ -148,11 +149,12 @@ class OwnForwardStage:
         """Run the units.
 
         Args:
-            args, kwargs: of the model; behind the first stage the only one is what the stage before returned.
-            entered: told of each unit.
+            args: arguments of the model; after the first stage only the output of the previous stage.
+            kwargs: keyword arguments of the model; empty after the first stage.
+            entered: function called when each unit begins.
 
         Returns:
-            What the model returns; before the last stage what the next one takes.
+            Output of the model on the last stage, else the argument of the next stage.
         """
         arrived: Mapping[str, Any] = {}
         if self.first:
@@ -165,7 +167,7 @@ class OwnForwardStage:
         output = None
         try:
             with suppress(_Reached), self._steering():
-                self._entered(0)  # code around blocks of earlier units runs, and draws, here, too
+                self._entered(0)  # code around earlier blocks also runs here, and draws random numbers
                 output = self._forward(*given[0], **given[1])
             if self.cut.by_inputs and self._arrived:
                 raise self._not_called(self.first)
@@ -174,7 +176,7 @@ class OwnForwardStage:
             self._arrived, self._made = {}, {}
 
     def _leaving(self) -> dict[str, Any]:
-        """Return the values for the next stage beside the arguments."""
+        """Return the values for the next stage besides the arguments."""
         if missing := sorted(self._sends - self._made.keys()):
             raise self._not_called(self.end if self.cut.by_inputs else missing[0])
         return {str(at): self._made[at] for at in sorted(self._sends)}
@@ -188,7 +190,7 @@ class OwnForwardStage:
     def _sent(self, key: int | str, value: Any) -> Any:
         """Return a copy of an argument for the next stage, as the forward may change the argument in place.
 
-        For real numbers that no later stage needs it is an empty tensor, which tells their shape.
+        Floating-point values that later stages do not need become an empty tensor with their shape.
         """
         is_blank = key in self.cut.blank and not self.first
         return map_tensors(
@@ -196,7 +198,7 @@ class OwnForwardStage:
         )
 
     def _given(self, key: int | str, value: Any) -> Any:
-        """Return an argument as the forward of a later stage gets it."""
+        """Return an argument for the forward of a later stage."""
         if key not in self.cut.blank:
             return value
         return map_tensors(lambda t: t.new_zeros(()).expand(t.shape[1:]) if t.is_floating_point() else t, value)
@@ -205,12 +207,12 @@ class OwnForwardStage:
 
     @contextmanager
     def _steering(self) -> Iterator[None]:
-        """Have the blocks ask this stage what to do; they stay the objects that they are."""
+        """Redirect calls of the blocks to :meth:`call`, by a change of their classes."""
         fast = torch.backends.mha.get_fastpath_enabled()
         originals = [place.table[place.key] for place, _ in self._stand_ins]
         _UNDER_WAY.append(self)
         try:
-            torch.backends.mha.set_fastpath_enabled(False)  # it takes the weights of blocks that other stages may have
+            torch.backends.mha.set_fastpath_enabled(False)  # it would read weights of other stages' blocks
             for block, _, steered in self._kinds:
                 object.__setattr__(block, "__class__", steered)
             for place, stand_in in self._stand_ins:
@@ -225,7 +227,7 @@ class OwnForwardStage:
                 place.table[place.key] = original
 
     def call(self, kind: type, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a call of a block."""
+        """Run or replace a call of a block, and return the output."""
         number, by_inputs = self._numbers[block], self.cut.by_inputs
         if number >= self.end:
             if by_inputs and number == self.end:
@@ -245,12 +247,12 @@ class OwnForwardStage:
         return output if by_inputs else self._behind(number, output)
 
     def _fill(self, taken: Sequence[Any]) -> None:
-        """Fill what this stage's first block takes with what arrived."""
+        """Copy received values into the inputs of this stage's first block."""
         for at, value in self._arrived.items():
             if not isinstance(taken[at], Tensor) or (taken[at].shape, taken[at].dtype) != (value.shape, value.dtype):
                 raise ConfigurationError(
-                    f"{self.cut.blocks[self.first]} takes tensors of other shapes or dtypes where blocks before it have"
-                    " not run than where they have: give the model pipeline_layers()"
+                    f"{self.cut.blocks[self.first]} takes tensors of other shapes or dtypes if blocks before it have"
+                    " not run: give the model pipeline_layers()"
                 )
             taken[at].detach_().copy_(value)
         self._arrived = {}
@@ -258,7 +260,7 @@ class OwnForwardStage:
     def _behind(self, number: int, output: Any) -> Any:
         """Keep an output that crosses a cut, and end the forward after the last block of this stage.
 
-        Code behind a block gets a copy of what goes on, since it may change that in place.
+        Code after the block gets a copy, since it may change the output in place.
         """
         if number in self._sends:
             self._made[number] = output
@@ -268,7 +270,7 @@ class OwnForwardStage:
         return map_tensors(Tensor.clone, output) if number in self._sends else output
 
     def _zeros(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return zeros for an unused output of an earlier stage's block, of the example's shape scaled to the batch."""
+        """Return zeros in place of an earlier block's output, with the shape of the example scaled to the batch."""
         taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), None)
         example, output = self.cut.outputs[number]
 
@@ -285,35 +287,35 @@ class OwnForwardStage:
 
 
 class _Reached(BaseException):
-    """Ends a forward where the next stage begins."""
+    """End of a forward, where the next stage begins."""
 
 
-_UNDER_WAY: list[OwnForwardStage] = []  # the one that runs
+_UNDER_WAY: list[OwnForwardStage] = []  # the running one is last
 
 
 @functools.cache
 def _steered(kind: Any) -> Any:
-    """A class of blocks whose calls go through the stage that runs."""
+    """Return a subclass of a block's class whose calls go through the running stage."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         return _UNDER_WAY[-1].call(kind, self, args, kwargs)
 
     steered = type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
     if "forward" in vars(steered):
-        delattr(steered, "forward")  # transformers gives every class of layers one that checkpoints: once is enough
+        delattr(steered, "forward")  # transformers adds one that checkpoints to each class; the base has it already
     return steered
 
 
 def _mapped(
     function: Callable[[int | str, Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments with a function of each one's position or name, and of itself, in their places."""
+    """Return arguments with ``function(position or name, argument)`` in place of each."""
     named = {name: function(name, value) for name, value in kwargs.items()}
     return [function(at, value) for at, value in enumerate(args)], named
 
 
 def buffers_everywhere(model: nn.Module, cut: OwnForwardCut) -> list[Tensor]:
-    """Buffers around the blocks that no unit changes: every stage has them, also where blocks hold them, too."""
+    """Return the buffers around blocks that no unit changes, which every stage has."""
     owned = {name for names in cut.around for name in names}
     in_blocks = tuple(f"{name}." for name in cut.blocks)
     named = model.named_buffers(remove_duplicate=False)
@@ -321,6 +323,6 @@ def buffers_everywhere(model: nn.Module, cut: OwnForwardCut) -> list[Tensor]:
 
 
 def cut_of(model: nn.Module) -> OwnForwardCut | None:
-    """Return the cut of a model whose own forward runs; None if its layers are applied one after the other."""
+    """Return the cut of a model whose own forward runs; None for other models."""
     cut = getattr(model, "pipeline_layers", None)
     return cut if isinstance(cut, OwnForwardCut) else None

@@ -1,6 +1,6 @@
-"""Number of units of each stage, computed from the costs of the units alone.
+"""Partition: number of units of each stage, computed from the units' costs.
 
-The slowest stage sets the pace of a pipeline, so the best cut is the one whose largest load is smallest.
+The slowest stage limits a pipeline, so the best partition minimises the largest load.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class Partition(NamedTuple):
-    """A chosen cut, and how it came about.
+    """Chosen partition, and the basis of the choice.
 
     Attributes:
-        counts: units on each stage, first stage first.
-        uniform: what :func:`uniform` would have given.
-        source: how it was chosen, in words.
-        costs: of every unit, in any unit; empty where they are not known.
-        remark: what the user should be warned of; empty if nothing.
+        counts: number of units on each stage, in order.
+        uniform: result of :func:`uniform`, for comparison.
+        source: basis of the choice, for messages.
+        costs: cost of every unit, in any unit of measurement; empty if not known.
+        remark: warning for the user; empty if there is none.
     """
 
     counts: tuple[int, ...]
@@ -33,36 +33,36 @@ class Partition(NamedTuple):
 
     @property
     def imbalance(self) -> float | None:
-        """Predicted cost of the busiest stage over the mean of all; None where costs are not known."""
+        """Predicted cost of the busiest stage divided by the mean; None if costs are not known."""
         if not self.costs:
             return None
         loads = loads_of(self.costs, self.counts)
         return float(max(loads) / (sum(loads) / len(loads)))
 
     def describe(self) -> str:
-        """For the log: as the argument that would give the same cut, where it came from, and what it promises."""
+        """Return a description for the log: argument for the same partition, basis, and predicted imbalance."""
         known = "" if self.imbalance is None else f", busiest stage {self.imbalance:.2f} times the mean"
         return f"partition={list(self.counts)} {self.source}{known}"
 
 
 WHOLE = Partition((1,), (1,), "the whole module")
-"""Of a module that is not cut."""
+"""Partition of a module that is not cut."""
 
 
 def loads_of(costs: Sequence[float], counts: Sequence[int]) -> list[Fraction]:
-    """Exact sum of the costs of each stage's units."""
+    """Return the exact sum of the costs of each stage's units."""
     ends = list(accumulate(counts))
     return [sum(map(Fraction, costs[end - count : end]), Fraction(0)) for end, count in zip(ends, counts)]
 
 
 def uniform(has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Number of units on each stage, units with parameters spread evenly.
+    """Return the number of units on each stage with units with parameters spread evenly.
 
-    A unit without parameters (an activation function) stays on the stage of the unit before it; the first stages take
-    one unit more where the count does not divide.
+    A unit without parameters, such as an activation function, is on the stage of the unit before it. If the count is
+    not divisible, the first stages have one unit more.
 
     Args:
-        has_parameters: of every unit.
+        has_parameters: for each unit, whether it has parameters.
         num_stages: number of stages.
 
     Raises:
@@ -81,14 +81,14 @@ def uniform(has_parameters: Sequence[bool], num_stages: int) -> list[int]:
 
 
 def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Number of units on each stage of the contiguous cut whose largest load is smallest; exact.
+    """Return the number of units on each stage of the contiguous partition with the smallest largest load; exact.
 
-    Of such cuts the one whose second largest load is smallest too, then the third, and so on; of those with the same
-    loads the one nearest to :func:`uniform`, then the one whose first stages are shorter.
+    Ties are broken by the second largest load, the third, and so on, then by the distance from :func:`uniform`, then by
+    shorter first stages.
 
     Args:
-        costs: of every unit, finite, 0 or more.
-        has_parameters: of every unit; every stage gets one that has some.
+        costs: cost of each unit, finite and at least 0.
+        has_parameters: for each unit, whether it has parameters; every stage gets a unit that has.
         num_stages: number of stages.
 
     Raises:
@@ -98,8 +98,8 @@ def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages:
     sums = [0, *accumulate(_whole_numbers(costs))]
     heavy = [0, *accumulate(map(int, has_parameters))]
     limit = max(sums[end] - sums[start] for start, end in zip([0, *even], even))
-    # Number of units on the stages so far -> their loads, the largest first, their distance from the uniform cut, their
-    # ends: the smallest of these stays the smallest whatever is added to all, so one for each number is enough.
+    # Number of units on the stages so far -> (loads in decreasing order, distance from the uniform partition, ends).
+    # The smallest such tuple stays the smallest with any further stages, so one per number is enough.
     best: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {0: ((), 0, ())}
     for place in even:
         extended: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {}
@@ -107,7 +107,7 @@ def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages:
             for end in range(start + 1, len(sums)):
                 load = sums[end] - sums[start]
                 if load > limit:
-                    break  # the uniform cut is better
+                    break  # the uniform partition is better
                 if heavy[end] > heavy[start]:
                     sorted_loads = tuple(sorted((*loads, load), reverse=True))
                     candidate = (sorted_loads, distance + abs(end - place), (*ends, end))
@@ -118,14 +118,14 @@ def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages:
 
 
 def check_given(counts: Sequence[int], has_parameters: Sequence[bool]) -> None:
-    """Refuse numbers of units that do not fit a model.
+    """Check that numbers of units fit a model.
 
     Args:
-        counts: on each stage, each at least 1.
-        has_parameters: of every unit.
+        counts: number of units on each stage, each at least 1.
+        has_parameters: for each unit, whether it has parameters.
 
     Raises:
-        ConfigurationError: their sum is not the number of units, or a stage would have nothing to train.
+        ConfigurationError: the sum is not the number of units, or a stage would have no parameters.
     """
     if sum(counts) != len(has_parameters):
         raise ConfigurationError(
@@ -143,7 +143,7 @@ def check_given(counts: Sequence[int], has_parameters: Sequence[bool]) -> None:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """The same costs times a common factor, so that sums are exact: rounding would decide between equal cuts."""
+    """Return costs times a common factor as integers; rounding of sums would decide between equal partitions."""
     exact = [Fraction(cost) for cost in costs]
     factor = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * factor) for cost in exact]

@@ -1,8 +1,8 @@
 """Choice of a partition: by the user's argument, the model's own costs, measured costs, or numbers of parameters.
 
-Where nothing better is known, the forward and the backward of each unit are timed on a microbatch, one unit after the
-other and on a copy that is dropped again: a model on the meta device needs the memory of one unit, and a real one keeps
-its weights, its buffers and its generators as they are.
+For measured costs, the forward and backward of each unit are timed on a microbatch, one unit after the other, on a
+temporary copy. So a model on the meta device needs the memory of one unit only, and the weights and buffers of a real
+model do not change.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from lightning_asyncpp.core.wire.transport import begin
 from lightning_asyncpp.errors import ConfigurationError
 
 RUNS = 5
-"""Number of times that a unit is timed; the fastest counts, since a disturbance only makes a run slower."""
+"""Number of timed runs of a unit; the fastest counts, since disturbances only slow runs down."""
 _WARM_UP = 2
 BY_SIZE = "numbers of parameters"
-"""Basis of a partition where no costs are known."""
+"""Basis of a partition without known costs."""
 Asked = Literal["auto", "uniform"] | Sequence[int]
-"""Argument ``partition``: a cut by costs, one by numbers of layers, or the number of layers of each stage."""
+"""Argument ``partition``: by costs, by numbers of layers, or the number of layers of each stage."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A call of the model with one microbatch, and how its units are run.
+    """Call of the model with one microbatch, and the settings to run its units.
 
     Attributes:
-        call: returns the positional and the keyword arguments of the model.
-        device: where units run.
-        context: entered around every forward, for the precision.
-        convert: brings a unit to the run's precision.
+        call: function that returns the positional and the keyword arguments of the model.
+        device: device on which units run.
+        context: context manager around every forward, for the precision.
+        convert: function that converts a unit to the precision of the run.
     """
 
     call: Callable[[], tuple[tuple, dict[str, Any]]]
@@ -65,20 +65,20 @@ class _Costs(NamedTuple):
 def choose_partition(
     model: nn.Module, index: int, num_stages: int, asked: Asked, example: Example | None = None, seed: int = 0
 ) -> Partition:
-    """Decide how many units each stage gets.
+    """Choose the number of units of each stage.
 
-    It may measure, so that two processes could decide differently: one decides for all.
+    The choice may depend on measurements, so one process must choose for all.
 
     Args:
-        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``; whole, or cut before.
+        model: ``nn.Sequential`` or module with ``pipeline_layers()``, whole or cut before.
         index: stage of this process.
         num_stages: number of stages.
-        asked: the user's argument ``partition``; numbers are at least 1 each, one per stage.
-        example: to measure units where the model does not know what they cost.
-        seed: of the run.
+        asked: the user's argument ``partition``; numbers must be at least 1, one per stage.
+        example: example for measurements if the model has no ``pipeline_costs()``.
+        seed: seed of the run.
 
     Raises:
-        ConfigurationError: the model cannot be cut so, with the numbers.
+        ConfigurationError: the model cannot be cut with this partition.
     """
     units = pipeline_units(model)
     before = whole_before(model, index, num_stages)
@@ -109,14 +109,14 @@ def example_of(
     device: torch.device,
     through: Callable[..., tuple[tuple, dict[str, Any]]] | None = None,
 ) -> Example | None:
-    """A call of the model with an example of its arguments; None if there is no example.
+    """Return the example for measurements; None without an example.
 
     Args:
-        given: the example: a tensor, a tuple of positional or a dict of keyword arguments, or None.
-        microbatches: it counts as a batch, of which one microbatch is taken.
-        precision: Lightning's plugin for that of the run.
-        device: where the layers run.
-        through: from the arguments in the example to those of the model; None: they are the model's.
+        given: arguments of a batch: a tensor, a tuple of positional or a dict of keyword arguments, or None.
+        microbatches: number of microbatches of the batch, of which the first is used.
+        precision: Lightning's precision plugin.
+        device: device on which the layers run.
+        through: function from the arguments in the example to those of the model; default: they are the same.
     """
     if given is None:
         return None
@@ -132,11 +132,11 @@ def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]
     """Read an example input as Lightning does: a tuple or list of positional arguments, a dict of keyword arguments.
 
     Args:
-        example: these, or a single argument.
-        microbatches: of a batch of this size; what has one entry per sample is cut to the first of them.
+        example: arguments of a batch; anything else is a single argument.
+        microbatches: number of microbatches of the batch; tensors with one row per sample are cut to the first one.
 
     Raises:
-        ConfigurationError: it holds no tensor with a batch dimension.
+        ConfigurationError: ``example`` has no tensor with a batch dimension.
     """
     samples = number_of_samples(example)
     size = -(-samples // microbatches)
@@ -147,12 +147,12 @@ def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]
 
 
 def unit_times(units: Sequence[Unit], example: Example, seed: int) -> list[float]:
-    """Seconds that the forward and the backward of each unit take.
+    """Return the time of the forward and backward of each unit, in seconds.
 
     Args:
-        units: of a whole model, in order; on the meta device or not.
-        example: what the first one is called with.
-        seed: meta tensors are initialised from it.
+        units: units of a whole model, in order; on any device, including meta.
+        example: call of the first unit.
+        seed: seed for the initialisation of meta tensors.
     """
     device, times = example.device, []
     with torch.inference_mode(False), torch.enable_grad(), seeded(seed, device):
@@ -165,7 +165,7 @@ def unit_times(units: Sequence[Unit], example: Example, seed: int) -> list[float
 
 
 def _costs(model: nn.Module, units: Sequence[Unit], example: Example | None, seed: int) -> _Costs:
-    """The best that is known of what units cost."""
+    """Return the best available costs of units."""
     if (known := _model_costs(model, units)) is not None:
         return known
     sizes = _Costs(tuple(_size(unit) for unit in units), BY_SIZE)
@@ -174,11 +174,11 @@ def _costs(model: nn.Module, units: Sequence[Unit], example: Example | None, see
     try:
         return _Costs(tuple(unit_times(units, example, seed)), "measured times")
     except Exception as error:
-        # It has no say in what is computed, and may have been written for something else: the run goes on.
+        # The run goes on: costs do not affect results, and the example may be meant for another purpose.
         return sizes._replace(
             remark="partition='auto' could not run the layers on example_input_array, and goes by numbers of parameters"
-            f" instead ({type(error).__name__}: {error}): mend the example, or give partition='uniform' or the number"
-            " of layers of each stage"
+            f" instead ({type(error).__name__}: {error}): correct the example, or set partition to 'uniform' or to the"
+            " number of layers of each stage"
         )
 
 
@@ -209,7 +209,7 @@ def _own_copy(unit: Unit, seed: int, device: torch.device) -> Unit:
 
 
 def _time(unit: Unit, args: tuple, kwargs: dict[str, Any], example: Example) -> tuple[float, Any]:
-    """The shortest time of forward and backward in seconds, and the output without its graph."""
+    """Return the shortest time of forward and backward in seconds, and the detached output."""
     unit = unit._replace(module=example.convert(unit.module).train())
     seconds = []
     output: Any = None
@@ -225,7 +225,7 @@ def _time(unit: Unit, args: tuple, kwargs: dict[str, Any], example: Example) -> 
 
 
 def _as_received(tensor: Tensor) -> Tensor:
-    # A copy: layers may change what they are given in place, and the next run needs it as it was.
+    # A copy: layers may change their inputs in place, and the next run needs the original.
     fresh = tensor.detach().clone()
     return begin(fresh)[0] if tensor.requires_grad else fresh
 

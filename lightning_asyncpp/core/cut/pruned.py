@@ -1,7 +1,7 @@
-"""Parameters and buffers of other stages: None in their modules, and back in place for uses of the whole model.
+"""Parameters and buffers of other stages: None in their modules, but shown when the whole model is needed.
 
-An optimizer is made from the whole model, so it finds the parameters of all stages, in their order and under their
-names, on every one of them. They take no memory: each keeps one element that stands for all of its own.
+An optimizer is created from the whole model, and so finds the parameters of all stages in the same order and under the
+same names on every stage. Parameters of other stages take no memory: a single element is expanded to their shape.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-TABLES = ("_parameters", "_buffers")  # of every module: private names of torch, used here alone
+TABLES = ("_parameters", "_buffers")  # private names in torch's modules, used only here
 
 
 class Place(NamedTuple):
@@ -22,8 +22,8 @@ class Place(NamedTuple):
 
     Attributes:
         table: the module's own parameters or buffers, name -> tensor.
-        key: its name there.
-        tensor: what is there.
+        key: name of the tensor in the table.
+        tensor: the tensor.
     """
 
     table: dict[str, Any]
@@ -41,10 +41,10 @@ class Pruned:
     """Parameters and buffers that one stage of a model does not hold.
 
     Attributes:
-        stage: the one that is left; -1 as long as the model is whole.
-        names: of what was taken out, in the ``state_dict`` of the root.
-        places: where it was, under all names.
-        shown_now: whether it is there.
+        stage: index of the remaining stage; -1 while the model is whole.
+        names: names of the removed tensors in the ``state_dict`` of the root.
+        places: all former places of the removed tensors.
+        shown_now: whether the removed tensors are in their places.
     """
 
     def __init__(self) -> None:
@@ -54,20 +54,20 @@ class Pruned:
         self.places: list[Place] = []
 
     def prune(self, root: nn.Module, stage: int, tensors: Iterable[Tensor], modules: Container[nn.Module] = ()) -> None:
-        """Take tensors out of a module, under every name that it has for them, and give their memory back.
+        """Remove tensors from all of their places in a module, and free their memory.
 
         Args:
-            root: what was cut, or the module around it.
-            stage: the one that is left.
-            tensors: of the others.
-            modules: that hold nothing from now on, nor what the stage shares with them.
+            root: cut model, or module around it.
+            stage: index of the remaining stage.
+            tensors: tensors of other stages.
+            modules: modules that lose all their tensors, including those shared with the stage.
         """
         self.stage = stage
         gone = {id(tensor) for tensor in tensors}
         self._take_out(root, lambda module, place: module in modules or id(place.tensor) in gone, gone)
 
     def prune_alike(self, root: nn.Module, copy: nn.Module, model: nn.Module) -> None:
-        """Take out of a whole copy of the model, which may be in the root, what is gone from the model."""
+        """Remove from a copy of the whole model, possibly in the root, the tensors that were removed from the model."""
         gone = {(id(place.table), place.key) for place in self.places}
         twin_of = dict(zip(copy.modules(), model.modules()))
 
@@ -83,16 +83,18 @@ class Pruned:
         """Load this stage's part of a whole ``state_dict``.
 
         Args:
-            module: what was cut, or the module around it, as when it was pruned.
+            module: cut model or module around it, the same as ``root`` in :meth:`prune`.
             state: name -> tensor.
-            strict: whether the names must agree.
+            strict: whether names must match exactly.
 
         Raises:
-            RuntimeError: they do not.
+            RuntimeError: names or shapes do not match.
         """
         own = {name: value for name, value in state.items() if name not in self.names}
         missing, unexpected = module.load_state_dict(own, strict=False)
-        unexpected = [name for name in unexpected if name not in self.names]  # some modules add what older states lack
+        unexpected = [
+            name for name in unexpected if name not in self.names
+        ]  # some modules add entries that older states lack
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"the state_dict does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected};"
@@ -116,13 +118,13 @@ class Pruned:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Have all of it in its places meanwhile."""
+        """Show the removed tensors in their places within a context."""
         with self._be(True):
             yield
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Have None there meanwhile."""
+        """Hide the removed tensors within a context."""
         with self._be(False):
             yield
 
@@ -136,18 +138,18 @@ class Pruned:
             self.show(before)
 
     def show(self, shown: bool) -> None:
-        """Have it in its places from now on, or None."""
+        """Put the removed tensors, or None, into their places."""
         self.shown_now = shown
         for place in self.places:
             place.table[place.key] = place.tensor if shown else None
 
 
 def fill(parameter: nn.Parameter, value: Tensor) -> bool:
-    """Give a parameter on the meta device memory in place, so that it is the same for whoever holds it.
+    """Give a parameter on the meta device a value in place, which all references to it then see.
 
     Returns:
-        Whether that is possible: not where something holds a weak reference to it, as RNNs of torch do, nor where the
-        value is of a class of its own, such as a fake tensor.
+        Whether this was possible. It is not if there are weak references to the parameter, as in torch's RNNs, or if
+        the value is of a subclass, such as a fake tensor.
     """
     if type(value) is not Tensor or weakref.getweakrefcount(parameter):
         return False
@@ -158,7 +160,7 @@ def fill(parameter: nn.Parameter, value: Tensor) -> bool:
 
 
 def release_memory(parameter: nn.Parameter) -> None:
-    """Leave a parameter one element that stands for all of them, in place: optimizers that hold it still know it."""
+    """Reduce a parameter's memory to one element, in place, so that references in optimizers stay valid."""
     if parameter.is_meta:
         fill(parameter, without_memory(parameter))
     else:
@@ -166,12 +168,12 @@ def release_memory(parameter: nn.Parameter) -> None:
 
 
 def without_memory(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of the same shape that takes one element.
+    """Return a tensor of the same shape with the memory of one element.
 
     Args:
-        tensor: the other one.
-        device: by default the same, or the CPU, if that is the meta device.
-        dtype: by default the same.
+        tensor: tensor with the shape.
+        device: device of the result; default: that of ``tensor``, or the CPU instead of the meta device.
+        dtype: dtype of the result; default: that of ``tensor``.
     """
     device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
     return torch.zeros((), dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)

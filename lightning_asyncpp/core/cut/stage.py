@@ -1,4 +1,4 @@
-"""One stage of a model, and how its units are run on a given set of weights."""
+"""Stage of a model, which runs its units on a given set of weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class _Use(NamedTuple):
-    """Use of a parameter or a buffer.
+    """Use of a parameter or buffer.
 
     Attributes:
-        place: where a module keeps a parameter or a buffer.
-        name: that of the use of it, by which the weights of a version are looked up.
+        place: place of the parameter or buffer in a module.
+        name: name of the use, a key of the weights of a version.
     """
 
     place: Place
@@ -31,21 +31,21 @@ class _Use(NamedTuple):
 
 
 class Stage:
-    """The units of one stage, and how they are run on a given set of weights.
+    """Units of one stage, which run on a given set of weights.
 
     Attributes:
-        model: the model that was cut; modules of other stages hold nothing.
-        units: this stage's units, in order.
-        first_unit: index of the first of them in the whole model; random layers are seeded with it.
-        whole: what is known of the whole model.
-        parameters: name in the model -> the parameter, each parameter once.
-        uses: name of a later unit's use of a parameter -> the parameter's name.
-        root: the model, or the module around it, whose names users and checkpoints know.
-        names: every name that a parameter has in the root -> that of the parameter.
-        counting_layers: name in the model -> layer, of those that count.
-        buffers: name in the model -> buffer that they change once per update.
-        runs_whole_step: whether its one unit is a whole LightningModule, whose step may call anything.
-        device: where they are.
+        model: cut model, in which modules of other stages have no tensors.
+        units: units of this stage, in order.
+        first_unit: index of the first unit in the whole model, from which seeds of layers are derived.
+        whole: description of the whole model.
+        parameters: name in the model -> parameter, each parameter once.
+        uses: name of a later unit's use of a parameter -> name of the parameter.
+        root: the model or the module around it, for names in checkpoints.
+        names: every name of a parameter in the root -> name of the parameter.
+        counting_layers: name in the model -> layer with statistics.
+        buffers: name in the model -> buffer that these layers change once per update.
+        runs_whole_step: whether the only unit is a whole LightningModule, whose step may call anything.
+        device: device of the stage.
     """
 
     def __init__(
@@ -67,31 +67,31 @@ class Stage:
         self.whole = whole or WholeModel()
         self.counting_layers = counting_layers(units)
         self.runs_whole_step = False
-        self._weights: dict[str, Tensor] | None = None  # those that the units run on
-        self.device = torch.device("cpu")  # of layers without parameters their runner knows it
+        self._weights: dict[str, Tensor] | None = None  # weights that the units run on
+        self.device = torch.device("cpu")  # without parameters, the runner sets it
         self.refresh()
 
     @property
     def is_first(self) -> bool:
-        """Whether batches enter here."""
+        """Whether this is the first stage, where batches enter."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+        """Whether this is the last stage, which computes the loss."""
         return self.index == self.num_stages - 1
 
     def forward(self, args: tuple, kwargs: dict[str, Any], seed: int, replica: int, k: int) -> Any:
-        """Apply the units in order; each draws its random numbers from (seed, unit, replica, k).
+        """Apply the units in order, each with random numbers derived from (seed, unit, replica, k).
 
-        It leaves torch's generators where the last unit left them: whoever needs them as they were preserves them.
+        This does not restore torch's generators.
 
         Args:
-            args: arguments of the model; behind the first stage what the one before returned.
+            args: arguments of the model; after the first stage the output of the previous stage.
             kwargs: keyword arguments of the model.
-            seed: the run's seed.
+            seed: seed of the run.
             replica: index of the data-parallel replica.
-            k: the microbatch, counted over the whole run.
+            k: number of the microbatch, counted over the run.
         """
 
         def entered(number: int) -> None:
@@ -110,28 +110,28 @@ class Stage:
         return args[0]
 
     def whole_model(self) -> AbstractContextManager[None]:
-        """Have what other stages hold, without memory, in its places meanwhile."""
+        """Return a context in which other stages' tensors, without memory, are in their places."""
         return self.whole.pruned.shown()
 
     def copies(self) -> list[nn.Parameter]:
-        """Parameters that a stage before has, too."""
+        """Return the parameters that an earlier stage has, too."""
         names = (tie.name_on(self.index) for tie in self.whole.ties if self.index in tie.stages[1:])
         return [self.parameters[name] for name in names]
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules of the units."""
+        """Yield all modules of the units."""
         for unit in self.units:
             yield from unit.module.modules()
 
     def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
-        """Call ``function`` while the parameters of the units are ``weights`` (name in the model -> leaf tensor).
+        """Call ``function`` while the units' parameters are ``weights`` (name in the model -> leaf tensor).
 
-        Backward passes run under it too: activation checkpointing recomputes with the weights that it finds.
+        Backwards run within it, too, since activation checkpointing recomputes with the current weights.
         """
         if weights is None:
             return function()
-        # What torch.func.functional_call does, without its checks of every name in every call: they take longer than
-        # the launch of a layer's kernels.
+        # Like torch.func.functional_call, but without its checks of every name in each call, which would take longer
+        # than launching a layer's kernels.
         originals: list[tuple[Place, Any]] = []
         try:
             self._weights = weights
@@ -142,11 +142,11 @@ class Stage:
             return function()
         finally:
             self._weights = None
-            for place, original in reversed(originals):  # one place may have two names
+            for place, original in reversed(originals):  # a place may have two names
                 place.table[place.key] = original
 
     def refresh(self) -> None:
-        """Look up the parameters again: moving a module to another dtype or device may have replaced them."""
+        """Find the parameters again, which a change of dtype or device may have replaced."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.uses: dict[str, str] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -161,10 +161,10 @@ class Stage:
         self._own_forward = self._find_own_forward()
 
     def update_from_statistics(self, totals: Tensor) -> None:
-        """Let the layers that count change their buffers, once per update that is applied.
+        """Call the layers' ``update_from_statistics``, once per applied update.
 
         Args:
-            totals: what all layers of the model counted, summed over the mini-batch and the replicas.
+            totals: statistics of all layers of the model, summed over the mini-batch and the replicas.
         """
         for layer in self.whole.statistics.layers:
             if layer.name in self.counting_layers:
@@ -175,7 +175,7 @@ class Stage:
                 self._keep(place, self.buffers[name])
 
     def _keep(self, place: Place, buffer: Tensor) -> None:
-        """Have a buffer's new value where its versions are, even if a layer put another tensor in its place."""
+        """Copy a buffer's new value into its version, if a layer has assigned another tensor."""
         if place.table[place.key] is not buffer:
             buffer.data.copy_(place.table[place.key])
             place.table[place.key] = buffer
@@ -190,12 +190,12 @@ class Stage:
             return OwnForwardStage(self.model, cut, self.first_unit, end, self.device, dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This stage's entries of the model's ``state_dict``, with their names in the whole model."""
+        """Return this stage's entries of the model's ``state_dict``, by their names in the whole model."""
         with self.whole.pruned.hidden():
             return dict(self.model.state_dict())
 
     def _find_parameters(self) -> list[dict[int, str]]:
-        """Look up the parameters of the units; return of each unit: id of a parameter -> name of its use there."""
+        """Find the parameters of the units; return for each unit id of a parameter -> name of its use."""
         name_of: dict[int, str] = {}
         in_units: list[dict[int, str]] = []
         for _, unit, use_of in use_names(self.units):
@@ -215,10 +215,10 @@ class Stage:
                 self.buffers[f"{layer_name}.{key}"] = getattr(layer, key)
 
     def _find_uses(self, in_units: list[dict[int, str]]) -> None:
-        """Find all places of parameters and versioned buffers, in the units or outside of them.
+        """Find all places of parameters and versioned buffers, inside and outside of the units.
 
-        A parameter of several units has a leaf for each, so that their gradients are added in the same order on any
-        number of stages. What is in one unit alone means that unit's use; other places mean the last one's that runs.
+        A parameter of several units has one leaf per unit, so that gradients are added in the same order on any number
+        of stages. A place in one unit gets that unit's leaf; other places get the leaf of the unit that runs.
         """
         self._uses: list[_Use] = []
         self._turns: list[list[_Use]] = [[] for _ in self.units]
@@ -242,7 +242,7 @@ class Stage:
                         self._turns[offset].append(_Use(place, name))
 
     def _enter(self, offset: int) -> None:
-        """Have the places that several units use mean this one's use."""
+        """Put a unit's leaves into places outside of single units, when the unit begins."""
         if self._weights is not None:
             for place, name in self._turns[offset]:
                 if name in self._weights:

@@ -1,7 +1,7 @@
-"""Parameters that layers of several stages share, such as the matrix of a tied embedding and head.
+"""Ties: parameters that layers of several stages share, such as the weights of a tied embedding and head.
 
-Each of these stages holds a copy and steps it by itself, with the same gradient:
-:mod:`lightning_asyncpp.core.updates.reduction`. In a checkpoint they count once.
+Each of these stages has a copy, which it steps with the same gradient; see
+:mod:`lightning_asyncpp.core.updates.reduction`. A checkpoint has them once.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class Tie(NamedTuple):
-    """A parameter that several stages hold.
+    """Parameter that several stages share.
 
     Attributes:
-        stages: those, in order.
-        names: its name in the model on each of them.
+        stages: indices of the stages, in order.
+        names: name of the parameter in the model on each of these stages.
     """
 
     stages: tuple[int, ...]
     names: tuple[str, ...]
 
     def name_on(self, stage: int) -> str:
-        """Its name on one of the stages."""
+        """Return the name of the parameter on a stage."""
         return self.names[self.stages.index(stage)]
 
     def before(self, stage: int) -> int | None:
-        """The next one of them towards the first stage, if there is one."""
+        """Return the previous stage that shares the parameter; None for the first."""
         position = self.stages.index(stage)
         return self.stages[position - 1] if position else None
 
     def behind(self, stage: int) -> int | None:
-        """The next one of them towards the last stage, if there is one."""
+        """Return the next stage that shares the parameter; None for the last."""
         return next(iter(self.stages[self.stages.index(stage) + 1 :]), None)
 
 
 def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
-    """Parameters that layers of several stages share.
+    """Return the parameters that layers of several stages share.
 
     Args:
-        units: of the whole model, before it is cut.
+        units: units of the whole model, before it is cut.
         counts: number of units on each stage.
     """
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
@@ -57,25 +57,25 @@ def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
 
 
 def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list[Tie]:
-    """The ties of a stage whose parameter is now trained.
+    """Return the ties of a stage whose parameters are trained.
 
     Args:
-        stage: the stage.
-        ties: of the whole model.
-        trained: names of the stage's parameters that are.
+        stage: index of the stage.
+        ties: ties of the whole model.
+        trained: names of the stage's trained parameters.
     """
     return [tie for tie in ties if stage in tie.stages and tie.name_on(stage) in trained]
 
 
 def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
-    """Names of the parameters of a stage that it shares with another."""
+    """Return the names of a stage's parameters that it shares with other stages."""
     return frozenset(tie.name_on(stage) for tie in ties if stage in tie.stages)
 
 
 def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
-    """The first of the stages that share parameters with a stage, or with one that does; None if none does.
+    """Return the first stage that shares parameters with a stage, directly or through others; None without any.
 
-    Frozen ones count: they may be trained later.
+    Frozen parameters count, too, since they may be trained later.
     """
     together, shared = {stage}, [set(tie.stages) for tie in ties]
     while more := [stages for stages in shared if together & stages and not stages <= together]:
@@ -84,11 +84,11 @@ def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
 
 
 def keep_once(state: dict[str, Any], same: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """Let all names of every shared parameter stand for the same tensor, which a file then holds once.
+    """Make all names of a shared parameter refer to the same tensor, which a file then has once.
 
     Args:
-        state: name -> tensor, of the whole model; it is changed in place. Names that it lacks are left alone.
-        same: names of a parameter, for each.
+        state: name -> tensor of the whole model, changed in place; missing names are ignored.
+        same: for each shared parameter, its names.
     """
     for names in same:
         present = [name for name in names if name in state]
@@ -97,21 +97,21 @@ def keep_once(state: dict[str, Any], same: Iterable[Sequence[str]]) -> dict[str,
 
 
 def check_copies(state: Mapping[str, Any], same: Iterable[Sequence[str]]) -> None:
-    """Refuse weights to load in which two names of a parameter have other values.
+    """Check that all names of a shared parameter have the same value.
 
     Args:
-        state: name -> tensor, of the whole model.
-        same: names of a parameter, for each.
+        state: name -> tensor of the whole model.
+        same: for each shared parameter, its names.
 
     Raises:
-        ConfigurationError: naming them.
+        ConfigurationError: two names of a parameter have different values.
     """
     present = [[name for name in names if name in state] for names in same]
     pairs = [(names[0], other) for names in present for other in names[1:]]
     problems = [
         f"{first} and {other} are one parameter in this model, but differ in the checkpoint: it was written by a model"
-        " that does not share them; build the model so (for a GPT: tie_embeddings=False), or give both the value that"
-        " counts"
+        " that does not share them; build the model without sharing (for a GPT: tie_embeddings=False), or set both to"
+        " the same value"
         for first, other in pairs
         if state[first] is not state[other] and not torch.equal(state[first], state[other])
     ]

@@ -1,4 +1,4 @@
-"""The ordered units of a model: what a pipeline may cut between."""
+"""Units of a model, in order, between which a pipeline can cut."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ONLY_CODE = "code without weights"
 
 
 class Unit(NamedTuple):
-    """A submodule, or several parts of a model, that stay together on one stage.
+    """Submodule, or several parts of a model, that stay together on one stage.
 
     Attributes:
-        name: its name in the model, as in ``state_dict`` keys; of several what they are called in messages.
-        module: the submodule; it takes the output of the unit before it, the first one the arguments of the model. Of
-            several :class:`Members`.
-        function: (module, what it takes) -> its output, where the module is not simply called.
+        name: name of the submodule in the model, as in ``state_dict``; for several parts a name for messages.
+        module: the submodule, which is called with the output of the previous unit, or with the arguments of the model;
+            for several parts :class:`Members`.
+        function: (module, arguments) -> output; default: the module is called.
     """
 
     name: str
@@ -35,20 +35,22 @@ class Unit(NamedTuple):
     function: Callable[..., Any] | None = None
 
     def apply(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Return the output of the unit for these arguments."""
+        """Return the output of the unit."""
         return self.module(*args, **kwargs) if self.function is None else self.function(self.module, *args, **kwargs)
 
     def path(self, name: str) -> str:
-        """The name in the model of what its module holds under a name."""
+        """Return the name in the model of a parameter or buffer of the unit's module."""
         return ".".join(filter(None, ("" if isinstance(self.module, Members) else self.name, name)))
 
 
 def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Apply the layers of a model one after the other: all that its ``forward`` may do, and all that stages do.
+    """Apply the layers of a model in order, as the stages of a pipeline do.
+
+    The model's ``forward`` can be implemented by this call, and must not compute anything else.
 
     Args:
-        model: an ``nn.Sequential`` or a module with ``pipeline_layers()``, whose ``forward`` may be this call.
-        args: arguments of the first layer; every other layer takes the output of the one before it.
+        model: ``nn.Sequential`` or module with ``pipeline_layers()``.
+        args: arguments of the first layer; every other layer takes the output of the layer before it.
         kwargs: keyword arguments of the first layer.
     """
     if (own := cut_of(model)) is not None:
@@ -60,15 +62,15 @@ def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def entering_units(model: nn.Module, entered: Callable[[int], object]) -> Iterator[None]:
-    """Meanwhile a forward of a whole model calls ``entered`` with the number of each unit before that runs."""
+    """Make forwards of a whole model call ``entered`` with the number of each unit before it runs."""
     hooks: list[Any] = []
 
-    def enter(number: int) -> None:  # what a hook returns would take the place of an output
+    def enter(number: int) -> None:  # returns None: a hook's result would replace an output
         entered(number)
 
     if (own := cut_of(model)) is not None:
         hooks.append(called_by_steps(model).register_forward_pre_hook(lambda *_: enter(0)))
-        for number in range(1, own.num_units):  # with the call of its block, or behind that of the block before
+        for number in range(1, own.num_units):  # before its block, or after the previous block
             block = model.get_submodule(own.blocks[number if own.by_inputs else number - 1])
             register = block.register_forward_pre_hook if own.by_inputs else block.register_forward_hook
             hooks.append(register(lambda *_, n=number: enter(n)))
@@ -87,15 +89,15 @@ def entering_units(model: nn.Module, entered: Callable[[int], object]) -> Iterat
 
 
 def has_layers(model: nn.Module) -> bool:
-    """Return whether a model says by itself between which layers it can be cut."""
+    """Return whether a model is an ``nn.Sequential`` or has ``pipeline_layers()``."""
     return isinstance(model, nn.Sequential) or callable(getattr(model, "pipeline_layers", None))
 
 
 def pipeline_units(model: nn.Module) -> list[Unit]:
     """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
 
-    ``pipeline_layers()`` returns submodules, or pairs (submodule, function) where a layer takes or returns something
-    else than its neighbours: the function gets the submodule and the output of the layer before, and calls it.
+    ``pipeline_layers()`` returns submodules, or pairs (submodule, function) if a submodule's arguments or output do not
+    fit its neighbours: the function takes the submodule and the output of the layer before, and calls the submodule.
 
     Raises:
         ConfigurationError: the model is neither, or its layers are not distinct submodules of it.
@@ -144,15 +146,17 @@ def _name_of(around: Sequence[str], block: str) -> str:
 
 
 def telling(names: Sequence[str]) -> list[str]:
-    """Names of units that tell a reader where a stage begins and ends: without those of mere code."""
+    """Return the names of units for messages, without units that have only code."""
     return [name for name in names if name != _ONLY_CODE] or list(names)
 
 
 def use_names(units: Sequence[Unit]) -> Iterator[tuple[int, Unit, Callable[[str], str]]]:
-    """Position, unit, and what gives a name to each unit's use of what it holds: its path, if no unit before has that.
+    """Yield position, unit, and a function from a tensor's name in the unit to the name of its use.
+
+    The name of a use is the tensor's path in the model, unless an earlier unit has the same.
 
     Args:
-        units: of a stage.
+        units: units of a stage.
     """
     first: dict[str, int] = {}
 
@@ -164,12 +168,12 @@ def use_names(units: Sequence[Unit]) -> Iterator[tuple[int, Unit, Callable[[str]
 
 
 def has_parameters(unit: Unit) -> bool:
-    """Return whether there is something to train, or to keep, in a unit."""
+    """Return whether a unit has parameters."""
     return any(True for _ in unit.module.parameters())
 
 
 def spread(units: Sequence[Unit], num_stages: int) -> list[int]:
-    """Number of units on each stage, units with parameters spread evenly: see :func:`uniform`.
+    """Return the number of units on each stage with units with parameters spread evenly; see :func:`uniform`.
 
     Raises:
         ConfigurationError: there are fewer units with parameters than stages.
@@ -178,7 +182,7 @@ def spread(units: Sequence[Unit], num_stages: int) -> list[int]:
 
 
 def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, int]:
-    """Stage of every parameter of ``model``, by its name there, with ``counts`` units on each stage.
+    """Return name of a parameter of ``model`` -> its stage, with ``counts`` units on each stage.
 
     Raises:
         ConfigurationError: the model cannot be cut.
@@ -192,7 +196,7 @@ def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, i
 
 
 def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str = "self.model") -> list[str]:
-    """Trainable parameters that no unit holds, which no stage would train: what they are and how to mend it."""
+    """Return the problem of trainable parameters outside of all units, which no stage would train."""
     owned = {id(p) for unit in units for p in unit.module.parameters()}
     homeless = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in owned]
     if not homeless:
@@ -205,36 +209,36 @@ def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str =
 
 
 def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
-    """Return what keeps a model from being cut, whatever its layers are, and the remedy.
+    """Return problems of a model that cannot be cut whatever its layers are, each with a remedy.
 
     Args:
-        model: what is to be cut.
-        name: how the user calls it.
+        model: model to be cut.
+        name: name of the model in messages.
     """
     problems = []
     if is_compiled(model):
         problems.append(
             f"{name} was compiled as a whole (torch.compile), but a stage runs its layers one by one: compile these"
-            " instead (layer.compile() for every layer, before the strategy gets the model)"
+            " instead (layer.compile() for every layer, before the strategy sets the model up)"
         )
     lazy = [key for key, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
     if lazy:
         problems.append(
-            f"parameters have no shape yet ({', '.join(lazy[:5])}): run one forward before training (a lazy layer gets"
-            " its shape there)"
+            f"parameters have no shape yet ({', '.join(lazy[:5])}): run one forward before training, which sets"
+            " the shapes of lazy layers"
         )
     return problems
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a model was given to ``torch.compile``, or ``compile()`` was called on it."""
+    """Return whether a model was compiled as a whole, by ``torch.compile`` or its method ``compile()``."""
     required(nn.Module, "_compiled_call_impl", "refuse a model compiled as a whole")
-    is_wrapped = hasattr(model, "_orig_mod")  # as its state_dict shows
+    is_wrapped = hasattr(model, "_orig_mod")  # the prefix in its state_dict
     return is_wrapped or model._compiled_call_impl is not None
 
 
 def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Tensors on the meta device that no unit holds, which no stage would give a value, with the mend."""
+    """Return the problem of meta tensors outside of all units, which no stage would initialise."""
     owned = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *unit.module.buffers())}
     tensors = [*root.named_parameters(), *root.named_buffers()]
     homeless = [name for name, t in tensors if t.is_meta and not t.requires_grad and id(t) not in owned]
@@ -247,7 +251,7 @@ def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 
 def collective_problems(units: Sequence[Unit]) -> list[str]:
-    """Layers that would wait for ranks which hold other layers, with the mend."""
+    """Return the problem of layers whose collectives would wait for ranks with other layers."""
     synchronised = [
         unit.path(name)
         for unit in units
@@ -258,5 +262,5 @@ def collective_problems(units: Sequence[Unit]) -> list[str]:
         return []
     return [
         f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, most of which hold other layers:"
-        " use BatchNorm, whose statistics are then those of each microbatch, or GroupNorm"
+        " use BatchNorm, with the statistics of each microbatch, or GroupNorm"
     ]

@@ -1,6 +1,6 @@
-"""Knowledge of the whole model that every stage has, gathered before the model is cut.
+"""Description of the whole model that every stage has, created before the model is cut.
 
-It includes the position of each layer's counts in the control message, and how their sums are logged.
+It includes the position of each layer's statistics in the control message, and the reduction of their metrics.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 
 class CountingLayer(NamedTuple):
-    """A layer that counts, as stages that do not have it know it.
+    """Description of a layer with statistics, for all stages.
 
     Attributes:
-        name: in the model.
-        kind: its class, which turns sums of counts into metrics.
-        start: where its counts begin in the vector of all layers.
-        length: how many there are.
+        name: name of the layer in the model.
+        kind: class of the layer, which computes metrics from sums of counts.
+        start: position of the layer's counts in the vector of all layers.
+        length: number of the layer's counts.
     """
 
     name: str
@@ -47,15 +47,15 @@ class CountingLayer(NamedTuple):
     length: int
 
     def of(self, totals: Tensor) -> Tensor:
-        """This layer's part of the vector of all layers."""
+        """Return this layer's part of the vector of all layers."""
         return totals[self.start : self.start + self.length]
 
 
 class StatisticsLayout:
-    """The layers of a whole model that count, in order; the same on all stages.
+    """Layout of the statistics of all layers of a model; the same on all stages.
 
     Args:
-        units: of the whole model, before it is cut.
+        units: units of the whole model, before it is cut.
     """
 
     def __init__(self, units: Sequence[Unit] = ()) -> None:
@@ -66,11 +66,11 @@ class StatisticsLayout:
             self.length += layer.num_statistics
 
     def pack(self, counted: Mapping[StatisticsLayer, Tensor], own: Mapping[str, StatisticsLayer]) -> Tensor:
-        """The vector of all layers, (length,) fp64 where the counts are, with this stage's in their places.
+        """Return the vector of all layers, (length,) fp64, with the counts of this stage's layers and zeros elsewhere.
 
         Args:
             counted: layer -> its counts (num_statistics,).
-            own: name -> layer, of this stage.
+            own: name -> layer of this stage.
         """
         device = next((counts.device for counts in counted.values()), "cpu")
         vector = torch.zeros(self.length, dtype=torch.float64, device=device)
@@ -80,10 +80,10 @@ class StatisticsLayout:
         return vector
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Numbers for the logger, over all layers.
+        """Return metrics for the logger, reduced over all layers.
 
         Args:
-            totals: (length,) fp64, summed over microbatches, stages and replicas.
+            totals: statistics (length,) fp64, summed over microbatches, stages and replicas.
         """
         values: dict[str, list[float]] = {}
         reductions: dict[str, str] = {}
@@ -95,16 +95,16 @@ class StatisticsLayout:
 
 
 def update_from_counts(model: nn.Module, counted: Collected) -> dict[str, float]:
-    """Let the layers of a whole model change their buffers by what they counted in an update, in all processes.
+    """Sum the statistics of a whole model's layers over all processes, and call ``update_from_statistics``.
 
-    For strategies other than this package's; a collective call where there are several processes.
+    This is for strategies of other packages; a collective call with several processes.
 
     Args:
         model: the whole model.
-        counted: what its layers counted since the last update, in this process.
+        counted: statistics of this process since the last update.
 
     Returns:
-        Numbers for the logger.
+        Metrics for the logger.
     """
     units = [Unit(name, child) for name, child in model.named_children()]
     layers, layout = counting_layers(units), StatisticsLayout(units)
@@ -119,7 +119,7 @@ def update_from_counts(model: nn.Module, counted: Collected) -> dict[str, float]
 
 
 def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:
-    """Name in the model -> layer, of the layers in ``units`` that count; of one that has several names the first."""
+    """Return name in the model -> layer with statistics, by the first name of each layer."""
     found: dict[StatisticsLayer, str] = {}
     for unit in units:
         for name, module in unit.module.named_modules():
@@ -134,16 +134,16 @@ class WholeModel:
 
     Attributes:
         counts: number of units on each stage.
-        has_parameters: of every unit, whether it holds some.
-        num_trained: numbers in parameters that are trained, of every stage; what several stages share counts on each.
-        num_parameters: the same of all parameters.
-        names: of the units, in order.
+        has_parameters: for each unit, whether it has parameters.
+        num_trained: for each stage, number of elements of trained parameters, including shared ones.
+        num_parameters: for each stage, the same for all parameters.
+        names: names of the units, in order.
         ties: parameters that several stages share.
-        statistics: the layers that count, and where their counts stand in the control message.
-        shared_names: name of a parameter that several layers have -> all of them.
-        same: for every parameter that has several names in the root, all of them: entries that a checkpoint must have
-            equal.
-        pruned: what the stage that is left in this process does not hold.
+        statistics: layout of the layers' statistics in the control message.
+        shared_names: name of a parameter of several layers -> all of its names.
+        same: for each parameter with several names in the root, all of its names; a checkpoint must have equal values
+            for them.
+        pruned: tensors of other stages, which this process does not have.
     """
 
     counts: tuple[int, ...] = ()
@@ -159,12 +159,12 @@ class WholeModel:
 
     @classmethod
     def of(cls, units: Sequence[Unit], counts: Sequence[int], root: nn.Module | None = None) -> WholeModel:
-        """The facts.
+        """Describe a model.
 
         Args:
-            units: of the whole model.
-            counts: number of them on each stage.
-            root: what checkpoints hold: the model, or the module around it.
+            units: units of the whole model.
+            counts: number of units on each stage.
+            root: module in checkpoints: the model, or the module around it.
         """
         return cls(
             counts=tuple(counts),
@@ -179,22 +179,22 @@ class WholeModel:
         )
 
     def schedule(self, settings: ResolvedSettings, stage: int) -> Schedule:
-        """Order and weights of what a stage of this model runs."""
+        """Return the schedule of a stage of this model."""
         return settings.schedule(stage, first_sharing(stage, self.ties))
 
     def keep(self, model: nn.Module) -> None:
-        """Let a model that is cut know it: see :func:`whole_of`."""
+        """Store this description in a cut model, for :func:`whole_of`."""
         vars(called_by_steps(model))[CUT] = self
 
     def find(self, values: Mapping[str, T], name: str) -> T | None:
-        """The value of a parameter, under this name of it or another one that another cut knows it by; or None."""
+        """Return a parameter's value by this or another of its names, which depend on the cut; None without one."""
         if name in values:
             return values[name]
         return next((values[other] for other in self.shared_names.get(name, ()) if other in values), None)
 
 
 def whole_of(model: nn.Module | None) -> WholeModel | None:
-    """Return what is known of a model that was cut; None if it is whole."""
+    """Return the description of a model that was cut; None if it is whole."""
     return None if model is None else vars(called_by_steps(model)).get(CUT)
 
 

@@ -1,1 +1,1 @@
-"""The mesh of ranks, its process groups, and agreement among all ranks."""
+"""Mesh of ranks, process groups, and agreement among all ranks."""

@@ -1,7 +1,4 @@
-"""Agreement among all ranks: checks that each must pass, and the batch after which all end.
-
-If a check fails on one rank, all ranks raise the error.
-"""
+"""Agreement among all ranks: checks, whose errors all ranks raise, and the batch after which all stop."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 
 T = TypeVar("T")
 MOST_EXCHANGING = 16
-"""Ranks of which each sends its control message to all others."""
+"""Largest number of ranks that each send their control message to all others."""
 _FINISHED = "finished"
 _MOST = 8  # differences that an error names
 _CONTROL_TAG = 4
@@ -29,19 +26,19 @@ _REMEDY = "start all ranks with the same script, recipe and arguments"
 
 
 class OtherStageFailedError(ConsequenceError):
-    """Another rank failed at a check; its error is quoted."""
+    """Failure of a check on another rank, with that rank's error as the message."""
 
 
 def exchange(mesh: Mesh, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Give every rank the value of every rank, in the order of ranks; a blocking collective.
+    """Return the values of all ranks, in the order of ranks; a blocking collective.
 
     Args:
-        mesh: this rank's place.
-        value: of this rank: a text, nearly always.
-        group: of all ranks, over gloo, if not the one that the training thread uses.
+        mesh: mesh of ranks.
+        value: value of this rank, usually a string.
+        group: gloo group of all ranks; default: that of the training thread.
 
     Raises:
-        ProtocolError: the values are of different types, as those of different calls.
+        ProtocolError: the values have different types, so ranks are in different calls.
     """
     if mesh.groups is None and group is None:
         return [value]
@@ -67,15 +64,15 @@ def copy_first_replica(mesh: Mesh, state_dict: Callable[[], Mapping[str, Tensor]
     """Overwrite tensors of a stage with those of replica 0; a blocking collective.
 
     Args:
-        mesh: this rank's place.
-        state_dict: of the stage, name -> tensor; not called with one replica.
+        mesh: mesh of ranks.
+        state_dict: function that returns the stage's name -> tensor; not called with one replica.
     """
     group = mesh.groups.data_parallel if mesh.groups is not None else None
     if group is None:
         return
     source = mesh.rank_of(mesh.stage, replica=0)
     for tensor in state_dict().values():
-        data = as_bytes(tensor)  # contiguous: NCCL takes no others
+        data = as_bytes(tensor)  # contiguous, as NCCL requires
         with lost_peers():
             dist.broadcast(data, source, group=group)
         tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
@@ -85,15 +82,15 @@ def finish_together(mesh: Mesh) -> None:
     """Wait until all ranks finish; a blocking collective.
 
     Raises:
-        ProtocolError: a rank is in another call, and would wait for this one.
+        ProtocolError: another rank makes another call.
     """
     calls = exchange(mesh, _FINISHED)
     if others := [f"rank {rank}" for rank, text in enumerate(calls) if text != _FINISHED]:
-        raise different_calls(f"the run ends on this rank, and not on {', '.join(others)}")
+        raise different_calls(f"the run ends on this rank, but not on {', '.join(others)}")
 
 
 def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
-    """Raise one ConfigurationError with the problems of all ranks, each once, on every rank."""
+    """Raise one ConfigurationError with all different problems of all ranks, on every rank."""
     found: dict[str, None] = {}
     for text in exchange(mesh, "\0".join(problems)):
         found.update(dict.fromkeys(part for part in text.split("\0") if part))
@@ -102,21 +99,21 @@ def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
 
 
 def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank failed, raise on every rank: its own error where there is one, else a quotation.
+    """If any rank has an error, raise on all ranks: its own error, or else one that quotes the others.
 
     Raises:
-        ConfigurationError: on every rank, if that is what the failing ranks found.
-        OtherStageFailedError: on the ranks without an error of their own.
+        ConfigurationError: on every rank, if the failing ranks have this error.
+        OtherStageFailedError: on ranks without an error.
     """
     config = isinstance(error, ConfigurationError)
     text = "" if error is None else f"{'C' if config else 'E'}{error if config else f'{type(error).__name__}: {error}'}"
     texts = exchange(mesh, text, group)
     configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
     others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
-    if error is not None and texts.count(text) == len(texts) > 1:  # stages of one process are asked one by one
+    if error is not None and texts.count(text) == len(texts) > 1:  # > 1: stages of one process call this one by one
         raise raised_alike(error, mesh.rank)
     if error is not None and (not config or configuration == [str(error)]):
-        raise error  # the whole story, with the place in the user's code
+        raise error  # with the traceback into the user's code
     if configuration:
         raise raised_alike(ConfigurationError.from_problems(configuration), mesh.rank) from error
     if others:
@@ -125,9 +122,9 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
 
 
 def together(mesh: Mesh, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call a function on all ranks and return what it returns; what fails on one of them is raised on all.
+    """Call a function and return its result; an error on one rank is raised on all.
 
-    Raises as :func:`agree_on_error` does.
+    Raises the errors of :func:`agree_on_error`.
     """
     error: Exception | None = None
     try:
@@ -144,18 +141,18 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
     Ranks exchange one hash each, and the entries themselves only if the hashes differ.
 
     Args:
-        mesh: this rank's place.
-        entries: name -> value, in words.
-        group: of all ranks, over gloo, while the mesh has none.
+        mesh: mesh of ranks.
+        entries: name -> value as a string.
+        group: gloo group of all ranks; needed while the mesh has none.
 
     Raises:
-        ConfigurationError: on every rank, if one differs; names the entries with both values.
+        ConfigurationError: an entry differs; raised on every rank, with both values.
     """
     text = json.dumps(entries, sort_keys=True)
     if len(set(exchange(mesh, hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
         return
     first, *others = [json.loads(other) for other in exchange(mesh, text, group)]
-    differing: dict[str, str] = {}  # named once, with the first rank that differs
+    differing: dict[str, str] = {}  # name -> problem with the first rank that differs
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if (expected := first.get(name, "missing")) != (found := other.get(name, "missing")):
@@ -167,20 +164,20 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
 
 
 def batches_behind(num_stages: int, microbatches: int) -> int:
-    """Return the number of batches after which a sum is read: late enough that no stage waits for later stages."""
+    """Return the number of batches after which a sum is read, large enough that no stage waits for later stages."""
     return 2 + (num_stages - 1) // microbatches
 
 
 class StopRounds:
-    """Agreement on an early end of an evaluation, in which no control message travels.
+    """Agreement on an early end of an evaluation, which has no control messages.
 
-    After every batch each rank gives its flag to an asynchronous sum over all ranks, and reads the sum of a few batches
-    before: all ranks read the same one after the same batch, so all of them stop there. Replicas may have different
-    numbers of batches: who is done with a loader keeps on giving flags until all are. Every rank makes its calls in the
-    same order.
+    After every batch each rank contributes its flag to an asynchronous sum, and reads the sum of a few batches earlier.
+    All ranks read the same sum after the same batch, and so stop there together. If replicas have different numbers of
+    batches, ranks without further batches contribute flags until all have finished. All ranks make the same calls in
+    the same order.
 
     Args:
-        mesh: this rank's place.
+        mesh: mesh of ranks.
         behind: number of batches after which a sum is read.
     """
 
@@ -190,13 +187,13 @@ class StopRounds:
         self._read = 0
 
     def after_batch(self, stop: bool) -> bool:
-        """Give this rank's flag after a batch.
+        """Contribute this rank's flag after a batch.
 
         Args:
-            stop: whether this rank was told to end.
+            stop: whether this rank wants to stop.
 
         Returns:
-            Whether all ranks end after this batch: some rank was told to, ``behind`` batches ago.
+            Whether all ranks stop after this batch, as some rank wanted to ``behind`` batches ago.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -210,13 +207,13 @@ class StopRounds:
         return agreed
 
     def finish(self, stop: bool) -> bool:
-        """Read what is outstanding, after the last batch of this rank; waits for those with more batches.
+        """Read the outstanding sums after this rank's last batch; wait for ranks with more batches.
 
         Args:
-            stop: whether this rank was told to end.
+            stop: whether this rank wants to stop.
 
         Returns:
-            Whether all ranks end here: some rank was told to.
+            Whether all ranks stop here, as some rank wanted to.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -227,7 +224,7 @@ class StopRounds:
                 self._give(stop, running=False)
             agreed, running = self._take()
             if agreed and last is None:
-                last = self._read + self.behind  # where those with more batches stop
+                last = self._read + self.behind  # ranks with more batches stop there
             if not running or self._read == last:
                 self._finish_with(0)
                 return last is not None
@@ -241,7 +238,7 @@ class StopRounds:
         self._pending.append((work, flags))
 
     def _take(self) -> tuple[bool, bool]:
-        """Read the oldest pending sum: whether any rank was told to end, and whether any has more batches."""
+        """Read the oldest pending sum; return whether any rank wants to stop, and whether any has more batches."""
         work, flags = self._pending.popleft()
         if work is not None:
             with lost_peers():
@@ -257,24 +254,24 @@ class StopRounds:
 
 
 class ControlExchange:
-    """Sums the control message of a mini-batch where it does not travel along the pipeline.
+    """Sum of a mini-batch's control messages over all ranks, for replicas or GPUs.
 
-    With one replica on CPUs it does, behind the gradients. Replicas complete in any order: with several of them every
-    rank sends its message to all, or beyond a number of ranks, where that is too many messages, an all-reduce takes
-    over. So it is on GPUs: hosts are far ahead of them, and along the pipeline each would wait for the GPUs of all
-    stages behind it, in the middle of a later mini-batch.
+    With one replica on CPUs, messages travel along the pipeline behind the gradients instead. With several replicas,
+    which finish in any order, every rank sends its message to all others, or with many ranks joins an all-reduce. This
+    is also used on GPUs: hosts run far ahead of them, and along the pipeline each host would wait for the GPUs of all
+    later stages.
 
     Args:
-        mesh: this rank's place, connected.
-        length: of the vectors, the same on all ranks.
+        mesh: connected mesh of ranks.
+        length: length of the vectors, the same on all ranks.
     """
 
     def __init__(self, mesh: Mesh, length: int) -> None:
         assert mesh.groups is not None
         self.mesh = mesh
         self._group = mesh.groups.control
-        # With one replica the group is that of other collectives, which an all-reduce might meet: ranks start it when
-        # each of them has read what it gives.
+        # With one replica other collectives use the same group. An all-reduce, which ranks start at different times,
+        # could be mixed up with them.
         shares_group = mesh.groups.control is mesh.groups.host
         self._pairwise = mesh.world_size <= MOST_EXCHANGING or shares_group
         self._works: list[dist.Work] = []
@@ -288,7 +285,7 @@ class ControlExchange:
                     self._works.append(started(dist.irecv(row, rank, group=self._group, tag=_CONTROL_TAG)))
 
     def send(self, message: Tensor) -> None:
-        """Give this rank's vector (length,); returns at once."""
+        """Send this rank's vector (length,) without waiting."""
         if not self._pairwise:
             self._messages[0] = message
             with lost_peers():
@@ -301,7 +298,7 @@ class ControlExchange:
                 self._works.append(started(dist.isend(own, rank, group=self._group, tag=_CONTROL_TAG)))
 
     def finish(self) -> Tensor:
-        """Wait for all vectors and return their sum (length,); added replica by replica."""
+        """Wait for all vectors, and return their sum (length,)."""
         with lost_peers():
             for work in self._works:
                 work.wait()

@@ -1,7 +1,7 @@
-"""The mesh of D replicas x P stages, and the process groups between its ranks.
+"""Mesh of D replicas x P stages, and its process groups.
 
-Rank 0 is the last stage of the first replica: the loss is there first, for the logger and the progress bar. Nobody
-else knows how ranks follow each other.
+Rank 0 is the last stage of the first replica, which has the loss for the logger and the progress bar. The order of
+ranks is defined only here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.process_groups import HostWork, disjoint_groups, neighbour_options, new_group
 
 GRACE_SECONDS = 5.0
-"""Seconds for which connections stay open after their last use: messages may still be on their way."""
+"""Seconds for which connections stay open after their last use, as messages may still be under way."""
 _retired: list[tuple[float, list[dist.ProcessGroup]]] = []
 
 
 @dataclass
 class Mesh:
-    """One rank's place.
+    """Mesh of ranks, as seen by one of them.
 
     Attributes:
         num_stages: number of stages P.
         num_replicas: number of replicas D.
         rank: this process's rank in the world of D * P processes.
-        groups: process groups, made by :meth:`connect`.
+        groups: process groups, created by :meth:`connect`.
     """
 
     num_stages: int
@@ -53,43 +53,43 @@ class Mesh:
 
     @cached_property
     def stage(self) -> int:
-        """This rank's stage, 0 first."""
+        """Index of this rank's stage."""
         return self.stage_of(self.rank)
 
     @cached_property
     def is_first(self) -> bool:
-        """Whether batches enter here."""
+        """Whether this rank is the first stage, where batches enter."""
         return self.stage == 0
 
     @cached_property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+        """Whether this rank is the last stage, which computes the loss."""
         return self.stage == self.num_stages - 1
 
     def rank_of(self, stage: int, replica: int | None = None) -> int:
-        """Rank of a stage, in this rank's replica unless another is named."""
+        """Return the rank of a stage, by default in this rank's replica."""
         replica = self.replica if replica is None else replica
         return replica * self.num_stages + self.num_stages - 1 - stage
 
     def stage_of(self, rank: int) -> int:
-        """Stage of a rank."""
+        """Return the stage of a rank."""
         return self.num_stages - 1 - rank % self.num_stages
 
     def replica_of(self, rank: int) -> int:
-        """Index of a rank's replica."""
+        """Return the replica of a rank."""
         return rank // self.num_stages
 
     def describe(self) -> str:
-        """For the log: how many ranks there are of what kind."""
+        """Return the numbers of replicas and stages, for the log."""
         replicas = f"{self.num_replicas} x " if self.num_replicas > 1 else ""
         return f"{replicas}{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
 
     def name_of(self, stage: int) -> str:
-        """Return the name in messages of the rank of a stage of this replica."""
+        """Return the name of a stage's rank in this replica, for messages."""
         return f"rank {self.rank_of(stage)} (stage {stage})"
 
     def send(self, copy: HostCopy, rank: int, tag: int) -> HostWork:
-        """Send what is on the host, or on its way there, to a rank, in the background."""
+        """Send a copy on the host to a rank, in the background; the copy need not be complete."""
         assert self.groups is not None
         group = self.groups.host
         if not copy.is_done():
@@ -97,7 +97,7 @@ class Mesh:
         return HostWork(started(dist.isend(copy.tensor, rank, group=group, tag=tag)))
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> HostWork:
-        """Start to receive host data from a rank into ``tensor``, in the background."""
+        """Receive host data from a rank into ``tensor``, in the background."""
         assert self.groups is not None
         return HostWork(started(dist.irecv(tensor, rank, group=self.groups.host, tag=tag)))
 
@@ -107,25 +107,25 @@ class Mesh:
         direct: bool | None = None,
         agree: Callable[[dist.ProcessGroup], None] = lambda group: None,
     ) -> None:
-        """Make every process group up front, in the same order on every rank; a collective call.
+        """Create all process groups, in the same order on every rank; a collective call.
+
+        Neighbours have one group per direction for tensors on devices: with one communicator for both directions, each
+        rank could wait for the other's receive.
 
         Args:
-            timeout: of blocking communication in them; default: torch's.
-            direct: whether tensors travel between neighbours by such groups; default: unless the backend is gloo.
-            agree: is called with the first group, of all ranks: which others there are goes by settings, in which ranks
-                may differ.
-
-        The groups between neighbours, for tensors on devices, are made per direction: two ranks that share one
-        communicator for both directions can each wait for the other's receive.
+            timeout: timeout of blocking communication; default: torch's.
+            direct: whether neighbours exchange tensors through such groups; default: unless the backend is gloo.
+            agree: function called with the group of all ranks before others are created. It must compare the settings,
+                which determine the other groups.
         """
         if self.world_size == 1 or self.groups is not None:
             return
         destroy_retired()
-        # Headers, control messages and checks are host data whatever the device is.
+        # gloo on any device: headers, control messages and checks are host data.
         host = new_group(timeout, backend="gloo")
         agree(host)
-        # Each group on gloo keeps a thread that wakes a hundred times a second. Only replicas may need the second
-        # one: an all-reduce of control messages may still run when another collective starts.
+        # Each gloo group has a thread that wakes a hundred times a second, so it has few groups. With replicas, an
+        # all-reduce of control messages may still run when another collective starts, so they have a second one.
         groups = Groups(control=host if self.num_replicas == 1 else new_group(timeout, backend="gloo"), host=host)
         if direct if direct is not None else dist.get_backend() != "gloo":
             self._connect_neighbours(groups, timeout)
@@ -135,10 +135,10 @@ class Mesh:
         weakref.finalize(groups, _retire, groups.on_host())
 
     def group_for_saving(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-        """A group of all ranks for a thread that writes checkpoints; a collective call the first time.
+        """Return a group of all ranks for the thread that writes checkpoints; at first a collective call.
 
         Args:
-            timeout: of blocking communication in it; default: torch's.
+            timeout: timeout of blocking communication; default: torch's.
         """
         if self.groups is not None and self.groups.saving is None:
             self.groups.saving = new_group(timeout, backend="gloo")
@@ -146,7 +146,7 @@ class Mesh:
         return None if self.groups is None else self.groups.saving
 
     def _connect_neighbours(self, groups: Groups, timeout: timedelta | None) -> None:
-        """Groups of two for each direction: first the pairs that begin with an even stage, then the others."""
+        """Create groups of two for each direction: pairs that begin with an even stage first, then the others."""
         for parity in (0, 1):
             pairs = [
                 [self.rank_of(stage, replica), self.rank_of(stage + 1, replica)]
@@ -171,15 +171,15 @@ class Groups:
     """Process groups of a rank.
 
     Attributes:
-        control: all ranks, for the one control message per mini-batch; with one replica the same as ``host``.
+        control: all ranks, for control messages; with one replica the same as ``host``.
         host: all ranks, for host data between any two of them.
-        forward: tensors on devices from the stage before.
-        backward: their gradients to the stage before.
-        to_next: tensors on devices to the stage after.
-        from_next: their gradients from the stage after.
-        data_parallel: the ranks of this stage in all replicas; None with one replica.
-        last_stages: the last stages of all replicas; None with one replica or off the last stage.
-        saving: all ranks, for a thread that writes checkpoints; None until there is one.
+        forward: activations on devices from the previous stage.
+        backward: their gradients to the previous stage.
+        to_next: activations on devices to the next stage.
+        from_next: their gradients from the next stage.
+        data_parallel: ranks of this stage in all replicas; None with one replica.
+        last_stages: last stages of all replicas; None with one replica and on other stages.
+        saving: all ranks, for the thread that writes checkpoints; None until its first use.
     """
 
     control: dist.ProcessGroup
@@ -193,39 +193,39 @@ class Groups:
     saving: dist.ProcessGroup | None = None
 
     def on_host(self) -> list[dist.ProcessGroup]:
-        """The groups on gloo that this rank is in, each once."""
+        """Return this rank's gloo groups, each once."""
         groups = [self.host, self.control, self.data_parallel, self.last_stages, self.saving]
         distinct = {id(group): group for group in groups if group is not None}
         return [group for group in distinct.values() if dist.get_backend(group) == "gloo"]
 
     def on_devices(self) -> list[dist.ProcessGroup]:
-        """The groups on NCCL that this rank is in."""
+        """Return this rank's NCCL groups."""
         groups = [self.forward, self.backward, self.to_next, self.from_next, self.data_parallel, self.last_stages]
         return [group for group in groups if group is not None and dist.get_backend(group) == "nccl"]
 
 
 def _retire(groups: list[dist.ProcessGroup]) -> None:
-    """Put groups on gloo that nothing here uses any more on the list of those to destroy.
+    """Schedule unused gloo groups for destruction.
 
-    Not those on NCCL: ranks come here when they collect their garbage, and its communicators end together.
+    NCCL groups are left out: their destruction is collective, but ranks collect garbage at different times.
     """
     _retired.append((time.monotonic(), groups))
 
 
 def destroy_retired(grace: float = GRACE_SECONDS) -> None:
-    """Let go of groups that nothing uses any more; torch keeps them, with their threads, until it is told to.
+    """Destroy unused groups, which torch would keep with their threads.
 
     Args:
-        grace: seconds since their last use here. Other ranks may be slower, and still read what was sent to them: a
-            connection that is closed at once may lose it.
+        grace: seconds since their last use on this rank. Slower ranks may still read messages, which could be lost if
+            connections were closed at once.
     """
     while _retired and time.monotonic() - _retired[0][0] >= grace:
         for group in _retired.pop(0)[1]:
-            with suppress(ValueError, AssertionError):  # somebody destroyed all groups
+            with suppress(ValueError, AssertionError):  # all groups have been destroyed
                 dist.destroy_process_group(group)
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """The work of an asynchronous call in a group that this rank is in; torch returns None to ranks outside."""
+    """Return the work of an asynchronous call; it is None only on ranks outside of the group."""
     assert work is not None, "this rank is not in the group"
     return work

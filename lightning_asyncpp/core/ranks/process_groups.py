@@ -1,13 +1,13 @@
-"""Process groups: how the first one starts, those that all ranks make together, and messages on them.
+"""Process groups: their creation, and messages of host data.
 
-With NCCL every new group splits the communicator of all ranks, and all of them take part, whoever is in it: groups that
-have no rank in common are made by one split. NCCL refuses several stages on one GPU.
+With NCCL a new group splits the communicator of all ranks, which must all take part; disjoint groups are created by one
+split. NCCL refuses several stages on one GPU.
 
-``isend`` and ``irecv`` of gloo say that they are done only to whoever waits for them: ``is_completed()`` stays false
-until then. Polling them would keep what was sent for ever, and never take up what has arrived. So a thread waits.
+With gloo ``is_completed()`` of ``isend`` and ``irecv`` stays false until ``wait()`` is called. Polling would never see
+a message arrive or free one that was sent, so a thread waits for each.
 
-torchrun's agent serves one key-value store to all attempts, in which torch looks for the addresses of the ranks: it
-finds those of processes that are gone, and waits for them (https://github.com/pytorch/pytorch/issues/135712).
+torchrun's agent serves one key-value store to all attempts. After a restart torch would find in it the addresses of
+processes that have ended, and wait for them (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning_asyncpp.core import background
 
 _MOST_CTAS = 4
-"""Thread blocks (cooperative thread arrays) of a message between neighbours."""
+"""Thread blocks (cooperative thread arrays) of NCCL's kernel for a message between neighbours."""
 
 
 def new_group(
@@ -34,33 +34,33 @@ def new_group(
     backend: str | None = None,
     options: Callable[[], Any] | None = None,
 ) -> dist.ProcessGroup:
-    """Make one group; a collective call of all ranks.
+    """Create a group; a collective call of all ranks.
 
     Args:
-        timeout: of blocking communication in it; default: torch's.
-        ranks: that are in it; default: all.
-        backend: default: that of the default group.
-        options: makes those of NCCL, if it is NCCL's; it changes what it is given.
+        timeout: timeout of blocking communication; default: torch's.
+        ranks: ranks of the group; default: all.
+        backend: backend of the group; default: that of the default group.
+        options: factory of NCCL's options, which NCCL changes; ignored with other backends.
     """
     given = options() if options is not None and dist.get_backend() == "nccl" else None
     members = None if ranks is None else list(ranks)
     group = dist.new_group(members, timeout=timeout, backend=backend, pg_options=given)
-    # Ranks outside a group get a placeholder, which no caller here ever uses.
+    # Ranks outside of the group get a placeholder, which callers do not use.
     return group  # type: ignore[return-value]
 
 
 def disjoint_groups(
     parts: Sequence[Sequence[int]], timeout: timedelta | None, options: Callable[[], Any] | None = None
 ) -> dist.ProcessGroup | None:
-    """Make a group of each part; a collective call of all ranks.
+    """Create a group for each part; a collective call of all ranks.
 
     Args:
-        parts: ranks; no rank is in two of them, and a part of a single one gets no group.
-        timeout: of blocking communication in them; default: torch's.
-        options: makes those of NCCL; it changes what it is given.
+        parts: disjoint lists of ranks; those of a single rank get no group.
+        timeout: timeout of blocking communication; default: torch's.
+        options: factory of NCCL's options, which NCCL changes.
 
     Returns:
-        The group that this rank is in, if there is one.
+        This rank's group, if any.
     """
     shared = [list(part) for part in parts if len(part) > 1]
     if not shared:
@@ -77,17 +77,16 @@ def disjoint_groups(
 
 
 def splits() -> bool:
-    """Return whether groups split the communicator of all ranks: NCCL's, bound to a device from the start."""
+    """Return whether new groups split the communicator of all ranks, as NCCL's bound to a device do."""
     world = dist.group.WORLD
     return dist.get_backend() == "nccl" and world is not None and getattr(world, "bound_device_id", None) is not None
 
 
 def neighbour_options() -> Any:
-    """NCCL's options for the groups of two neighbours.
+    """Return NCCL's options for groups of two neighbours.
 
-    A message between them is a kernel that holds its thread blocks until the other side's kernel runs, beside what is
-    computed. So it gets few of them, and a stream of high priority: what others wait for begins before what was
-    launched earlier.
+    A message is a kernel that occupies its thread blocks until the other side's kernel runs. So it gets few of them,
+    and a stream of high priority, as other ranks wait for it.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = _MOST_CTAS
@@ -95,10 +94,10 @@ def neighbour_options() -> Any:
 
 
 def unbind_default_group() -> None:
-    """Let the default group forget its device, where its backend makes no use of it.
+    """Unbind the default group from its device unless its backend is NCCL.
 
-    Lightning binds the group to the rank's GPU. Where several ranks share one, the backend is gloo, and torch would ask
-    it to split its communicator with every new group, which it cannot.
+    Lightning binds the group to the rank's GPU. If ranks share a GPU the backend is gloo, and torch would try to split
+    its communicator for every new group, which gloo does not support.
     """
     world = dist.group.WORLD
     if dist.is_initialized() and world is not None and "nccl" not in dist.get_backend_config(world):
@@ -106,27 +105,27 @@ def unbind_default_group() -> None:
 
 
 class HostWork:
-    """Stands for the ``Work`` of a send or a receive of host data.
+    """Send or receive of host data, with the interface of ``Work`` and a thread that waits for it.
 
     Args:
-        work: of gloo, which nobody else waits for; or what begins it, to be called in the thread.
+        work: gloo's work, for which nothing else waits; or a function that starts it, which the thread calls.
     """
 
     def __init__(self, work: dist.Work | Callable[[], dist.Work]) -> None:
         self._error: BaseException | None = None
         self._done = threading.Event()
-        # The thread alone keeps gloo's object, which keeps the tensor: both go when it is done.
+        # Only the thread holds gloo's work, which holds the tensor, so that both are freed at its end.
         background.run(lambda: self._wait(work), "host-work")
 
     def is_completed(self) -> bool:
-        """Return whether it is done, or failed."""
+        """Return whether the message is complete or has failed."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until it is done.
+        """Wait for the message.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the message failed.
         """
         self._done.wait()
         if self._error is not None:
@@ -135,16 +134,16 @@ class HostWork:
     def _wait(self, work: dist.Work | Callable[[], dist.Work]) -> None:
         try:
             (work() if callable(work) else work).wait()
-        except BaseException as error:  # raised again for whoever waits
+        except BaseException as error:  # raised by wait()
             self._error = error
         self._done.set()
 
 
 def backend_of(devices: Sequence[torch.device] | None, given: str | None) -> str | None:
-    """The process group's backend for the devices of this machine's ranks; None leaves the choice to Lightning.
+    """Return the backend of process groups: the user's, gloo if ranks share a GPU, or None for Lightning's choice.
 
     Args:
-        devices: one for each rank of this machine.
+        devices: device of each rank of this machine.
         given: the user's choice.
     """
     gpus = [device for device in devices or () if device.type == "cuda"]
@@ -152,15 +151,15 @@ def backend_of(devices: Sequence[torch.device] | None, given: str | None) -> str
 
 
 def join_again(backend: str, device: torch.device, timeout: timedelta | None) -> None:
-    """Make the default group under keys of its own, if torchrun started this process again on a single machine.
+    """Create the default group under new keys of the store if torchrun restarted this process on a single machine.
 
-    Agents of several machines count restarts each for itself; there they must not share their store
-    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``).
+    Agents of several machines count restarts separately; their users must set
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
 
     Args:
-        backend: of the group.
-        device: of this rank.
-        timeout: of blocking communication; default: torch's.
+        backend: backend of the group.
+        device: device of this rank.
+        timeout: timeout of blocking communication; default: torch's.
     """
     environment = os.environ
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))

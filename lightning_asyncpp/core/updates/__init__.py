@@ -1,1 +1,1 @@
-"""The life of an update: a mini-batch's gradients, summed, agreed on, and applied with their hyper-parameters."""
+"""Updates: reduction of a mini-batch's gradient, agreement of all ranks, and the optimizer's step."""

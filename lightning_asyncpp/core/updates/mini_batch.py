@@ -1,9 +1,9 @@
-"""A mini-batch from its first forward to its update: sums over replicas, then the one control message.
+"""Mini-batch from its first forward to its update: reduction over replicas, then the control message.
 
-An all-reduce starts when the last rank joins, and takes a round of messages from then on. But gradients complete stage
-by stage, from the last to the first. So with one replica control messages are summed along that way, behind the
-gradients; the first stage, which comes last, finds the rest already there, and its sum travels to the others in front
-of the activations that need it: no stage sends more messages in a longer pipeline.
+Gradients become complete stage by stage, from the last to the first; an all-reduce of control messages would start only
+with the first stage, and then take further rounds. So with one replica control messages are summed along the pipeline,
+behind the gradients. When the first stage is ready, the sum of all later stages has arrived. It sends the total to the
+others in front of the activations that need it, so that the messages per stage do not grow with the pipeline.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import lost_peers
 
 HyperParameters = list[dict[str, Any]]
-"""Of every group of an optimizer, without its parameters."""
-_FIXED = 5  # numbers of a message, before what layers counted
+"""Options of every group of an optimizer, without parameters."""
+_FIXED = 5  # numbers of a message before the layers' statistics
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class ControlMessage:
 
     Attributes:
         weight: sum of the microbatches' weights over the mini-batch and the replicas.
-        norm: 2-norm of the whole gradient over all stages, after division by ``weight``; fp64 sums, rounded to fp32.
-            Gradients are clipped by it. Where this stage steps ahead, it is that of the mini-batch before.
-        finite: whether every element of the gradient is.
-        interrupted: number of ranks that were told to end (SIGTERM).
+        norm: 2-norm of the mean gradient over all stages, from fp64 sums, rounded to fp32; gradients are clipped by
+            it. If this stage steps ahead, it is the norm of the previous mini-batch.
+        finite: whether all elements of the gradient are finite.
+        interrupted: number of ranks that received SIGTERM.
         finished: number of ranks that want training to stop early.
-        statistics: what layers counted, over all stages and replicas, (layout's length,) fp64.
+        statistics: statistics of all layers, over all stages and replicas, (layout's length,) fp64.
     """
 
     weight: float
@@ -59,8 +59,8 @@ class StopFlags:
     """Requests of this rank to all ranks, carried by the next control message.
 
     Attributes:
-        interrupted: the process was told to end.
-        finished: somebody decided that training is done.
+        interrupted: whether the process received SIGTERM.
+        finished: whether training should stop early.
     """
 
     interrupted: bool = False
@@ -71,33 +71,32 @@ class StopFlags:
 class MiniBatch:
     """Microbatches that share one update.
 
-    Batches are added to it until :meth:`close`. When its last backward is done, :meth:`launch` sends its gradient on
-    the way to the optimizer. From there on until :meth:`finish` nothing blocks, except that with one replica on CPUs
-    :meth:`poll` reads the next stage's part of the control message, which follows that stage's last gradient.
+    Batches are added until :meth:`close`. After the last backward, :meth:`launch` starts the reduction of the gradient
+    and the control message. Until :meth:`finish` nothing blocks, except that with one replica on CPUs :meth:`poll`
+    reads the next stage's part of the control message, which follows that stage's last gradient.
 
-    The control message is an fp64 vector, which every rank writes and all are summed: five numbers, and what layers
-    counted.
+    The control message is an fp64 vector, summed over all ranks: five numbers, and the layers' statistics.
 
     Attributes:
-        mesh: this rank's place.
-        index: t.
-        first: its first microbatch.
-        transport: messages with the neighbours; None in a single stage.
-        end: one past its last microbatch; None while more may come (gradient accumulation).
+        mesh: mesh of ranks.
+        index: index t of the mini-batch.
+        first: first microbatch.
+        transport: transport to the neighbours; None with a single stage.
+        end: one past the last microbatch; None before :meth:`close`.
         weight: sum of the microbatches' weights so far.
-        counted: what this stage's layers counted in its microbatches.
-        hyper_parameters: of every group of the optimizer, for its update, once it is closed.
-        note: what the strategy wants to know at its update.
-        length: of the control message, once it is closed.
-        exchange: of the control messages, once it is closed; None where they travel along the pipeline.
-        tied: the sums of gradients that other stages share, once it is closed; None if there are none.
-        reduction: of its gradient over the replicas, once that has begun; None with one replica.
-        launched: whether its gradient is complete and on the way.
-        gradients: name -> summed gradient of this stage, once complete; replaced by the sum over the replicas.
+        counted: statistics of this stage's layers.
+        hyper_parameters: hyper-parameters of the optimizer's groups for the update; set after :meth:`close`.
+        note: value that the strategy receives with the update.
+        length: length of the control message; set by :meth:`close`.
+        exchange: exchange of control messages; None if they travel along the pipeline.
+        tied: gradients of parameters shared with other stages; None without any.
+        reduction: reduction of the gradient over replicas; None before it begins, and with one replica.
+        launched: whether :meth:`launch` was called.
+        gradients: name -> summed gradient of this stage, later the sum over replicas.
         stepped: whether this stage has stepped ahead of the others.
-        squares: name -> the square of a gradient's norm, of those that this stage counts, once the host knows them.
-        completed: when its gradient was complete, on the clock of the trace; None if nothing is recorded.
-        message: this rank's part of the control message, once it was sent.
+        squares: name -> squared norm of a gradient that this stage counts, once known on the host.
+        completed: moment at which the gradient was complete; None without a trace.
+        message: this rank's part of the control message, once sent.
     """
 
     mesh: Mesh
@@ -121,19 +120,19 @@ class MiniBatch:
     message: Tensor | None = None
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    _counts: Tensor = field(init=False)  # where this stage's layers counted
-    _statistics: Tensor | Reading = field(init=False)  # on the host, or on their way there
+    _counts: Tensor = field(init=False)  # on the device of the layers
+    _statistics: Tensor | Reading = field(init=False)  # the same on the host, or being copied there
     _count: tuple[Tensor, dist.Work] | None = None
     _norms: dict[str, Tensor] | None = None
-    _reading: Reading | None = None  # of the norms, if they are on a device
-    _total: Tensor | None = None  # of all stages, on the first
+    _reading: Reading | None = None  # norms that are on a device
+    _total: Tensor | None = None  # sum over all stages, on the first stage
 
     def close(self, end: int, num_statistics: int) -> None:
-        """No further batch shares the update.
+        """Complete the mini-batch: no further batch shares its update.
 
         Args:
             end: one past the last microbatch.
-            num_statistics: how many numbers the counts of all layers are.
+            num_statistics: length of the statistics of all layers.
         """
         self.end, self.length = end, _FIXED + num_statistics
 
@@ -145,37 +144,38 @@ class MiniBatch:
         uses: Mapping[str, Sequence[Tensor]],
         count_on: torch.device | None = None,
     ) -> None:
-        """Start the reduction over the replicas, or begin to read what the control message is to say.
+        """Start the reduction over replicas, or the computation of the control message.
 
-        Messages leave in :meth:`poll`, in the order of the mini-batches.
+        Messages are sent by :meth:`poll`, in the order of the mini-batches.
 
-        In the middle of a pipeline it waits for shared gradients of stages behind, which were complete before its own:
-        the stage before waits for the control message, and this one for activations of that stage.
+        A stage in the middle of the pipeline waits for shared gradients of later stages, which were complete before its
+        own: the previous stage waits for the control message, and this one for activations of that stage.
 
         Args:
             gradients: name -> summed gradient of this stage.
-            statistics: what this stage's layers counted, in their places among all layers'; where they counted it.
-            stop: what this rank asks for.
-            uses: name -> the gradients of several layers of this stage that share a parameter with another stage's, in
-                the order in which they are added; none with several replicas, which add them before they reduce.
-            count_on: where weights and statistics are summed over the replicas for :meth:`reduce_now`; None: nowhere.
+            statistics: statistics of all layers, with entries of this stage's layers, on their device.
+            stop: requests of this rank.
+            uses: name of a parameter shared with another stage -> gradients of its uses on this stage, in the order of
+                their addition; empty with replicas, which add them before the reduction.
+            count_on: device on which weights and statistics are summed over replicas for :meth:`reduce_now`; None: they
+                are not.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
         self._counts = statistics
         self._statistics = statistics if statistics.is_cpu else Reading([statistics])
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
-            self.gradients = self.reduction.gradients  # the stage's own are not needed any more
+            self.gradients = self.reduction.gradients  # frees the stage's own
         elif self.tied is None or not self.mesh.is_first:
             self._read_norms()
         if count_on is not None:
             self._begin_count(statistics, count_on)
 
     def poll(self) -> bool:
-        """Take up what has arrived, and send the control message if that is everything.
+        """Process what has arrived, and send the control message if it is complete.
 
         Returns:
-            Whether it has been sent.
+            Whether the control message has been sent.
         """
         if self.message is not None:
             return True
@@ -187,18 +187,18 @@ class MiniBatch:
             self._read_norms()
         if self.transport is None or self.exchange is not None:
             is_ready = self._is_known()
-        else:  # the stages before wait for it
+        else:  # earlier stages wait for it
             is_ready = self.mesh.is_last or self.transport.has_part(self.index)
         if is_ready:
             self.send_message()
         return self.message is not None
 
     def reduce_now(self) -> tuple[float, bool | Tensor, Tensor]:
-        """Wait for the replicas, not for the other stages, and not for the device unless there are replicas.
+        """Wait for the replicas but not for other stages; without replicas do not wait for the device either.
 
         Returns:
-            The sum of the weights over the replicas; whether this stage's gradient is finite, on the device where the
-            host does not know; and its statistics over the replicas.
+            Sum of weights over replicas; whether this stage's gradient is finite, as a tensor if the host does not know
+            yet; statistics of this stage over replicas.
         """
         if self._count is None:
             self._begin_message()
@@ -212,13 +212,13 @@ class MiniBatch:
         return float(counted[0]), self._is_finite(), counted[1:]
 
     def let_go(self) -> None:
-        """Hold no gradients any more: what is left to wait for are the other stages' sums."""
+        """Free the gradients; only the control message is still needed."""
         self.gradients.clear()
         if self.reduction is not None:
             self.reduction.let_go()
 
     def finish(self) -> ControlMessage:
-        """Wait for what all ranks have to say, and for the whole sums of gradients that stages share."""
+        """Wait for the control messages of all ranks, and for the sums of shared gradients over all stages."""
         total = self.send_message()
         if self.exchange is not None:
             total = self.exchange.finish()
@@ -231,14 +231,14 @@ class MiniBatch:
         return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), total[_FIXED:])
 
     def send_message(self) -> Tensor:
-        """Send the control message unless it has been sent; waits for the device, once.
+        """Send the control message unless it has been sent; wait for the device, at most once.
 
         Returns:
-            This rank's part of it.
+            This rank's part of the message.
         """
         if self.message is not None:
             return self.message
-        # The newest reading first: what was asked for before it is there when it is.
+        # The newest reading first: when it is complete, so are the earlier ones.
         names, norms = self._begin_message(), self._reading
         numbers = [norm.item() for norm in names.values()] if norms is None else [number for (number,) in norms.get()]
         self.squares = {name: number * number for name, number in zip(names, numbers)}
@@ -252,9 +252,9 @@ class MiniBatch:
         return self.message
 
     def _pass_on(self, transport: Transport, vector: Tensor) -> None:
-        """Add this rank's vector to those of the stages behind; their gradients were complete before.
+        """Add this rank's vector to the sum over later stages, and send it to the previous stage.
 
-        Theirs follows the last gradient that came from there, so it is there or about to be: it is waited for.
+        The sum follows the last gradient from the next stage, so a wait for it is short.
         """
         if not self.mesh.is_last:
             vector = transport.receive_part(self.index, self.length) + vector
@@ -265,8 +265,8 @@ class MiniBatch:
             transport.send_total(self.index, vector)
 
     def _written(self) -> Tensor:
-        """This rank's vector: last stages alone give weights, the first replica alone squares: each counts once."""
-        mesh, squares = self.mesh, math.fsum(self.squares.values())  # exactly: their order does not matter
+        """Return this rank's vector; only last stages have weights, and only the first replica squares."""
+        mesh, squares = self.mesh, math.fsum(self.squares.values())  # exact, so that the order does not matter
         finite = math.isfinite(squares)
         weight = self.weight if mesh.is_last else 0.0
         squares = squares if mesh.replica == 0 and finite else 0.0  # every replica holds the same gradient
@@ -276,10 +276,10 @@ class MiniBatch:
         return torch.tensor([*fixed, *counts], dtype=torch.float64, device="cpu")
 
     def _begin_count(self, statistics: Tensor, device: torch.device) -> None:
-        """Begin to sum weights and statistics over the replicas, right behind the gradients.
+        """Start to sum weights and statistics over replicas, right behind the gradients.
 
-        Later would be a deadlock where streams share a hardware queue: a replica that has come to its update waits for
-        one that still needs the activations of a stage that itself waits for a gradient behind this sum.
+        Later it could deadlock if streams share a hardware queue: a replica at its update would wait for another
+        replica, which needs activations of a stage that waits for a gradient queued behind this sum.
         """
         assert self.mesh.groups is not None
         total = torch.empty(1 + len(statistics), dtype=torch.float64, device=device)
@@ -290,7 +290,7 @@ class MiniBatch:
         self._count = total, work
 
     def _begin_message(self) -> dict[str, Tensor]:
-        """Begin to read what the control message says, waiting for what that is computed from; the norms by name."""
+        """Wait for the reduction, start to compute the control message if need be, and return the norms by name."""
         if self._norms is None:
             if self.reduction is not None:
                 self.reduction.wait()
@@ -299,14 +299,14 @@ class MiniBatch:
         return self._norms
 
     def _is_finite(self) -> bool | Tensor:
-        """Return whether this stage's share of the gradient is finite; on the device if the host does not know."""
+        """Return whether this stage's gradient is finite, as a tensor if the host does not know yet."""
         if self.message is not None or not self._norms:
             return all(map(math.isfinite, self.squares.values()))
         finite = torch.stack(list(self._norms.values())).isfinite().all()
         return bool(finite) if finite.is_cpu else finite
 
     def _read_norms(self) -> None:
-        """Begin to read what of this stage's gradient the host must know: all that is not in the reduction's norms."""
+        """Start to compute and read the gradient norms that the reduction does not provide."""
         gradients = self.gradients
         if self.tied is not None:
             self.tied.pass_on(gradients, self._uses)
@@ -320,21 +320,21 @@ class MiniBatch:
         self._reading = None if not norms or norms[0].is_cpu else Reading(norms)
 
     def _is_known(self) -> bool:
-        """Return whether the device has got to everything that the message holds."""
+        """Return whether all numbers of the message have been read from the device."""
         return all(not isinstance(r, Reading) or r.is_there() for r in (self._reading, self._statistics))
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update that is being, or was, applied.
+    """Update that is being applied or has been.
 
     Attributes:
-        mini_batch: t, of the gradient; the update makes W_{t+1}.
-        hyper_parameters: of every group of the optimizer, as they were set for mini-batch t.
-        note: what the strategy gave to mini-batch t.
-        message: what all ranks agreed on; where the stage steps ahead, what it knows itself.
-        weights_before: parameter -> W_t, alive as the older version; None without a delay.
-        staleness: how many updates old the gradient of this stage is, phi.
+        mini_batch: index t of the gradient's mini-batch; the update makes W_{t+1}.
+        hyper_parameters: hyper-parameters of the optimizer's groups for mini-batch t.
+        note: value that the strategy gave for mini-batch t.
+        message: control message summed over all ranks; if the stage steps ahead, its own values instead.
+        weights_before: parameter -> W_t in the older version; None without a delay.
+        staleness: mean age phi of this stage's gradient, in updates.
     """
 
     mini_batch: int

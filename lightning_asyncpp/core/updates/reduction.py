@@ -1,15 +1,14 @@
-"""Sums of a mini-batch's gradients in the background: over the replicas, and over stages that share a parameter.
+"""Sums of a mini-batch's gradients in the background: over replicas, and over stages that share a parameter.
 
-Over the replicas in flat buckets: a bucket is one reduction instead of one per parameter. It is sent off as soon as the
-last backward of the mini-batch has completed it, while the rest of that backward runs; what arrives is taken up, and
-its norm computed, as soon as anybody looks. The host reads all norms, and which gradients there are, in one piece.
+Gradients are reduced over replicas in flat buckets. A bucket's all-reduce starts as soon as the mini-batch's last
+backward has completed its gradients, while the rest of that backward runs. Norms are computed when reduced buckets are
+found by polling; the host reads all norms, and which gradients exist, in one copy.
 
-Of a parameter that layers of several stages share each of these holds a copy and steps it by itself. All step with the
-same gradient, the sum over all uses, so that the copies stay equal, bitwise. It is summed after the last backward of a
-mini-batch and before its update: the last stage that holds the parameter, whose gradient is complete first, sends it to
-the one before among them, which adds its own, and so on; the first one, whose gradient is complete last, has the sum,
-counts it in the norm and sends it to all others. So uses are added from the last layer to the first, on any number of
-stages, and nobody who adds waits for a stage before.
+A parameter shared by several stages has a copy on each, which that stage steps. All step with the same gradient, the
+sum over all uses, so that the copies stay bitwise equal. It is summed between the last backward of a mini-batch and its
+update: the last of these stages, whose gradient is complete first, sends it to the previous one, which adds its own,
+and so on. The first stage, whose gradient is complete last, counts the sum in the norm and sends it to all others. So
+uses are added from the last layer to the first on any number of stages, and no sum waits for an earlier stage.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from lightning_asyncpp.errors import ConfigurationError, lost_peers
 Gradients = dict[str, "Tensor | None"]
 BUCKET_BYTES = 16 * 2**20
 GPU_BUCKET_BYTES = 64 * 2**20
-"""An all-reduce of NCCL is a kernel that takes part of the GPU from the backward: fewer of them."""
+"""Larger than on CPUs: each NCCL all-reduce is a kernel that takes a part of the GPU from the backward."""
 _TAG = 5
-_MOST_TAGS = 16  # of other messages
-_MOST_MINI_BATCHES = 8  # under way at a time, and more
+_MOST_TAGS = 16  # tags below this are for other messages
+_MOST_MINI_BATCHES = 8  # more than are in flight at the same time
 _ALIGNMENT = 64
-"""Bytes: where torch's own tensors begin. Products of matrices are rounded by where these begin in memory, which must
-not depend on the stage that they are on."""
+"""Alignment of torch's own tensors, in bytes. Matrix products round by the alignment of their operands, which must not
+depend on the stage."""
 
 
 class Bucket:
-    """Gradients of one dtype that are packed into a flat tensor, which an all-reduce sums in place.
+    """Gradients of one dtype, packed into a flat tensor for an all-reduce.
 
-    It ends with one flag per gradient that says whether there is one: a parameter that no replica used keeps a gradient
-    of None after the reduction, or the optimizer would decay it.
+    The tensor ends with one flag per gradient for whether it exists. The gradient of a parameter that no replica used
+    stays None, so that the optimizer does not decay it.
 
     Args:
-        names: of the parameters.
-        like: name -> a tensor of the gradient's shape, dtype and device.
+        names: names of the parameters.
+        like: name -> tensor of the gradient's shape, dtype and device.
     """
 
     def __init__(self, names: Sequence[str], like: Mapping[str, Tensor]) -> None:
@@ -70,7 +69,7 @@ class Bucket:
         return self._like[self.names[0]].device
 
     def pack(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        """Return the gradients of this bucket as a new flat tensor; what is None counts as zeros."""
+        """Return the gradients of this bucket as a new flat tensor, with zeros for None."""
         present = [gradients[name] for name in self.names]
         pieces: list[Tensor] = []
         for name, gradient, padding in zip(self.names, present, self._padding):
@@ -78,19 +77,19 @@ class Bucket:
             pieces += [like.new_zeros(padding)] if padding else []
             pieces.append(like.new_zeros(like.numel()) if gradient is None else gradient.reshape(-1))
         for there, run in itertools.groupby(gradient is not None for gradient in present):
-            # Filled where they are: a copy from the host would wait for the GPU.
+            # Filled on the device: a copy from the host would wait for the GPU.
             pieces.append(like.new_full((len(list(run)),), float(there)))
         return torch.cat(pieces)
 
     def unpack(self, flat: Tensor) -> Gradients:
-        """Return the (summed) gradients as views of ``flat``; waits for the device."""
+        """Return the summed gradients as views of ``flat``; wait for the device."""
         gradients, flags = self.views(flat)
         return {name: g if flag > 0 else None for (name, g), flag in zip(gradients.items(), flags.tolist())}
 
     def views(self, flat: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return views of ``flat``: of every (summed) gradient, as if it were there; and of their flags (names,).
+        """Return views of ``flat``: summed gradients by name, and flags (names,).
 
-        A gradient is there if its flag is above 0.
+        A gradient exists if its flag is above 0.
         """
         sizes = [n for name, pad in zip(self.names, self._padding) for n in (pad, self._like[name].numel())]
         *pieces, flags = flat.split([*sizes, len(self.names)])
@@ -100,12 +99,12 @@ class Bucket:
 def plan_buckets(
     like: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES, late: Collection[str] = ()
 ) -> list[Bucket]:
-    """Spread parameters over buckets, the last first: so their gradients become complete.
+    """Divide parameters into buckets, the last parameter first, as its gradient is complete first.
 
     Args:
-        like: name -> a tensor of the gradient's shape, dtype and device, in the order of the forward.
-        bucket_bytes: size from which on a bucket is closed, in bytes.
-        late: those whose gradients are complete only after a whole backward; they come last, in buckets of their own.
+        like: name -> tensor of the gradient's shape, dtype and device, in the order of the forward.
+        bucket_bytes: size from which on a bucket gets no further parameters, in bytes.
+        late: names of parameters whose gradients are complete only after a whole backward; they get the last buckets.
     """
     together: dict[tuple[bool, torch.dtype], list[str]] = {}
     backwards = list(reversed(list(like)))
@@ -115,22 +114,21 @@ def plan_buckets(
 
 
 class Reduction:
-    """The reduction of one mini-batch.
+    """Reduction of one mini-batch's gradient over replicas.
 
     Args:
-        buckets: how this stage's gradients are packed; the same on all replicas, which send them in this order.
-        group: the ranks of this stage in all replicas.
-        late: names whose gradients no backward completes by itself.
+        buckets: buckets of this stage's gradients; the same on all replicas, which reduce them in this order.
+        group: ranks of this stage in all replicas.
+        late: names of parameters whose gradients are complete only after a whole backward.
         apart: names that are left out of ``squares``.
-        clock: by which it is measured.
+        clock: clock of a trace.
 
     Attributes:
-        gradients: name -> sum over the replicas, of the buckets that were taken up; None where no replica had one, once
-            all were.
-        squares: name -> the sum of squares of a gradient that there is, in fp64, once all buckets were taken up.
-        started: when the first bucket was sent, a moment of the clock; None before.
-        ends: when each arrived that was taken up.
-        num_bytes: size of what was sent, in bytes.
+        gradients: name -> sum over replicas, for buckets processed so far; at the end None if no replica had one.
+        squares: name -> sum of squares of an existing gradient in fp64, once all buckets are processed.
+        started: moment at which the first bucket was sent; None before.
+        ends: moments at which processed buckets arrived.
+        num_bytes: bytes sent.
     """
 
     def __init__(
@@ -149,7 +147,7 @@ class Reduction:
         self._buckets, self._group, self._apart, self._clock = buckets, group, apart, clock
         self._sent: list[_Sent] = []
         self._taken = 0
-        self._looked_at: list[tuple[list[str], Tensor, Tensor]] = []  # names; their norms; whether they are there
+        self._looked_at: list[tuple[list[str], Tensor, Tensor]] = []  # names, norms, flags
         self._reading: Reading | None = None
         self._missing = [set(bucket.names) for bucket in buckets]
         self._bucket_of = {
@@ -158,11 +156,11 @@ class Reduction:
 
     @contextmanager
     def watching(self, leaves: Mapping[str, Tensor], gradient_of: Callable[[str], Tensor | None]) -> Iterator[None]:
-        """Send buckets as the backward that runs meanwhile, the last of its mini-batch, completes them.
+        """Send buckets during the last backward of the mini-batch, as it completes them.
 
         Args:
-            leaves: name -> the tensor whose gradient it is; others are of no interest.
-            gradient_of: name -> its gradient, summed over the mini-batch.
+            leaves: name -> leaf tensor on which gradients accumulate.
+            gradient_of: name -> gradient summed over the mini-batch.
         """
         hooks = [
             leaf.register_post_accumulate_grad_hook(lambda _, name=name: self._complete(name, gradient_of))
@@ -176,12 +174,12 @@ class Reduction:
                 hook.remove()
 
     def send_rest(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Send what the last backward left incomplete: parameters without a gradient in it, or none at all."""
+        """Send the remaining buckets, with parameters that had no gradient in the last backward."""
         while len(self._sent) < len(self._buckets):
             self._send(gradients)
 
     def poll(self) -> bool:
-        """Take up what has arrived; returns whether that is everything. Waits for nothing."""
+        """Process buckets that have arrived, without waiting; return whether all have."""
         while self._taken < len(self._sent) and self._sent[self._taken].work.is_completed():
             self._take_up()
         if self._reading is not None and self._reading.is_there():
@@ -189,7 +187,7 @@ class Reduction:
         return self._taken == len(self._buckets) and self._reading is None
 
     def wait(self) -> None:
-        """Wait for everything and take it up.
+        """Wait for all buckets, and process them.
 
         Raises:
             PeerLostError: another replica is gone.
@@ -200,7 +198,7 @@ class Reduction:
             self._read(self._reading)
 
     def let_go(self) -> None:
-        """Hold none of the tensors any more, all of which were taken up."""
+        """Free all tensors, after all buckets were processed."""
         self.gradients.clear()
         self._sent.clear()
 
@@ -209,8 +207,8 @@ class Reduction:
         if number < len(self._sent):
             raise ConfigurationError(
                 f"the gradient of {name} grew after it was complete: a backward inside a backward added to it, as"
-                " torch.utils.checkpoint does for weights that two checkpointed parts share; give it"
-                " use_reentrant=False"
+                " torch.utils.checkpoint does for weights that two checkpointed parts share; pass"
+                " use_reentrant=False to it"
             )
         self._missing[number].discard(name)
         while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
@@ -250,17 +248,17 @@ class Reduction:
 
 
 class _Sent:
-    """A bucket on its way."""
+    """Bucket whose all-reduce has started."""
 
     def __init__(self, bucket: Bucket, flat: Tensor, group: dist.ProcessGroup, clock: Clock) -> None:
         self.bucket, self.flat, self._clock = bucket, flat, clock
         self.ended: Moment | None = None
         self.work = started(dist.all_reduce(flat, group=group, async_op=True))
-        if clock is not HOST or not flat.is_cuda:  # on a GPU each takes one of torch's few streams
+        if clock is not HOST or not flat.is_cuda:  # on a GPU each callback takes one of torch's few streams
             self.work.get_future().add_done_callback(self._end)
 
     def _end(self, _: object) -> None:
-        # With NCCL this is called at once, on a stream that waits for the sum.
+        # With NCCL it is called at once, on a stream that waits for the sum.
         self.ended = self._clock.now()
 
 
@@ -277,18 +275,18 @@ def _parts(names: list[str], like: Mapping[str, Tensor], bucket_bytes: int) -> l
 
 
 class TiedGradients:
-    """The gradients of one mini-batch that this stage shares with others.
+    """Gradients of one mini-batch of parameters that this stage shares with others.
 
     Args:
-        mesh: this rank's place, connected.
-        ties: of this stage.
+        mesh: connected mesh of ranks.
+        ties: shared parameters of this stage.
         parameters: name -> parameter of this stage.
-        tags: of the messages of each tie, others than those of mini-batches that may be under way meanwhile: from a GPU
-            messages leave as soon as they have come to the host, in any order.
+        tags: tag of each tie's messages, different from those of other mini-batches in flight: messages from a GPU are
+            sent in any order, as soon as they are on the host.
 
     Attributes:
-        names: of the parameters on this stage.
-        counted_by_others: those of them that another stage counts in the norm of the gradient.
+        names: names of the shared parameters on this stage.
+        counted_by_others: names of those that another stage counts in the norm of the gradient.
     """
 
     def __init__(self, mesh: Mesh, ties: Sequence[Tie], parameters: dict[str, Tensor], tags: Sequence[int]) -> None:
@@ -296,8 +294,8 @@ class TiedGradients:
         self.counted_by_others = names_on(mesh.stage, [tie for tie in ties if tie.stages[0] != mesh.stage])
         self._mesh, self._ties, self._parameters, self._tags = mesh, ties, parameters, tags
         self._buckets = [Bucket([tie.name_on(mesh.stage)], parameters) for tie in ties]
-        # Posted before anybody sends: what comes need not be stored on its way. Between two ranks all in the same
-        # order: sums of the stages behind travel one way, whole sums the other.
+        # Receives are posted before sends, so that messages need not be buffered. Both kinds of sums use the same tags:
+        # between two ranks, those of later stages travel one way and whole sums the other.
         with lost_peers():
             self._from_behind = [self._receive(n, tie.behind(mesh.stage)) for n, tie in enumerate(ties)]
             firsts = [None if tie.before(mesh.stage) is None else tie.stages[0] for tie in ties]
@@ -306,19 +304,19 @@ class TiedGradients:
         self._passed_on = False
 
     def have_arrived(self) -> bool:
-        """Return whether the sums of the stages behind are there, so that :meth:`pass_on` need not wait."""
+        """Return whether the sums of later stages have arrived, so that :meth:`pass_on` does not wait."""
         return all(received is None or received.work.is_completed() for received in self._from_behind)
 
     def has_whole_sums(self) -> bool:
-        """Return whether :meth:`take_whole_sums` need not wait, nor :meth:`pass_on` before it."""
+        """Return whether neither :meth:`pass_on` nor :meth:`take_whole_sums` would wait."""
         return self.have_arrived() and all(whole is None or whole.work.is_completed() for whole in self._whole)
 
     def pass_on(self, gradients: Gradients, uses: Mapping[str, Sequence[Tensor]]) -> None:
-        """Add this stage's gradients to the sums of the stages behind, waiting for these, and send them on; once.
+        """Wait for the sums of later stages, add this stage's gradients, and send the sums on; only once.
 
         Args:
-            gradients: name -> gradient; of parameters that this stage counts the whole sums replace them.
-            uses: name -> the gradients of several uses on this stage, in the order in which they are to be added.
+            gradients: name -> gradient; sums over all stages replace those that this stage counts.
+            uses: name -> gradients of several uses on this stage, in the order of their addition.
         """
         if self._passed_on:
             return
@@ -334,10 +332,10 @@ class TiedGradients:
             self._send(number, bucket.pack({name: total}), tie.stages[1:] if before is None else (before,))
 
     def take_whole_sums(self, gradients: Gradients) -> None:
-        """Replace this stage's gradients by the sums over all stages, waiting for those that others count.
+        """Wait for the sums over all stages that other stages count, and replace this stage's gradients by them.
 
         Args:
-            gradients: name -> gradient; entries are replaced.
+            gradients: name -> gradient, changed in place.
         """
         for number, tie in enumerate(self._ties):
             if tie.before(self._mesh.stage) is not None:
@@ -349,7 +347,7 @@ class TiedGradients:
         return not self._sends
 
     def settle(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until all sends have completed."""
         with lost_peers():
             for work in self._sends:
                 work.wait()
@@ -366,7 +364,7 @@ class TiedGradients:
         return _Received(self._mesh.receive(flat, self._mesh.rank_of(stage), self._tags[number]), flat)
 
     def _taken(self, received: list[_Received | None], number: int) -> Tensor | None:
-        """A gradient that was received, waiting for it; it is let go of, being as large as the parameter."""
+        """Wait for a received gradient and return it; its memory, as large as the parameter, is not kept here."""
         arriving, received[number] = received[number], None
         if arriving is None:
             return None
@@ -383,13 +381,13 @@ class TiedGradients:
 
 
 class _Received(NamedTuple):
-    """A gradient on its way here, and where it is put."""
+    """Receive of a gradient, and its destination."""
 
     work: HostWork
     flat: Tensor
 
 
 def tags_of(ties: Sequence[Tie], whole: Sequence[Tie], mini_batch: int) -> list[int]:
-    """Tags for the messages of some of a model's ties in a mini-batch, the same on all stages."""
+    """Return the tags of some of a model's ties in a mini-batch, the same on all stages."""
     turn = mini_batch % _MOST_MINI_BATCHES * len(whole)
     return [_TAG + (turn + whole.index(tie)) * _MOST_TAGS for tie in ties]

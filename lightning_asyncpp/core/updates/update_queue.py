@@ -1,4 +1,4 @@
-"""Mini-batches between their last forward and their update: reduced, agreed on and applied in order."""
+"""Queue of mini-batches between their last forward and their update."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from lightning_asyncpp.core.updates.reduction import (
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.errors import NonFiniteGradientError
 
-_KNOWN_STARTS = 8  # of mini-batches: more than run or are in flight at a time
+_KNOWN_STARTS = 8  # more mini-batches than are in flight at the same time
 
 
 class UpdateQueue:
-    """The updates of one stage.
+    """Queue of a stage's updates.
 
     Args:
-        mesh: this rank's place.
-        settings: its policies.
-        runner: its transport and its trace.
-        weights: the weight versions that the updates make.
-        schedule: which of them a mini-batch ran on, and when its update is due.
+        mesh: mesh of ranks.
+        settings: resolved settings of the pipeline.
+        runner: runner of the stage, for its transport and trace.
+        weights: weight versions of the stage.
+        schedule: schedule of the stage.
 
     Attributes:
-        open: the mini-batch that batches are added to.
-        closed: mini-batches that are whole and not applied yet, in order.
-        last_norm: of the newest gradient that all ranks have agreed on and found finite; None before the first.
-        requested: what this rank asks of all.
-        agreed: what some rank asked for, and all know.
-        apply: steps the optimizer; the parameters hold the gradients meanwhile.
-        reduces: whether gradients are summed over replicas.
-        busy: whether :meth:`poll` may find something to do.
+        open: mini-batch to which batches are added.
+        closed: complete mini-batches that have not been applied yet, in order.
+        last_norm: norm of the newest finite gradient that all ranks have agreed on; None before the first.
+        requested: requests of this rank.
+        agreed: requests of any rank, which all ranks know.
+        apply: function that steps the optimizer while the parameters have gradients.
+        reduces: whether gradients are reduced over replicas.
+        busy: whether :meth:`poll` may have work.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class UpdateQueue:
         self._no_statistics = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._next_backward = 0
         self.busy = False
-        self._applied: list[Update] = []  # and not returned yet
+        self._applied: list[Update] = []  # not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
-        self._leaving: deque[TiedGradients] = deque()  # what others still read must live on
+        self._leaving: deque[TiedGradients] = deque()  # kept until their sends have completed
 
     def train_only(self, names: Collection[str]) -> None:
-        """Count and reduce the gradients of these parameters alone: the optimizer has no others, and clips no others.
+        """Restrict norms and reductions to the gradients of parameters that the optimizer has.
 
         Args:
-            names: of parameters of this stage; what stages share is counted in any case.
+            names: names of parameters of this stage; parameters shared with other stages are always included.
         """
         self._optimized = {n: p for n, p in self.weights.parameters.items() if n in names or n in self._tied}
         size, late = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES, self.weights.used_twice
@@ -105,44 +105,44 @@ class UpdateQueue:
         self.reduces = bool(self._buckets)
 
     def detach(self) -> None:
-        """Forget who applies updates."""
+        """Detach the optimizer."""
         self.apply = _no_optimizer
 
     def begin(self, index: int, first: int) -> None:
-        """Open mini-batch ``index``, which begins, or after its gradient was dropped begins anew, with ``first``."""
+        """Open mini-batch ``index`` at microbatch ``first``, for the first time or after its gradient was dropped."""
         self.open = MiniBatch(self.mesh, index, first, self.runner.transport)
         self._starts.append((index, first))
 
     def begin_at(self, index: int, first: int) -> None:
-        """Go on with mini-batch ``index`` and microbatch ``first`` of another run."""
+        """Open mini-batch ``index`` at microbatch ``first``, to resume a run."""
         self._starts.clear()
         self.begin(index, first)
 
     def begun(self, end: int) -> list[tuple[int, int]]:
-        """The newest few mini-batches of this run that began before microbatch ``end``: index, first microbatch.
+        """Return (index, first microbatch) of the last few mini-batches that began before microbatch ``end``.
 
-        One whose gradient was dropped is there once more, with the microbatch that it began anew with.
+        A mini-batch whose gradient was dropped is listed again, with the first microbatch after the drop.
         """
         return [start for start in self._starts if start[1] < end]
 
     @property
     def applied(self) -> int:
-        """Number of updates that this stage has applied or left out."""
+        """Number of updates that this stage has applied or skipped."""
         return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
 
     def close(self, end: int, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
-        """Declare the open mini-batch whole.
+        """Complete the open mini-batch.
 
         Args:
             end: one past its last microbatch.
-            hyper_parameters: of every group of the optimizer, for its update.
-            note: what the strategy wants to know at its update.
+            hyper_parameters: hyper-parameters of the optimizer's groups for its update.
+            note: value that the strategy receives with its update.
         """
         mini_batch, whole = self.open, self.runner.stage.whole
         mini_batch.close(end, whole.statistics.length)
         mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
         if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._late):
-            # Made here, long before the gradient is complete, so that receives are posted when others send.
+            # Created long before the gradient is complete, so that receives are posted before others send.
             mini_batch.exchange = ControlExchange(self.mesh, mini_batch.length)
         if self._ties:
             tags = tags_of(self._ties, whole.ties, mini_batch.index)
@@ -152,11 +152,11 @@ class UpdateQueue:
         self.busy = True
 
     def drop_open(self, end: int, next_backward: int) -> None:
-        """Let the gradient of the batches since the last :meth:`close` belong to no update.
+        """Discard the gradient of the batches since the last :meth:`close`, after their last backward.
 
         Args:
             end: one past their last microbatch.
-            next_backward: the next microbatch that runs backward; their gradient is taken away after their last one.
+            next_backward: next microbatch that runs backward.
         """
         dropped = self.open
         dropped.end = end
@@ -165,11 +165,11 @@ class UpdateQueue:
         self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Around the backward of microbatch ``k``: if it is the last of a whole mini-batch, start to reduce.
+        """Return a context for the backward of microbatch ``k``, which starts the reduction if it is the last one.
 
         Args:
-            k: the microbatch.
-            weights: name -> the tensor that the backward adds the gradient to.
+            k: number of the microbatch.
+            weights: name -> leaf tensor on which gradients accumulate.
         """
         complete = next((m for m in self.closed if m.end == k + 1), None)
         if complete is None:
@@ -178,16 +178,16 @@ class UpdateQueue:
         return complete.reduction.watching(weights, self.weights.gradient)
 
     def poll(self, next_backward: int | None = None) -> None:
-        """Send the gradients of mini-batches whose backwards are all done, and take up what has arrived.
+        """Launch mini-batches whose backwards are all done, and process messages that have arrived.
 
-        It does not block, except that with one replica on CPUs it reads the next stage's part of the control message,
-        which follows that stage's last gradient.
+        Nothing blocks, except that with one replica on CPUs the next stage's part of the control message is read, which
+        follows that stage's last gradient.
 
-        Messages and shared gradients leave in the order of the mini-batches, which is how their receivers tell them
-        apart: what arrives in the meantime for a later one waits for the one before.
+        Control messages and shared gradients are sent in the order of the mini-batches, by which their receivers
+        identify them.
 
         Args:
-            next_backward: all before it are done; None: as many as the last time.
+            next_backward: next microbatch that runs backward; default: as in the last call.
         """
         done = self._next_backward = self._next_backward if next_backward is None else next_backward
         while self._dropped and done >= (self._dropped[0].end or 0):
@@ -206,10 +206,10 @@ class UpdateQueue:
         self.busy = not in_order or bool(self._dropped or self._leaving)
 
     def apply_held(self) -> None:
-        """Apply the update of the mini-batch before the open one, once the open one needs the older weights no more.
+        """Apply the previous mini-batch's update, once the open one no longer needs the older weights.
 
         Raises:
-            NonFiniteGradientError: under the policy ``"stop"``, where all have agreed on it.
+            NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; not if the stage steps ahead.
         """
         while self.closed and not self.closed[0].stepped:
             if self.schedule.steps_ahead(self.closed[0].index):
@@ -218,10 +218,10 @@ class UpdateQueue:
             self._applied.append(self._apply(self.closed.popleft()))
 
     def iter_due(self) -> Iterator[Action]:
-        """Apply the updates whose time has come: after mini-batch t those up to t - delay; without a delay t.
+        """Apply the updates that are due: after mini-batch t those up to t - delay.
 
         Raises:
-            NonFiniteGradientError: under the policy ``"stop"``, on every rank.
+            NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
         """
         due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
         while self.closed and self.closed[0].index < due:
@@ -231,21 +231,21 @@ class UpdateQueue:
             self._step_ahead(self.closed[-1])
 
     def iter_all(self) -> Iterator[Action]:
-        """Apply the updates of all whole mini-batches; their backwards are done."""
+        """Apply the updates of all complete mini-batches, whose backwards are done."""
         while self.closed:
             yield from self._iter_apply()
         while self._leaving:
             self._leaving.popleft().settle()
 
     def take_applied(self) -> list[Update]:
-        """Return the updates that were applied since the last call, in order."""
+        """Return the updates applied since the last call, in order."""
         updates, self._applied = self._applied, []
         return updates
 
     def _iter_apply(self) -> Iterator[Action]:
         mini_batch = self.closed[0]
         if self.schedule.steps_ahead(mini_batch.index) and not mini_batch.stepped:
-            yield Action(Kind.UPDATE, mini_batch.index)  # which waits for less than the agreement
+            yield Action(Kind.UPDATE, mini_batch.index)  # which does not wait for the agreement
             self._step_ahead(mini_batch)
         yield Action(Kind.UPDATE, mini_batch.index)
         self._applied.append(self._apply(self.closed.popleft()))
@@ -278,13 +278,13 @@ class UpdateQueue:
         return Reduction(self._buckets, group, late=late, apart=self._tied, clock=clock)
 
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
-        """Apply the update before the other stages' gradients are known: clipped by the norm of the one before.
+        """Apply the update before other stages' gradients are known, clipped by the norm of the previous mini-batch.
 
-        A norm of 0, with which nothing is clipped, stands for none: no mini-batch had any samples yet. (The very first
-        has no delay, so that its norm is known.)
+        Without a previous norm, if no mini-batch had samples yet, the norm is 0, which clips nothing. (The first
+        mini-batch has no delay, so that its norm is known.)
 
-        It waits for replicas, and for shared gradients. A gradient that is not finite is not applied; where only the
-        device knows by now, zeros take its place. The control message then stops all ranks.
+        This waits for replicas and for shared gradients. A gradient that is not finite is not applied, or replaced by
+        zeros if only the device knows yet. Later the control message stops all ranks.
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
@@ -304,7 +304,7 @@ class UpdateQueue:
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch) -> Update:
-        """Wait for what all ranks have to say about a mini-batch, and apply its update, unless that is done."""
+        """Wait for all ranks' control messages of a mini-batch, and apply its update unless that is done."""
         if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
@@ -322,7 +322,7 @@ class UpdateQueue:
         return self._step(mini_batch, message, message.finite and message.weight > 0)
 
     def _step(self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool) -> Update:
-        """Make room for the version that the update of a mini-batch makes, and step if its gradient is sound."""
+        """Add the weight version of an update, and step the optimizer if the gradient is finite and has weight."""
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
         args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message
         update = Update(*args, self.weights.advance(), rule.staleness_of(mini_batch.index, count))
@@ -331,9 +331,9 @@ class UpdateQueue:
         return update
 
     def _step_with(self, gradients: Gradients, update: Update) -> None:
-        """Step the optimizer while the parameters hold the mean gradient.
+        """Step the optimizer while the parameters have the mean gradient.
 
-        What the step and hooks around it draw follows from the stage and the update, whenever it is applied.
+        Random numbers of the step and its hooks depend only on the stage and the update, not on when it is applied.
         """
         if there := [gradient for gradient in gradients.values() if gradient is not None]:
             foreach.divide_(there, update.message.weight)
@@ -363,7 +363,7 @@ class UpdateQueue:
 
 
 def _no_optimizer(_: Update) -> None:
-    raise RuntimeError("an update is to be applied, and there is no optimizer")
+    raise RuntimeError("there is no optimizer for an update: call attach() first")
 
 
 def _non_finite(mini_batch: MiniBatch, agrees_first: bool) -> str:
@@ -372,7 +372,7 @@ def _non_finite(mini_batch: MiniBatch, agrees_first: bool) -> str:
     where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
     return (
         f"the gradient of mini-batch {mini_batch.index} holds NaN or Inf ({where}); the weights are those before its"
-        f" update{', but for stages that step ahead' if mini_batch.stepped else ''}."
+        f" update{', except on stages that step ahead' if mini_batch.stepped else ''}."
         " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
         + ("" if agrees_first else " with staleness='least' and slack='exact', or with staleness='uniform'")
     )

@@ -1,1 +1,1 @@
-"""Messages between neighbouring stages: headers, activations and their gradients, over sockets or NCCL."""
+"""Messages between neighbouring stages: headers, activations and gradients, over sockets or NCCL."""

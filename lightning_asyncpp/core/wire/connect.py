@@ -1,4 +1,4 @@
-"""Connections of neighbouring stages: each sends its address to the stage before, over the process group."""
+"""Connections of neighbouring stages: each sends its address to the previous stage over the process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_asyncpp.core.wire.link import Link
 from lightning_asyncpp.errors import PeerLostError, lost_peers
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""The environment variable that names the network interface to use, that of torch's own gloo."""
+"""Environment variable that names the network interface, the same as for torch's gloo."""
 _TAG = 3
 _OFFER_BYTES = 512
 _TOKEN_BYTES = 16
@@ -31,7 +31,7 @@ _SIOCGIFADDR = 0x8915
 
 
 class Neighbours(NamedTuple):
-    """Links with the stage before and the stage after; None at the ends of the pipeline."""
+    """Links to the previous and the next stage; None at the ends of the pipeline."""
 
     before: Link | None
     after: Link | None
@@ -41,9 +41,9 @@ def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | N
     """Connect the stages of every replica; a collective call.
 
     Args:
-        mesh: this rank's place; its groups are connected.
-        before: seconds that a wait for the stage before may take; default: half an hour.
-        after: the same for the stage after.
+        mesh: connected mesh of ranks.
+        before: longest wait for the previous stage, in seconds; default: half an hour.
+        after: longest wait for the next stage, in seconds; default: half an hour.
 
     Raises:
         PeerLostError: a neighbour cannot be reached.
@@ -67,18 +67,18 @@ def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | N
 
 
 def use_loopback() -> None:
-    """Let this process connect over loopback alone, before its first process group, unless an interface is named."""
+    """Restrict connections to loopback unless the user named an interface; call it before the first process group."""
     if not os.environ.get(INTERFACE_VARIABLE) and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ[INTERFACE_VARIABLE] = "lo"
-        # Exactly: without the sign NCCL takes it for a prefix.
+        # "=" for an exact match: without it NCCL takes the name as a prefix.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
 
 
 class Listener:
-    """Waits for the one caller who was told where, and the token.
+    """Listener for one caller, which must know a token.
 
     Attributes:
-        offer: JSON for the caller.
+        offer: address and token as JSON, for the caller.
     """
 
     def __init__(self) -> None:
@@ -87,18 +87,18 @@ class Listener:
         self.offer = json.dumps({"address": self._listening.getsockname(), "token": self._token.hex()})
 
     def close(self) -> None:
-        """Take no calls any more."""
+        """Stop listening."""
         self._listening.close()
 
     def answer(self, who: str, seconds: float = _ANSWER_SECONDS) -> socket.socket:
-        """Wait for the caller who knows the token.
+        """Wait for a caller with the token, and return its connection.
 
         Args:
-            who: is to call, for messages.
-            seconds: to wait.
+            who: name of the caller in messages.
+            seconds: longest wait, in seconds.
 
         Raises:
-            PeerLostError: nobody called who knows it.
+            PeerLostError: no caller had the token.
         """
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -112,14 +112,14 @@ class Listener:
 
 
 def call(offer: str, who: str) -> socket.socket:
-    """Connect with the stage after.
+    """Connect to the next stage.
 
     Args:
-        offer: of its :class:`Listener`.
-        who: it is, for messages.
+        offer: ``offer`` of its :class:`Listener`.
+        who: name of that stage in messages.
 
     Raises:
-        PeerLostError: it cannot be reached.
+        PeerLostError: that stage cannot be reached.
     """
     told = json.loads(offer)
     host, port = told["address"]
@@ -129,14 +129,14 @@ def call(offer: str, who: str) -> socket.socket:
     except OSError as error:
         raise PeerLostError(
             f"{who} cannot be reached from {socket.gethostname()} at {host}, port {port} ({error}): set"
-            f" {INTERFACE_VARIABLE} on all machines to the network interface that connects them, and let a firewall"
-            " pass it"
+            f" {INTERFACE_VARIABLE} on all machines to the network interface that connects them, and open the"
+            " firewall for it"
         ) from None
     return connection
 
 
 def network_address() -> str:
-    """This machine's address in the network that gloo uses: of the interface that was named, or of the host's name."""
+    """Return this machine's address as gloo chooses it: that of the named interface, or of the host name."""
     if address := _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]):
         return address
     with suppress(OSError):
@@ -145,7 +145,7 @@ def network_address() -> str:
 
 
 def _shown(connection: socket.socket) -> bytes:
-    """Return the bytes of the token that a caller sends in time."""
+    """Return the token that a caller sends, or as much of it as arrives in time."""
     connection.settimeout(_SHOW_SECONDS)
     received = b""
     with suppress(OSError):
@@ -155,7 +155,7 @@ def _shown(connection: socket.socket) -> bytes:
 
 
 def _address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface; ``None`` if it has none."""
+    """Return the IPv4 address of an interface; None if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])

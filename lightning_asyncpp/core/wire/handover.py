@@ -1,18 +1,18 @@
-"""Transfer of tensors from GPU to GPU over NCCL, such that a wait for a whole device cannot hang.
+"""Transfer of tensors between GPUs over NCCL, such that a wait for a whole device cannot hang.
 
-A message of NCCL is two kernels, and each lies on its stream until the other one runs. Whatever waits for the whole
-device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near the limit, the end of a profile) waits for
-such a kernel, too; so does whatever shares its hardware queue. If its host waits there while the counterpart is still
-to be launched by a host that waits likewise, nobody goes on. Hence the rule: **neither kernel is launched before both
-hosts are launching theirs**, and nothing between the two may wait for a device, not even for memory.
+An NCCL message consists of two kernels, each of which occupies its stream until the other runs. Waits for a whole
+device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near its limit, the end of a profile) wait for
+such a kernel, too, and so does work in the same hardware queue. If two hosts wait like this, each before it has
+launched the other's counterpart, they deadlock. Hence the rule: **neither kernel is launched before both hosts are
+launching theirs**, and between the two launches nothing may wait for a device, not even for memory.
 
-    sender, where it is computed          receiver, where it is used
-        put() ................................  take(): allocates, asks, and waits for the answer alone
+    sender                                receiver
+        put() ................................  take(): allocates, asks, and waits for the answer only
         a thread launches the send, answers ..  launches the receive
 
-The thread answers at once, whatever its process waits for; so the receiver's host loses a round trip, and its device
-nothing as long as it has work. Each side launches from a stream of its own: a send waits for its tensor, and not for
-what is being computed now; a receive, for all that was launched before it.
+The thread answers at once, whatever its process waits for. So the receiver's host waits for a round trip, and its
+device for nothing while it has work. Each side launches from its own stream: a send waits for its tensor but not for
+the present computation, a receive for all work launched before it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Way(NamedTuple):
     """One direction between two neighbours.
 
     Attributes:
-        peer: rank of the other side.
-        group: of the two; the other direction has its own.
-        device: of this rank.
-        stream: from which messages are launched; None where the device has none.
+        peer: rank of the neighbour.
+        group: process group of the two ranks for this direction.
+        device: device of this rank.
+        stream: stream from which messages are launched; None on a CPU.
     """
 
     peer: int
@@ -55,13 +55,13 @@ class Way(NamedTuple):
 
     @classmethod
     def to(cls, peer: int, group: dist.ProcessGroup | None, device: torch.device) -> Way:
-        """That to a rank, or from it."""
+        """Return a direction to or from a rank."""
         assert group is not None
-        # Of high priority, from a pool that others do not take from: torch gives the same streams out again and again.
+        # Of high priority, from a pool that others do not use: torch hands out the same streams repeatedly.
         return cls(peer, group, device, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
 
     def enter(self) -> None:
-        """Let what this thread does be on the device: a thread begins on the first one, and would open it, too."""
+        """Set this thread's device; otherwise it would use, and initialise, the first one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -70,27 +70,27 @@ class Way(NamedTuple):
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """A moment of what is computed here, for which a message can wait."""
+        """Return an event on the compute stream, for which a message can wait."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def send(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None) -> list[dist.Work]:
-        """Launch a send of each, for the moment when they are ready."""
+        """Launch a send of each tensor, after the event ``ready``."""
         with self.launching():
             if self.stream is not None and ready is not None:
                 self.stream.wait_event(ready)
-            # As bytes, which NCCL knows: it has no int16, for one.
+            # As bytes, since NCCL lacks some dtypes, such as int16.
             return [started(dist.isend(memory_of(tensor), self.peer, group=self.group)) for tensor in tensors]
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
-        """Memory to receive into; the host may have to wait for its whole device to get it."""
-        with self.launching():  # this stream's memory, which nothing that is being computed may still read
+        """Return memory to receive into; the allocator may make the host wait for the whole device."""
+        with self.launching():  # memory of this stream, which no running kernel of another stream can still read
             return [info.empty(self.device) for info in infos]
 
     def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
-        """Launch receives into tensors, behind what this device has to compute before it needs them.
+        """Launch receives into tensors, behind the work launched so far; later work waits for them, the host does not.
 
-        A receive that has started takes part of the device from what is computed beside it, until its tensor is there;
-        and hosts are far ahead. What is computed from now on waits for it, the host does not.
+        Hosts run far ahead of devices, and a receive occupies a part of the device until its tensor arrives. So it does
+        not start earlier than needed.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -106,7 +106,7 @@ class Way(NamedTuple):
 
 
 class _Put(NamedTuple):
-    """Tensor in an outbox."""
+    """Entry of an outbox: tensors, and the event after which they can be sent."""
 
     tensors: list[Tensor]
     ready: torch.cuda.Event | None
@@ -116,25 +116,25 @@ class Outbox:
     """Queue of the tensors of one direction, from which the neighbour takes them in order.
 
     Args:
-        way: to the neighbour.
-        link: on which it asks for them; a wait in it must not end by itself.
+        way: direction to the neighbour.
+        link: link on which the neighbour asks for tensors; without a timeout.
     """
 
     def __init__(self, way: Way, link: Link) -> None:
         self._way, self._link = way, link
         self._changed = threading.Condition()
         self._waiting: deque[_Put] = deque()
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # what is sent must live until it is done
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # tensors live until they are sent
         self._error: BaseException | None = None
         self._closed = False
         background.run(self._serve, "outbox")
         atexit.register(self.close)
 
     def put(self, tensors: Sequence[Tensor]) -> None:
-        """Let the neighbour take tensors; it has to be told that they are there.
+        """Add tensors that the neighbour can take, once the caller has announced them.
 
         Raises:
-            PeerLostError: it is gone.
+            PeerLostError: the neighbour is gone.
             RuntimeError: a send failed.
         """
         put = _Put([written_out(tensor) for tensor in tensors], self._way.mark())
@@ -146,19 +146,19 @@ class Outbox:
                 self._waiting.append(put)
 
     def wait_until_taken(self, limit: int = 0) -> None:
-        """Wait until no more than ``limit`` messages are still to be taken; raises as :meth:`put` does."""
+        """Wait until at most ``limit`` messages remain to be taken; raise as :meth:`put` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or len(self._waiting) <= limit)
             self._raise_error()
 
     def settle(self) -> None:
-        """Wait until everything is taken, and let go of it when it has been sent."""
+        """Wait until all tensors are taken and sent, and free them."""
         self.wait_until_taken()
         while self._sends:
             self._sends.popleft()[0].wait()
 
     def close(self) -> None:
-        """End the connection: nobody takes anything any more."""
+        """End the connection, after which no tensors can be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -170,7 +170,7 @@ class Outbox:
             self._way.enter()
             for number in itertools.count():
                 self._hand_over(number)
-        except BaseException as error:  # raised for whoever puts or waits
+        except BaseException as error:  # raised by put() and waits
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -186,16 +186,16 @@ class Outbox:
             raise ProtocolError(f"{self._link.peer} asked for tensors that were not put out: {tuple(frame)}")
         works = self._way.send(put.tensors, put.ready)
         self._link.write(_SENT, number, [])
-        with self._changed:  # not before the answer is out: who waits for this may close the connection
+        with self._changed:  # after the answer: a waiting thread may then close the connection
             self._waiting.popleft()
             self._sends += zip(works, put.tensors)
-            # Whoever puts lets go of them, not this thread: to free memory it would wait for the allocator, and with
-            # Python's lock, while somebody who holds the allocator waits for what this thread has to answer.
+            # put() frees the tensors, not this thread: it would wait for the allocator while it holds the GIL, and the
+            # allocator's holder may wait for this thread's next answer.
             del works, put
             self._changed.notify_all()
 
     def _raise_error(self) -> None:
-        if self._closed:  # by this side, which needs nothing any more
+        if self._closed:  # by this side, which needs no more tensors
             return
         if isinstance(self._error, (PeerLostError, ProtocolError)):
             raise type(self._error)(*self._error.args)
@@ -206,11 +206,11 @@ class Outbox:
 
 
 class Inbox:
-    """Takes the tensors of one direction.
+    """Receiver of the tensors of one direction.
 
     Args:
-        way: from the neighbour.
-        link: to its outbox.
+        way: direction from the neighbour.
+        link: link to its outbox.
     """
 
     def __init__(self, way: Way, link: Link) -> None:
@@ -218,16 +218,16 @@ class Inbox:
         self._taken = 0
 
     def take(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
-        """Return the tensors that were put out next, and look so; the host does not wait for them.
+        """Return the next tensors, with the given shapes and dtypes; the host does not wait for their contents.
 
         Raises:
-            PeerLostError: the neighbour is gone, or failed to send.
-            ProtocolError: it answered something else.
+            PeerLostError: the neighbour is gone or failed to send.
+            ProtocolError: the neighbour sent another answer.
         """
         if not infos:
             return []
-        # Before the send is launched: two hosts that each have a send under way, and wait for their devices while they
-        # look for memory, would wait for ever.
+        # Before the send is launched: two hosts that each have a send in flight, and wait for their devices to get
+        # memory, would deadlock.
         tensors = self._way.allocate(infos)
         self._link.write(_TAKE, self._taken, [])
         frame = self._link.read_frame()
@@ -237,23 +237,23 @@ class Inbox:
         return self._way.receive(infos, tensors)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._link.hang_up()
         self._link.close()
 
 
 class DeviceTensors:
-    """Tensors of one stage with its two neighbours. Making one is a collective call.
+    """Transfer of tensors between one stage and its neighbours over NCCL; construction is a collective call.
 
-    What comes, and that it can be taken, is known from headers and frames, which travel on their own.
+    Tensors are announced and described by headers and frames, which are sent separately.
 
     Args:
-        mesh: this rank's place; its groups have one for each direction to each neighbour.
-        device: where the tensors live.
-        timeout: seconds that a wait for a neighbour may take; default: half an hour.
+        mesh: mesh of ranks with a group for each direction to each neighbour.
+        device: device of the tensors.
+        timeout: longest wait for a neighbour, in seconds; default: half an hour.
 
     Raises:
-        ProtocolError: what a neighbour sent to try the way did not arrive.
+        ProtocolError: a test message from a neighbour did not arrive as sent.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, timeout: float | None = None) -> None:
@@ -263,7 +263,7 @@ class DeviceTensors:
         activations = connect_neighbours(mesh, before=timeout, after=NO_TIMEOUT)
         gradients = connect_neighbours(mesh, before=NO_TIMEOUT, after=timeout)
         self._to_next = self._from_next = self._to_before = self._from_before = None
-        ways: list[tuple[Way, Way] | None] = [None, None]  # there and back: to the stage before, to the stage after
+        ways: list[tuple[Way, Way] | None] = [None, None]  # (to, from) the previous and the next stage
         if activations.before is not None and gradients.before is not None:
             peer = mesh.rank_of(mesh.stage - 1)
             back, there = Way.to(peer, groups.backward, device), Way.to(peer, groups.forward, device)
@@ -278,45 +278,45 @@ class DeviceTensors:
 
     @classmethod
     def between(cls, mesh: Mesh, device: torch.device, timeout: float | None = None) -> DeviceTensors | None:
-        """Such a transport where it can be used: where there are groups between neighbours."""
+        """Return a transfer if the mesh has groups between neighbours, else None."""
         groups = mesh.groups
         if groups is None or (groups.forward is None and groups.to_next is None):
             return None
         return cls(mesh, device, timeout)
 
     def put_activation(self, tensors: Sequence[Tensor]) -> None:
-        """Let the stage after take tensors; to be announced when this has returned."""
-        assert self._to_next is not None, "nothing comes after the last stage"
+        """Add tensors for the next stage; announce them afterwards."""
+        assert self._to_next is not None, "the last stage has no next stage"
         self._to_next.put(tensors)
 
     def take_activation(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
-        """Take tensors of the stage before, which has announced them."""
-        assert self._from_before is not None, "nothing comes before the first stage"
+        """Take tensors that the previous stage has announced."""
+        assert self._from_before is not None, "the first stage has no previous stage"
         return self._from_before.take(infos)
 
     def put_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Let the stage before take gradients; to be announced when this has returned."""
-        assert self._to_before is not None, "nothing comes before the first stage"
+        """Add gradients for the previous stage; announce them afterwards."""
+        assert self._to_before is not None, "the first stage has no previous stage"
         self._to_before.put(gradients)
 
     def take_gradients(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
-        """Take gradients of the stage after, which has announced them."""
-        assert self._from_next is not None, "nothing comes after the last stage"
+        """Take gradients that the next stage has announced."""
+        assert self._from_next is not None, "the last stage has no next stage"
         return self._from_next.take(infos)
 
     def wait_for_stage_after(self, limit: int) -> None:
-        """Wait until the stage after has taken all but ``limit`` activations."""
+        """Wait until the next stage has taken all but ``limit`` activations."""
         if self._to_next is not None:
             self._to_next.wait_until_taken(limit)
 
     def settle(self) -> None:
-        """Wait until everything is taken, and let go of it when it has been sent."""
+        """Wait until all tensors are taken and sent, and free them."""
         for outbox in (self._to_before, self._to_next):
             if outbox is not None:
                 outbox.settle()
 
     def close(self) -> None:
-        """End the connections, from any thread: nobody takes anything any more."""
+        """End the connections; may be called from any thread."""
         for end in self._ends():
             end.close()
 
@@ -326,9 +326,9 @@ class DeviceTensors:
                 yield end
 
     def _try(self, before: tuple[Way, Way] | None, after: tuple[Way, Way] | None) -> None:
-        """Send a number each way: NCCL connects two ranks at their first message, and their hosts wait for each other.
+        """Exchange a number with both neighbours, since NCCL's hosts wait for each other at the first message.
 
-        First the pairs that begin with an even stage, then the others: so everybody has one partner at a time.
+        Pairs that begin with an even stage come first, so that each rank has one partner at a time.
         """
         stage = self.mesh.stage
         number = torch.full((1,), stage, device=self.device, dtype=torch.float32)
@@ -345,4 +345,6 @@ class DeviceTensors:
                 work.wait()
             peer = stage + 1 if begins else stage - 1
             if (said := heard.item()) != peer:
-                raise ProtocolError(f"{self.mesh.name_of(peer)} sent {peer} between the devices, and {said} arrived")
+                raise ProtocolError(
+                    f"{self.mesh.name_of(peer)} sent {peer} from its device, but {said} arrived on this one"
+                )

@@ -1,10 +1,9 @@
-"""A byte stream between two neighbouring stages, and what stands in front of what it carries: frames and headers.
+"""Byte stream between two neighbouring stages, with frames, headers and layouts.
 
-A header says of an activation how much it weighs and which batch it belongs to. What comes, a layout, is sent before
-the first activation and whenever it changes: shapes and dtypes of the tensors, and what was around them. It tells in
-which order the dimensions of a tensor lie in memory, too. Where the next stage had them otherwise than a single process
-(transposed, or with the channels last), a product of matrices would be rounded differently, and a convolution would be
-slower.
+The header of an activation has its weight and the fingerprint of its batch. A layout has the tensors' shapes, dtypes
+and containers; it is sent before the first activation, and when it changes. It includes the order of a tensor's
+dimensions in memory (transposed, channels last), since with another order matrix products would round differently than
+in a single process, and convolutions would be slower.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ _PREFIX = struct.Struct("<qqq")
 _BUFFER_BYTES = 8192
 _DEFAULT_TIMEOUT = 1800.0
 NO_TIMEOUT = 0.0
-"""Seconds, as the kernel takes them: a wait does not end by itself."""
+"""Timeout in seconds for waits without a limit, as the kernel defines it."""
 Bytes = bytes | bytearray | memoryview
 Order = tuple[int, ...]
-"""Dimensions, the one with the largest stride first; empty: as they are numbered, which nearly all tensors are."""
+"""Dimensions by decreasing stride; empty for the usual order."""
 _NUMBERS = struct.Struct("<dq")
 HEADER_BYTES = _NUMBERS.size
 
 
 class Frame(NamedTuple):
-    """Frame before a message: its kind, its microbatch or mini-batch, and its size in bytes."""
+    """Frame before a message: kind, number of the microbatch or mini-batch, and size in bytes."""
 
     kind: int
     number: int
@@ -46,12 +45,12 @@ class Frame(NamedTuple):
 
 
 class Link:
-    """One end of a connection with a neighbour.
+    """One end of a connection to a neighbour.
 
     Args:
-        connection: a connected stream socket; the link owns it.
-        peer: who is at the other end, for messages.
-        timeout: seconds that a wait for the other side may take, or ``NO_TIMEOUT``; None: half an hour.
+        connection: connected stream socket, which the link owns.
+        peer: name of the other end in messages.
+        timeout: longest wait for the other end, in seconds, or ``NO_TIMEOUT``; default: half an hour.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float | None = None) -> None:
@@ -59,22 +58,23 @@ class Link:
         self.timeout = _DEFAULT_TIMEOUT if timeout is None else timeout
         self._socket = connection
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._start = self._end = 0  # what is in the buffer and was not asked for yet
+        self._start = self._end = 0  # unread part of the buffer
         self._backlog = _Backlog(connection)
         if connection.family == socket.AF_INET:  # tests use pairs of local sockets
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernel's own time-outs: those of Python cost another call in front of every read.
+        # The kernel's timeouts, as Python's cost another system call before every read.
         connection.setblocking(True)
         seconds = struct.pack("@ll", int(self.timeout), int(self.timeout % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, seconds)
 
     def write(self, kind: int, number: int, parts: Sequence[Bytes]) -> None:
-        """Send a message; returns at once.
+        """Send a message without waiting.
 
         Args:
-            kind, number: what the other end finds in the frame.
-            parts: the message, of single bytes; they may change as soon as this returns.
+            kind: kind in the frame.
+            number: number in the frame.
+            parts: bytes of the message, which may change after the call.
 
         Raises:
             PeerLostError: the connection is broken.
@@ -95,10 +95,10 @@ class Link:
             self._send_later(message, sent)
 
     def wait_for_backlog(self, limit: int) -> None:
-        """Wait until the other side has read so much that no more than ``limit`` parts of messages are unsent.
+        """Wait until at most ``limit`` parts of messages are unsent.
 
         Raises:
-            PeerLostError: the connection is broken, or the other side did not read for ``timeout`` seconds.
+            PeerLostError: the connection is broken, or the other end did not read for ``timeout`` seconds.
         """
         try:
             self._backlog.wait(limit)
@@ -106,10 +106,10 @@ class Link:
             raise peer_lost(self.peer, error) from None
 
     def read_frame(self) -> Frame:
-        """Wait for the beginning of the next message; :meth:`read_into` then takes exactly ``num_bytes`` bytes.
+        """Wait for the next message's frame; :meth:`read_into` must then read exactly its ``num_bytes`` bytes.
 
         Raises:
-            PeerLostError: the connection is broken, or nothing came for ``timeout`` seconds.
+            PeerLostError: the connection is broken, or nothing arrived for ``timeout`` seconds.
         """
         size = _PREFIX.size
         if self._end - self._start < size:
@@ -123,10 +123,10 @@ class Link:
         return frame
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` (bytes) with what comes next, waiting for it.
+        """Wait for the next bytes, and fill ``view`` with them.
 
         Raises:
-            PeerLostError: as for :meth:`read_frame`.
+            PeerLostError: see :meth:`read_frame`.
         """
         filled = min(view.nbytes, self._end - self._start)
         view[:filled] = self._buffer[self._start : self._start + filled]
@@ -135,16 +135,16 @@ class Link:
             filled += self._receive(view[filled:])
 
     def hang_up(self) -> None:
-        """End the connection, from any thread: whoever waits on either side gets an error."""
-        with suppress(OSError):  # it is broken already
+        """Shut the connection down, so that waits on both ends raise; may be called from any thread."""
+        with suppress(OSError):  # already broken
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the connection once its backlog is sent; what was sent still arrives."""
+        """Close the connection once its backlog is sent; sent messages still arrive."""
         self._backlog.close()
 
     def _send_later(self, parts: Sequence[Bytes], sent: int) -> None:
-        """Leave to the backlog what the socket did not take, behind ``sent`` bytes."""
+        """Pass the bytes that the socket did not accept, those after ``sent`` bytes, to the backlog."""
         rest: list[bytes] = []
         for part in parts:
             if sent < len(part):
@@ -169,7 +169,7 @@ class Link:
 
 
 class _Backlog:
-    """Bytes that a socket did not accept at once, and the thread that sends them, started when it is needed.
+    """Bytes that a socket did not accept at once, and a thread that sends them, started on demand.
 
     Args:
         connection: the socket.
@@ -184,7 +184,7 @@ class _Backlog:
         self._closing = False
 
     def add(self, parts: Sequence[bytes]) -> None:
-        """Send these after what is there already."""
+        """Add parts to be sent."""
         with self._changed:
             self._raise_error()
             self.parts.extend(parts)
@@ -194,13 +194,13 @@ class _Backlog:
                 self._thread.start()
 
     def wait(self, limit: int) -> None:
-        """Wait until no more than ``limit`` parts are left."""
+        """Wait until at most ``limit`` parts remain."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or len(self.parts) <= limit)
             self._raise_error()
 
     def close(self) -> None:
-        """Close the socket, now or after the last part."""
+        """Close the socket, at once or after the last part."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -216,7 +216,7 @@ class _Backlog:
             while part := self._next():
                 self._socket.sendall(part)
                 with self._changed:
-                    self.parts.popleft()  # only now: until then nothing may overtake it
+                    self.parts.popleft()  # not earlier, or a later write could overtake it
                     self._changed.notify_all()
         except OSError as error:
             with self._changed:
@@ -233,7 +233,7 @@ class _Backlog:
 
 
 class TensorInfo(NamedTuple):
-    """Shape, dtype, whether a gradient comes back, and the order in memory, of one tensor of an activation."""
+    """Description of one tensor of an activation: shape, dtype, need for a gradient, and order in memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -247,31 +247,31 @@ class TensorInfo(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
-        """That of a tensor, which may have gaps; a copy without any is what travels."""
+        """Return the description of a tensor; its memory may have gaps, which are not sent."""
         order: Order = () if tensor.is_contiguous() else tuple(tensor.dim_order())
         order = () if order == tuple(range(tensor.ndim)) else order
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
 
     def empty(self, device: torch.device) -> Tensor:
-        """An uninitialised tensor that looks so."""
+        """Return an uninitialised tensor of this description."""
         if not self.order:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=device)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """A tensor that looks so, as it travels: with its dimensions as they lie in memory."""
+        """Return a tensor of this description with its dimensions permuted to their order in memory, for sending."""
         return tensor.permute(self.order) if self.order else tensor
 
 
 class Layout(NamedTuple):
-    """Layout of an activation: its kind, its tensors, and the structure around several tensors."""
+    """Layout of an activation: kind, tensors, and the containers around several tensors."""
 
     kind: int = 0
     tensors: tuple[TensorInfo, ...] = ()
     structure: bytes = b""
 
     def pack(self) -> bytes:
-        """It as JSON."""
+        """Return the layout as JSON."""
         tensors = [(i.shape, str(i.dtype).removeprefix("torch."), i.needs_gradient, i.order) for i in self.tensors]
         return json.dumps((self.kind, tensors, self.structure.decode())).encode()
 
@@ -291,13 +291,13 @@ class Header:
     """Header before the tensors of microbatch ``k``.
 
     Attributes:
-        k: the microbatch, counted over the run (training) or over the evaluation.
-        kind: a tensor, several tensors, an empty slot, or the news that the stage before failed.
-        weight: the microbatch's weight w_k.
-        fingerprint: of the first stage's microbatch; 0 where it was not taken.
-        tensors: what follows.
-        structure: what was around several tensors, as :func:`lightning_asyncpp.core.tree.flatten`
-            wrote it; or why the stage before failed.
+        k: number of the microbatch, counted over the run or over the evaluation.
+        kind: a tensor, several tensors, an empty slot, or a failure of an earlier stage.
+        weight: weight w_k of the microbatch.
+        fingerprint: fingerprint of the first stage's microbatch; 0 if none was computed.
+        tensors: descriptions of the tensors that follow.
+        structure: containers around several tensors, from :func:`lightning_asyncpp.core.tree.flatten`; or the message
+            of a failure.
     """
 
     k: int
@@ -323,7 +323,7 @@ class Header:
         return Layout(self.kind, self.tensors, self.structure)
 
     def pack(self) -> bytes:
-        """The rest: ``HEADER_BYTES``."""
+        """Return the fields that are not in the layout or the frame, as ``HEADER_BYTES`` bytes."""
         return _NUMBERS.pack(self.weight, self.fingerprint)
 
     @classmethod
@@ -334,10 +334,10 @@ class Header:
 
 
 def written_out(tensor: Tensor) -> Tensor:
-    """The same numbers without gaps, and without a conjugation or a sign that torch has noted and not yet applied."""
+    """Return a contiguous tensor of the same values, with pending conjugation and negation applied."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor without gaps; a single number has none, whatever the stride of the view that took it."""
+    """Return the bytes of a contiguous tensor; as_strided() ignores odd strides of single numbers."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

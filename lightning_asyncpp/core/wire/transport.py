@@ -1,8 +1,8 @@
-"""Activations forward, their gradients backward, and control messages, between the neighbours of a pipeline.
+"""Transport of activations, gradients and control messages between neighbouring stages.
 
-Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.core.wire.link`,
-each in the order in which it was sent. Tensors on GPUs go through NCCL, announced by their headers; where NCCL cannot
-be used (several stages on one GPU) they are copied through the host.
+Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.core.wire.link`, in
+order. Tensors on GPUs go through NCCL, announced by their headers; if NCCL cannot be used (several stages on one GPU),
+they are copied through the host.
 """
 
 from __future__ import annotations
@@ -32,45 +32,44 @@ from lightning_asyncpp.core.wire.link import (
 from lightning_asyncpp.errors import ProtocolError, different_calls, different_ends
 
 _ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP, _LAYOUT = range(1, 10)
-_MOST_DROPS = 16  # that a neighbour may be behind: it is at most a few mini-batches
+_MOST_DROPS = 16  # remembered; neighbours are at most a few mini-batches behind
 _NAMES = {
     _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
-    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader", _DROP: "a gradient thrown away",
+    _RUN_END: "the end of the run", _LOADED: "a batch of the data loader", _DROP: "a drop of a gradient",
     _LAYOUT: "a layout",
 }  # fmt: skip
 
 
 class Arrival(NamedTuple):
-    """An activation that arrived."""
+    """Received activation."""
 
     header: Header
     tensors: tuple[Tensor, ...]
 
 
 with torch.inference_mode(False):
-    # What the nodes hang on: autograd visits only what leads to a leaf that needs a gradient. It gets none.
+    # Input of the nodes of begin(): autograd visits only nodes that lead to a leaf which requires a gradient.
     _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 def begin(tensor: Tensor) -> tuple[Tensor, Any]:
-    """Let the graph begin at a received tensor.
+    """Begin the autograd graph at a received tensor.
 
-    As a leaf that needs a gradient it could not be changed in place, which a layer may do with what another layer made
-    (``x += ...``, ``ReLU(inplace=True)``). So it is handed out as the result of a node, whose backward takes the
-    gradient.
+    A leaf that requires a gradient could not be changed in place, as layers do (``x += ...``,
+    ``ReLU(inplace=True)``). So the tensor becomes the output of a node, whose backward keeps the gradient.
 
     Returns:
-        A tensor with the same memory that needs a gradient and is no leaf, and its node, for :func:`arrived_at`. The
-        node does not hold the tensor, which holds it: such a cycle is never collected.
+        Tensor with the same memory that requires a gradient and is not a leaf, and its node, for :func:`arrived_at`.
+        The node does not refer to the tensor, as the cycle would never be collected.
     """
     started: Tensor = _Begin.apply(_ANCHOR, tensor)
     return started, started.grad_fn
 
 
 def arrived_at(node: Any) -> Tensor:
-    """The gradient that a backward brought to a node, summed over all uses of its tensor; zeros if there are none.
+    """Return the gradient that a backward passed to a node, or zeros without one.
 
-    Its dimensions are as the tensor's lie in memory: so it travels.
+    Its dimensions are in the order of the tensor's memory, for sending.
     """
     gradient = node.info.empty(node.device).zero_() if node.gradient is None else node.gradient
     stored: Tensor = node.info.stored(gradient)
@@ -81,7 +80,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
         ctx.info, ctx.device, ctx.gradient = TensorInfo.of(tensor), tensor.device, None
-        return tensor.data  # not as a view: views that a custom function returns must not be changed in place
+        return tensor.data  # not a view: views returned by a custom function must not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
@@ -90,13 +89,13 @@ class _Begin(torch.autograd.Function):
 
 
 class Transport:
-    """Messages of one stage with its two neighbours. Making one is a collective call.
+    """Transport between one stage and its neighbours; construction is a collective call.
 
     Args:
-        mesh: this rank's place; its groups are connected.
-        device: where tensors live.
-        timeout: seconds that a wait for a neighbour may take; default: half an hour.
-        neighbours: links that are there already, for tests.
+        mesh: connected mesh of ranks.
+        device: device of this stage.
+        timeout: longest wait for a neighbour, in seconds; default: half an hour.
+        neighbours: existing links, for tests.
 
     Attributes:
         is_local: whether the neighbours are in this process.
@@ -117,14 +116,14 @@ class Transport:
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._layout_sent: Layout | None = None
         self._layout_received = Layout()
-        self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> control message that came early
+        self._sums: dict[tuple[int, int], Tensor] = {}  # (kind, mini-batch) -> early control message
         self._closed = False
         self._drops: deque[int] = deque(maxlen=_MOST_DROPS)
         self._sent = self._received = 0  # one past the microbatch of the newest activation
 
     @property
     def route(self) -> str:
-        """Description of how tensors travel."""
+        """Description of the route of tensors."""
         if self._direct is not None:
             return "between GPUs by NCCL"
         return "over sockets" if self.device.type == "cpu" else "through the host, over sockets"
@@ -132,8 +131,8 @@ class Transport:
     # -- activations ----------------------------------------------------------------------------------------------
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        """Send an activation, or the header alone, to the stage after."""
-        assert self._after is not None, "nothing comes after the last stage"
+        """Send an activation, or only a header, to the next stage."""
+        assert self._after is not None, "the last stage has no next stage"
         if (layout := header.layout) != self._layout_sent:
             self._after.write(_LAYOUT, header.k, [layout.pack()])
             self._layout_sent = layout
@@ -141,20 +140,20 @@ class Transport:
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
             parts += map(_bytes_of, stored)
-        else:  # before it is announced
+        else:  # before the announcement
             self._direct.put_activation(stored)
         self._after.write(_ACTIVATION, header.k, parts)
         self._sent = header.k + 1
 
     def receive_activation(self, k: int) -> Arrival:
-        """Return the activation of microbatch ``k``, the next to come, waiting for it; not on the first stage.
+        """Wait for the activation of microbatch ``k``, the next in order, and return it; not on the first stage.
 
         Raises:
-            PeerLostError: the stage before is gone.
-            ProtocolError: what came is not what was agreed on.
+            PeerLostError: the previous stage is gone.
+            ProtocolError: another message arrived.
         """
         link = self._before
-        assert link is not None, "nothing comes before the first stage"
+        assert link is not None, "the first stage has no previous stage"
         frame = self._next(link, _ACTIVATION)
         if frame.number != k:
             raise different_calls(f"expected microbatch {k} from the stage before, got {frame.number}")
@@ -172,19 +171,19 @@ class Transport:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def receive_gradients(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of microbatch ``k``, waiting until the stage after has sent them.
+        """Wait for the gradients of microbatch ``k`` from the next stage, and return them.
 
         Args:
-            k: the microbatch.
-            outputs: what was sent there and needs a gradient, in this order.
+            k: number of the microbatch.
+            outputs: tensors sent there that require a gradient, in order.
 
         Raises:
-            PeerLostError: the stage after is gone.
-            ProtocolError: what came is not what was agreed on.
+            PeerLostError: the next stage is gone.
+            ProtocolError: another message arrived.
         """
         link, infos = self._after, list(map(TensorInfo.of, outputs))
-        assert link is not None, "nothing comes after the last stage"
-        # Before the wait, which everything that comes after it prolongs.
+        assert link is not None, "the last stage has no next stage"
+        # Before the wait, not on the critical path after it.
         gradients = [] if self._direct is not None else [info.empty(self.device) for info in infos]
         size = sum([gradient.nbytes for gradient in gradients])
         frame = self._next(link, _GRADIENT)
@@ -200,8 +199,8 @@ class Transport:
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
-        """Send the gradients of microbatch ``k``, each as its activation lies in memory, to the stage before."""
-        assert self._before is not None, "nothing comes before the first stage"
+        """Send the gradients of microbatch ``k``, in the memory order of the activations, to the previous stage."""
+        assert self._before is not None, "the first stage has no previous stage"
         parts: list[Bytes] = []
         if self._direct is None:
             parts += map(_bytes_of, gradients)
@@ -212,52 +211,52 @@ class Transport:
     # -- control messages -----------------------------------------------------------------------------------------
 
     def send_part(self, mini_batch: int, vector: Tensor) -> None:
-        """Send what this stage and those behind it have summed up, fp64 on the host, to the stage before."""
-        assert self._before is not None, "nothing comes before the first stage"
+        """Send the sum over this and all later stages, fp64 on the host, to the previous stage."""
+        assert self._before is not None, "the first stage has no previous stage"
         self._before.write(_PART, mini_batch, [_bytes_of(vector)])
 
     def has_part(self, mini_batch: int) -> bool:
-        """Return whether :meth:`receive_part` can be called: here it waits."""
+        """Return whether :meth:`receive_part` can be called; always, since it waits."""
         return True
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
-        """Return what the stages behind have summed up, waiting for it: ``length`` fp64 values."""
+        """Wait for the sum over all later stages, ``length`` fp64 values, and return it."""
         return self._receive_sum(self._after, _PART, mini_batch, length)
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
-        """Send the sum of all stages towards the last one; those between pass it on as they meet it."""
-        assert self._after is not None, "nothing comes after the last stage"
+        """Send the sum over all stages to the next stage, which passes it on when it reads it."""
+        assert self._after is not None, "the last stage has no next stage"
         self._after.write(_TOTAL, mini_batch, [_bytes_of(vector)])
 
     def receive_total(self, mini_batch: int, length: int) -> Tensor:
-        """Return the sum of all stages, waiting for it: ``length`` fp64 values."""
+        """Wait for the sum over all stages, ``length`` fp64 values, and return it."""
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
     def announce_drop(self, k: int) -> None:
-        """Tell the neighbours that the gradient of batches before microbatch ``k`` is thrown away; never waits.
+        """Tell the neighbours that the gradient of batches before microbatch ``k`` is dropped; never waits.
 
-        They do the same. Where ranks decide otherwise, each would wait for what the other does not send.
+        They must drop it, too: the announcement turns a deadlock into an error.
         """
         self._drops.append(k)
         for link in (self._before, self._after):
             if link is not None:
                 link.write(_DROP, k, [])
 
-    # -- what the first stage loads -----------------------------------------------------------------------------------
+    # -- data loader ----------------------------------------------------------------------------------------------
 
     def announce_loaded(self, step: int) -> None:
-        """Tell the stages in the middle what the first stage's loader brought, a small number; never waits."""
+        """Tell stages in the middle what the first stage's loader returned, as a small number; never waits."""
         if self._after is not None and not self._closed and self.mesh.stage < self.mesh.num_stages - 2:
             self._after.write(_LOADED, step, [])
 
     def follow_loaded(self) -> int:
-        """Wait for what the first stage's loader brought, and pass it on; on a stage in the middle.
+        """Wait on a stage in the middle for what the first stage's loader returned, and pass it on.
 
         Raises:
-            PeerLostError: the stage before is gone.
-            ProtocolError: it has not loaded anything.
+            PeerLostError: the previous stage is gone.
+            ProtocolError: the previous stage sent another message.
         """
-        assert self._before is not None, "the first stage loads by itself"
+        assert self._before is not None, "the first stage has its own loader"
         frame = self._next(self._before, _LOADED)
         self.announce_loaded(frame.number)
         return frame.number
@@ -265,21 +264,21 @@ class Transport:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def announce_end(self) -> None:
-        """Tell the stage after that no activation comes until it has ended what it runs, too; never waits."""
-        if self._after is not None and not self._closed:  # weights may be gathered after a run, which drains, too
+        """Tell the next stage that no activation follows until it has drained, too; never waits."""
+        if self._after is not None and not self._closed:  # gathering weights after a run drains again
             self._after.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
-        """Tell the stage after that nothing comes any more: it may wait for something that is not sent; never waits."""
+        """Tell the next stage, which may wait for a message, that none will follow; never waits."""
         if self._after is not None and not self._closed:
             self._after.write(_RUN_END, self._sent, [])
 
     def expect_end(self) -> None:
-        """Wait until the stage before has announced its end, after the activation that was received last.
+        """Wait until the previous stage has announced its end, right after the last received activation.
 
         Raises:
-            PeerLostError: the stage before is gone.
-            ProtocolError: it has a further batch.
+            PeerLostError: the previous stage is gone.
+            ProtocolError: the previous stage has a further batch.
         """
         if self._before is None or self._closed:
             return
@@ -293,19 +292,19 @@ class Transport:
     # -- everything -----------------------------------------------------------------------------------------------
 
     def wait_for_stage_after(self, backlog: int) -> None:
-        """Wait until no more than ``backlog`` parts of messages to the stage after are unsent."""
+        """Wait until at most ``backlog`` parts of messages to the next stage are unsent."""
         if self._after is not None:
             self._after.wait_for_backlog(backlog)
         if self._direct is not None:
             self._direct.wait_for_stage_after(backlog)
 
     def settle(self) -> None:
-        """Wait until tensors that are sent from device to device have left, and let go of them."""
+        """Wait until sends between devices have completed, and free their tensors."""
         if self._direct is not None:
             self._direct.settle()
 
     def leave_neighbours(self) -> None:
-        """End both connections, from any thread: neighbours that wait get an error."""
+        """End both connections, so that waiting neighbours raise; may be called from any thread."""
         for link in (self._before, self._after):
             if link is not None:
                 link.hang_up()
@@ -313,7 +312,7 @@ class Transport:
             self._direct.close()
 
     def close(self) -> None:
-        """Let go of the connections; what was sent still arrives."""
+        """Close the connections; sent messages still arrive."""
         self._closed = True
         for link in (self._before, self._after):
             if link is not None:
@@ -322,7 +321,7 @@ class Transport:
             self._direct.close()
 
     def _next(self, link: Link, kind: int) -> Frame:
-        """The frame of the next message of ``kind``; control messages before it are put aside."""
+        """Return the frame of the next message of ``kind``; keep control messages before it for later."""
         while (frame := link.read_frame()).kind != kind:
             self._put_aside(link, frame, kind)
         return frame
@@ -337,7 +336,7 @@ class Transport:
         return vector
 
     def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
-        """Keep what may come in front of what is waited for: a layout, a control message, a drop that was one here."""
+        """Process a message before the expected one: a layout, a control message, or a drop of this rank, too."""
         kind, number, size = frame
         if kind == _DROP and number in self._drops:
             return
@@ -355,11 +354,11 @@ class Transport:
             self.send_total(number, vector)
 
     def _read_into(self, link: Link, tensor: Tensor) -> None:
-        """Fill a tensor without gaps, in the order of its memory."""
+        """Fill the memory of a contiguous tensor."""
         host = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        link.read_into(memory_of(host).numpy().data)  # as bytes: numpy does not know all of torch's dtypes
+        link.read_into(memory_of(host).numpy().data)  # as bytes: numpy lacks some of torch's dtypes
         if host is not tensor:
-            tensor.copy_(host, non_blocking=True)  # in the stream's order; torch keeps the pinned memory until then
+            tensor.copy_(host, non_blocking=True)  # torch keeps the pinned memory until the copy is done
 
 
 def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> ProtocolError:
@@ -372,7 +371,7 @@ def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> Protoc
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; those on a GPU come to the host first."""
+    """Return the bytes of a tensor on the host, copied from a GPU if need be."""
     tensor = written_out(tensor)
     view: memoryview = memory_of(tensor if tensor.is_cpu else HostCopy(tensor).wait()).numpy().data
     return view
