@@ -13,16 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.microbatch import (
     Slot,
-    UserHooks,
     checked_weight,
     cut_batch,
     fingerprint,
-    number_of_samples,
     split_batch,
 )
 from lightning_asyncpp.core.tree import map_tensors
@@ -122,33 +119,12 @@ def test_what_has_no_entry_per_sample_is_handed_on_whole(field: Any) -> None:
     assert cut(field) == [field, field]
 
 
-def test_lists_and_tensors_are_cut_at_the_same_places() -> None:
-    batch = {"x": torch.arange(9), "name": [f"n{i}" for i in range(9)]}
-    for slot in split_batch(batch, 4):
-        assert slot["name"] == [f"n{i}" for i in slot["x"].tolist()]
-
-
 def test_numpy_arrays_of_the_batch_are_cut() -> None:
     first, second = cut([np.arange(10).reshape(5, 2), np.array(list("abcde"))])
     assert [first[0].tolist(), second[0].tolist()] == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
     assert ["".join(first[1]), "".join(second[1])] == ["abc", "de"]
     for other in (np.arange(4), np.array(5), np.zeros((2, 5))):
         assert all(piece is other for piece in cut(other))
-
-
-def test_a_list_with_an_array_per_sample_is_cut() -> None:
-    """One of them is as long as the batch by chance."""
-    pieces = cut([np.zeros(size) for size in (3, 5, 1, 2, 7)])
-    assert [[len(array) for array in piece] for piece in pieces] == [[3, 5, 1], [2, 7]]
-
-
-def test_what_default_collate_makes_of_strings() -> None:
-    samples = [{"x": torch.tensor(i), "name": f"n{i}", "tags": [f"a{i}", f"b{i}"], "size": (i, i)} for i in range(5)]
-    for slot in split_batch(default_collate(samples), 2):
-        numbers = slot["x"].tolist()
-        assert slot["name"] == [f"n{i}" for i in numbers]
-        assert [list(tags) for tags in slot["tags"]] == [[f"a{i}" for i in numbers], [f"b{i}" for i in numbers]]
-        assert [size.tolist() for size in slot["size"]] == [numbers, numbers]
 
 
 # -- telling batches apart ----------------------------------------------------------------------------------------
@@ -207,11 +183,6 @@ def test_slots_that_a_user_cuts_have_marks_of_their_own() -> None:
     """Only what they hold tells whether it was cut alike on two stages."""
     slots = cut_batch(torch.arange(4.0), 2, lambda batch, parts: list(batch.flip(0).tensor_split(parts)))
     assert [slot.mark for slot in slots] == [fingerprint(torch.tensor(x)) for x in ([3.0, 2.0], [1.0, 0.0])]
-
-
-def test_as_many_slots_as_were_asked_for() -> None:
-    with pytest.raises(ConfigurationError, match=r"split_batch\(batch, 3\) returned 2 microbatches"):
-        cut_batch(torch.zeros(4), 3, lambda batch, parts: list(batch.tensor_split(2)))
 
 
 def test_a_batch_is_looked_at_as_closely_as_its_microbatches() -> None:
@@ -310,22 +281,3 @@ def test_a_split_of_the_user_s_is_called_once() -> None:
     assert [slot.weight for slot in slots] == [1.0, 5.0, 0.0]
     assert slots[2] == Slot(None, fingerprint(None), 0.0)
     assert calls == [batch]
-
-
-class Summing:
-    """Decides two of the three itself."""
-
-    loss_reduction = "sum"
-
-    def microbatch_weight(self, microbatch: Any) -> float:
-        return 7.0
-
-
-def test_a_module_without_any_gets_the_defaults() -> None:
-    assert UserHooks.of(object()) == UserHooks(split_batch, number_of_samples, "mean")
-
-
-def test_the_modules_own_come_before_the_defaults() -> None:
-    hooks = UserHooks.of(Summing(), model_name="model")
-    assert (hooks.microbatch_weight(None), hooks.loss_reduction) == (7.0, "sum")
-    assert (hooks.split_batch, hooks.model_name) == (split_batch, "model")

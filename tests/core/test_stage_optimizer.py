@@ -20,7 +20,6 @@ from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, StageOptimizer
-from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optim import ErrorFeedback
 from lightning_asyncpp.storage import merged
 from tests.helpers.cases import CountingSGD
@@ -210,13 +209,6 @@ def assert_same(a: Any, b: Any) -> None:
             assert_same(one, other)
     else:
         assert a == b
-
-
-def test_other_groups_are_refused() -> None:
-    held = parameters()
-    stage = alone(SGD(held, lr=0.1))
-    with pytest.raises(ConfigurationError, match=r"groups of \[2, 3\] parameters, this run's has \[5\]"):
-        stage.load_state_dict(SGD(groups(held), lr=0.1).state_dict())
 
 
 def test_a_shared_parameter_is_saved_by_one_stage_and_loaded_by_all() -> None:

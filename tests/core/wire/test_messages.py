@@ -112,17 +112,6 @@ def test_tensors_and_gradients_lie_in_memory_as_they_would_without_a_cut(name: s
     assert gradient.stride() == received.stride()
 
 
-def test_gradients_of_another_layout_than_their_tensors() -> None:
-    first, last = chain(2)
-    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    send(first, 0, image.requires_grad_())
-    started, arrived = begin(last.receive_activation(0).tensors[0])
-    gradient = torch.randn(2, 3, 4, 5)
-    started.backward(gradient)
-    last.send_gradients(0, [arrived_at(arrived)])
-    assert torch.equal(first.receive_gradients(0, (image,))[0], gradient)
-
-
 def test_what_was_sent_may_change_afterwards() -> None:
     first, last = chain(2)
     tensor = torch.zeros(4 * 2**20)  # more than the sockets take at once
@@ -311,11 +300,7 @@ def used_twice(x: Tensor) -> Tensor:
     return x * 2 + x.square()
 
 
-def untouched(x: Tensor) -> Tensor:
-    return x
-
-
-@pytest.mark.parametrize("layer", [add_in_place, relu_in_place, rows_in_place, used_twice, untouched])
+@pytest.mark.parametrize("layer", [add_in_place, relu_in_place, rows_in_place, used_twice])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_is_that_of_a_tensor_in_the_middle_of_a_graph(
     layer: Callable[[Tensor], Tensor], dtype: torch.dtype
@@ -389,13 +374,6 @@ def test_what_is_taken_apart_is_put_together(tree: Any) -> None:
     assert same(unflatten(list(tensors), structure), whole)
 
 
-def test_tensors_alone_need_no_structure() -> None:
-    x, y = torch.zeros(2), torch.ones(3)
-    assert flatten(x, "layer") == ((x,), b"")
-    assert flatten((x, y), "layer") == ((x, y), b"")
-    assert unflatten([x, y], b"") == (x, y)
-
-
 def test_numbers_are_exact() -> None:
     numbers = [0.1, 1e-320, math.inf, 2**70, True, -0.0]
     tensors, structure = flatten([torch.zeros(1), numbers], "layer")
@@ -408,17 +386,12 @@ def test_numbers_are_exact() -> None:
     ("output", "text"),
     [
         (Pair(torch.zeros(1), 2), "the named tuple Pair"),
-        ({"x": Pair(torch.zeros(1), 2)}, "the named tuple Pair"),
         (OrderedDict(x=torch.zeros(1)), "OrderedDict"),
-        ((torch.zeros(1), torch.Size([2])), "Size"),
-        ((torch.zeros(1), np.float32(2)), "float32"),
         ((torch.zeros(1), np.zeros(2)), "ndarray"),
         ({0: torch.zeros(1)}, "a dict with the key 0"),
         ((torch.zeros(1), object()), "object"),
         (torch.zeros(1).as_subclass(Marked), "Marked"),
-        ((torch.zeros(1).as_subclass(Marked),), "Marked"),
         ("text", "str without a tensor"),
-        ((None, 1), "tuple without a tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
