@@ -13,9 +13,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 import tests.helpers.spared  # noqa: F401
-from tests.helpers.engine_pool import EnginePools
-from tests.helpers.pool import Pools
-from tests.helpers.workers import free_port, opened
+from tests.helpers.pool import EnginePools, Pools, free_port, opened
 
 # The same examples everywhere, and no time limit: machines that run tests are slow at times.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)

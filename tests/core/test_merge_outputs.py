@@ -126,21 +126,6 @@ def test_lists_with_tensors_of_different_lengths_are_concatenated(kind: type) ->
     check([kind([]), kind([rows(4)])], kind([rows(4)]))
 
 
-def test_a_tuple_of_containers_is_several_results() -> None:
-    check([(["a", "b"], 1.0), (["c"], 5.0)], (["a", "b", "c"], 2.0))
-    check([(["a"], ("x",)), (["b"], ("y",))], (["a", "b"], ("x", "y")))
-
-
-def test_named_tuples_keep_their_type() -> None:
-    check([Pair(rows(1), ["a"]), Pair(rows(2), ["b"])], Pair(rows(1, 2), ["a", "b"]))
-    check([Pair("a", 1), Pair("b", 5)], Pair(["a", "b"], 2.0))
-
-
-def test_what_torch_returns_as_a_tuple_of_its_own() -> None:
-    results = [torch.max(rows(1, 2), dim=1), torch.max(rows(3), dim=1)]
-    check(results, torch.max(rows(1, 2, 3), dim=1))
-
-
 # -- mappings -----------------------------------------------------------------------------------------------------
 
 

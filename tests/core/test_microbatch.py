@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import default_collate
 
+from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.microbatch import (
+    Slot,
     checked_weight,
     cut_batch,
     fingerprint,
-    number_of_samples,
     split_batch,
 )
+from lightning_asyncpp.core.tree import map_tensors
 from lightning_asyncpp.errors import ConfigurationError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -42,11 +44,6 @@ def test_slots_are_those_of_tensor_split(samples: int, parts: int) -> None:
 def test_nine_samples_make_eight_slots() -> None:
     """``chunk(9, 8)`` makes five."""
     assert [len(slot) for slot in split_batch(torch.arange(9), 8)] == [2, 1, 1, 1, 1, 1, 1, 1]
-
-
-def test_missing_samples_leave_empty_slots_at_the_end() -> None:
-    assert [slot is None for slot in split_batch(torch.zeros(2, 3), 4)] == [False, False, True, True]
-    assert split_batch(torch.zeros(0, 3), 3) == [None] * 3
 
 
 def test_nested_batches_are_cut_leaf_by_leaf() -> None:
@@ -80,10 +77,6 @@ def test_nested_batches_are_cut_leaf_by_leaf() -> None:
 def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"{message}.*define split_batch\(batch, parts\)"):
         split_batch(batch, 2)
-
-
-def test_number_of_samples_is_that_of_the_first_tensor_with_dimensions() -> None:
-    assert number_of_samples({"scale": torch.tensor(1.0), "x": torch.zeros(5, 2)}) == 5
 
 
 # -- leaves that are no tensors -----------------------------------------------------------------------------------
@@ -126,54 +119,12 @@ def test_what_has_no_entry_per_sample_is_handed_on_whole(field: Any) -> None:
     assert cut(field) == [field, field]
 
 
-def test_a_list_that_holds_a_tensor_is_structure() -> None:
-    """However deep the tensor lies, and whatever the length."""
-    field = [torch.arange(3), "a", {"deep": [torch.arange(3)]}]
-    first, second = cut(field, samples=3)
-    assert [first[1], second[1]] == ["a", "a"]
-    assert [first[0].tolist(), second[2]["deep"][0].tolist()] == [[0, 1], [2]]
-
-
-def test_named_tuples_are_structure_whatever_their_length() -> None:
-    assert cut(Pair("a", "b"), samples=2) == [Pair("a", "b")] * 2
-
-
-def test_a_batch_with_one_sample() -> None:
-    assert cut(["a"], samples=1, parts=3) == [["a"]]
-    assert cut([("a",)], samples=1, parts=3) == [[("a",)]]
-
-
-def test_lists_and_tensors_are_cut_at_the_same_places() -> None:
-    batch = {"x": torch.arange(9), "name": [f"n{i}" for i in range(9)]}
-    for slot in split_batch(batch, 4):
-        assert slot["name"] == [f"n{i}" for i in slot["x"].tolist()]
-
-
 def test_numpy_arrays_of_the_batch_are_cut() -> None:
     first, second = cut([np.arange(10).reshape(5, 2), np.array(list("abcde"))])
     assert [first[0].tolist(), second[0].tolist()] == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
     assert ["".join(first[1]), "".join(second[1])] == ["abc", "de"]
     for other in (np.arange(4), np.array(5), np.zeros((2, 5))):
         assert all(piece is other for piece in cut(other))
-
-
-def test_a_list_with_an_array_per_sample_is_cut() -> None:
-    """One of them is as long as the batch by chance."""
-    pieces = cut([np.zeros(size) for size in (3, 5, 1, 2, 7)])
-    assert [[len(array) for array in piece] for piece in pieces] == [[3, 5, 1], [2, 7]]
-
-
-def test_of_lists_in_lists_the_outermost_is_cut() -> None:
-    assert cut([("a0", "a1"), ("b0", "b1")], samples=2) == [[("a0", "a1")], [("b0", "b1")]]
-
-
-def test_what_default_collate_makes_of_strings() -> None:
-    samples = [{"x": torch.tensor(i), "name": f"n{i}", "tags": [f"a{i}", f"b{i}"], "size": (i, i)} for i in range(5)]
-    for slot in split_batch(default_collate(samples), 2):
-        numbers = slot["x"].tolist()
-        assert slot["name"] == [f"n{i}" for i in numbers]
-        assert [list(tags) for tags in slot["tags"]] == [[f"a{i}" for i in numbers], [f"b{i}" for i in numbers]]
-        assert [size.tolist() for size in slot["size"]] == [numbers, numbers]
 
 
 # -- telling batches apart ----------------------------------------------------------------------------------------
@@ -198,10 +149,6 @@ def test_equal_batches_have_equal_fingerprints() -> None:
     strided = some_batch()
     strided["x"] = strided["x"].t().contiguous().t()
     assert fingerprint(strided) == mark
-
-
-def test_numbers_that_are_not_a_number_are_equal_to_themselves() -> None:
-    assert fingerprint(torch.tensor([float("nan")])) == fingerprint(torch.tensor([float("nan")]))
 
 
 @given(st.data())
@@ -232,46 +179,10 @@ def test_shapes_and_the_order_of_tensors_count() -> None:
     assert len(set(marks)) == len(marks)
 
 
-@pytest.mark.parametrize("change", [lambda x: -x, lambda x: torch.cat([-x[:1], x[1:]])], ids=["all", "one"])
-def test_signs_count(change: Any) -> None:
-    x = torch.randn(6, generator=torch.Generator().manual_seed(0))
-    assert fingerprint(x) != fingerprint(change(x))
-
-
-def test_dtypes_count() -> None:
-    assert fingerprint(torch.zeros(3)) != fingerprint(torch.zeros(3, dtype=torch.int32))
-
-
-def test_elements_are_spread_over_the_whole_tensor() -> None:
-    x = torch.arange(2000)
-    other = x.clone()
-    other[1024:] += 1
-    assert fingerprint(x) != fingerprint(other)
-
-
-def test_large_tensors_are_sampled() -> None:
-    x = torch.arange(1024 * 8)
-    other = x.clone()
-    other[-8] += 1
-    assert fingerprint(x) != fingerprint(other)
-
-
-def test_slots_of_a_batch_share_its_mark() -> None:
-    batch = {"x": torch.arange(12.0).view(6, 2)}
-    slots = cut_batch(batch, 4, split_batch)
-    assert {slot.mark for slot in slots} == {fingerprint(batch, 4)}
-    assert [None if slot.content is None else len(slot.content["x"]) for slot in slots] == [2, 2, 1, 1]
-
-
 def test_slots_that_a_user_cuts_have_marks_of_their_own() -> None:
     """Only what they hold tells whether it was cut alike on two stages."""
     slots = cut_batch(torch.arange(4.0), 2, lambda batch, parts: list(batch.flip(0).tensor_split(parts)))
     assert [slot.mark for slot in slots] == [fingerprint(torch.tensor(x)) for x in ([3.0, 2.0], [1.0, 0.0])]
-
-
-def test_as_many_slots_as_were_asked_for() -> None:
-    with pytest.raises(ConfigurationError, match=r"split_batch\(batch, 3\) returned 2 microbatches"):
-        cut_batch(torch.zeros(4), 3, lambda batch, parts: list(batch.tensor_split(2)))
 
 
 def test_a_batch_is_looked_at_as_closely_as_its_microbatches() -> None:
@@ -301,3 +212,72 @@ def test_a_weight_is_any_number(weight: Any) -> None:
 def test_what_is_no_weight_is_refused_with_what_was_returned(weight: Any, what: str) -> None:
     with pytest.raises(ConfigurationError, match=what):
         checked_weight(weight)
+
+
+def moved() -> tuple[HostBatch, dict[str, Any], dict[str, Any]]:
+    """A batch, its copy, and who knows of both."""
+    batch = {"x": torch.arange(6.0), "names": ["a", "b"]}
+    copy = map_tensors(Tensor.clone, batch)
+    known = HostBatch()
+    known.moved(batch, copy)
+    return known, batch, copy
+
+
+def test_the_host_s_tensors_stand_in_for_their_copies() -> None:
+    known, batch, copy = moved()
+    copy["names"] = ["c", "d"]  # what is no tensor is as it is now
+    found = known.of(copy)
+    assert found["x"] is batch["x"]
+    assert found["names"] == ["c", "d"]
+    assert known.of([copy["x"]])[0] is batch["x"], "in whatever nesting"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda copy: copy["x"].mul_(2),
+        lambda copy: copy.update(x=copy["x"] * 2),
+        lambda copy: copy.update(x=copy["x"].view(6)),
+    ],
+)
+def test_what_was_changed_since_is_read_as_it_is(change: Callable[[Any], object]) -> None:
+    known, _, copy = moved()
+    change(copy)
+    assert known.of(copy)["x"] is copy["x"]
+
+
+def test_the_batch_before_is_forgotten_and_what_is_on_the_device_stays() -> None:
+    known, _, copy = moved()
+    loaded = torch.arange(3.0)  # by the loader, where it belongs
+    known.moved(loaded, loaded)
+    assert known.of(copy) is copy
+    assert known.of(loaded) is loaded
+
+
+def test_weights_and_marks_are_read_from_the_host() -> None:
+    batch, on_host = torch.arange(8.0), torch.arange(8.0)
+    read: list[Tensor] = []
+
+    def weigh(microbatch: Tensor) -> float:
+        read.append(microbatch)
+        return float(microbatch.sum())
+
+    slots = cut_batch(batch, 3, split_batch, weigh, on_host)
+    assert [slot.weight for slot in slots] == [3.0, 12.0, 13.0]
+    assert {slot.mark for slot in slots} == {fingerprint(batch, 3)}
+    assert {tensor.untyped_storage().data_ptr() for tensor in read} == {on_host.untyped_storage().data_ptr()}
+    assert slots[0].content.data_ptr() == batch.data_ptr()
+
+
+def test_a_split_of_the_user_s_is_called_once() -> None:
+    calls: list[Tensor] = []
+
+    def split(batch: Tensor, parts: int) -> list[Any]:
+        calls.append(batch)
+        return [*batch.tensor_split(parts - 1), None]
+
+    batch = torch.arange(4.0)
+    slots = cut_batch(batch, 3, split, lambda x: float(x.sum()), batch.clone())
+    assert [slot.weight for slot in slots] == [1.0, 5.0, 0.0]
+    assert slots[2] == Slot(None, fingerprint(None), 0.0)
+    assert calls == [batch]

@@ -37,19 +37,6 @@ def test_a_batch_leaves_the_generator_alone(kind: str) -> None:
     assert len({float(number) for number in drawn}) == run.microbatches, "each microbatch draws its own"
 
 
-def test_a_batch_that_fails_leaves_the_generator_alone() -> None:
-    run = run_of_one_stage()
-
-    def failing(microbatch: Any, weight: float) -> Tensor:
-        torch.rand(1)
-        raise ValueError("the user's own mistake")
-
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="own mistake"):
-        run.engine.run(run.case.batch(0, 0), failing)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_what_a_step_draws_after_the_model_does_not_depend_on_the_model() -> None:
     """A unit that draws more, as another number of layers on the last stage would, changes nothing behind it."""
     drawn = []

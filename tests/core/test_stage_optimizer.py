@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from lightning_asyncpp.core.stage_optimizer import StageOptimizer
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.core.cut.cutting import cut
+from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.microbatch import UserHooks
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, StageOptimizer
 from lightning_asyncpp.optim import ErrorFeedback
 from lightning_asyncpp.storage import merged
 from tests.helpers.cases import CountingSGD
@@ -87,19 +93,6 @@ def test_hyper_parameters_are_copies() -> None:
     assert optimizer.param_groups[0]["params"][0].tolist() == [0.5, 1.5]
     assert optimizer.param_groups[0]["lr"].item() == 0.25
     assert earlier[0]["extra"] == {"values": [1]}
-
-
-def test_what_the_step_counts_is_its_own() -> None:
-    optimizer = CountingSGD([one_parameter()], lr=0.1)
-    stage = alone(optimizer)
-    earlier = [stage.hyper_parameters()]
-    for t in range(1, 5):
-        optimizer.param_groups[0]["lr"] = 0.1 / (t + 1)
-        earlier.append(stage.hyper_parameters())
-        stage.step(earlier[t - 1], optimizer.step)
-        assert optimizer.param_groups[0]["count"] == t
-        assert optimizer.param_groups[0]["largest_lr"] == 0.1
-        assert optimizer.param_groups[0]["lr"] == 0.1 / (t + 1)
 
 
 def test_what_a_step_puts_into_a_group_is_that_of_its_stage() -> None:
@@ -218,13 +211,6 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-def test_other_groups_are_refused() -> None:
-    held = parameters()
-    stage = alone(SGD(held, lr=0.1))
-    with pytest.raises(ConfigurationError, match=r"groups of \[2, 3\] parameters, this run's has \[5\]"):
-        stage.load_state_dict(SGD(groups(held), lr=0.1).state_dict())
-
-
 def test_a_shared_parameter_is_saved_by_one_stage_and_loaded_by_all() -> None:
     parts, expected = [], None
     for index in range(2):
@@ -240,3 +226,37 @@ def test_a_shared_parameter_is_saved_by_one_stage_and_loaded_by_all() -> None:
     again = AdamW([parameter(2), parameter(2)], lr=0.3)
     alone(again).load_state_dict(merged(parts))
     assert_same(again.state_dict(), expected)
+
+
+CPU = torch.device("cpu")
+
+
+def engine_of_one_stage() -> Engine:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    stage = cut(model, 0, 1, 0, CPU)
+    return Engine(stage, Mesh(1, 1, 0), PipelineSettings(1, delay=0).resolved(1), 0, CPU, UserHooks(model_name="call"))
+
+
+def train_a_batch(engine: Engine, attached: AttachedOptimizer) -> None:
+    model = engine.stage.model
+    engine.run(torch.ones(2, 2), lambda batch, weight: model(batch).mean())
+    engine.close(attached.stage_optimizer.hyper_parameters())
+    engine.apply_due()
+
+
+def test_an_engine_that_was_released_goes_at_once_with_its_weights() -> None:
+    engine = engine_of_one_stage()
+    optimizer = SGD(engine.stage.model.parameters(), lr=0.1)
+    stage_optimizer = StageOptimizer(optimizer, engine.stage.parameters.values())
+    attached = AttachedOptimizer(stage_optimizer, engine, lambda update: optimizer.step())
+    train_a_batch(engine, attached)
+    gc.collect()
+    gc.disable()
+    try:
+        attached.release()
+        gone = weakref.ref(engine)
+        del engine, attached
+        assert gone() is None
+        optimizer.step()  # anybody may
+    finally:
+        gc.enable()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +10,6 @@ from lightning_asyncpp.core import trace as module
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import (
     ANCHOR_SECONDS,
-    HOST,
     REST,
     Beside,
     DeviceClock,
@@ -24,7 +20,6 @@ from lightning_asyncpp.core.trace import (
     seconds_by_kind,
     utilisation,
 )
-from lightning_asyncpp.strategy_parts.recording import follow
 from tests.helpers.fake_device import FakeDevice
 
 
@@ -94,23 +89,6 @@ def test_clocks_that_drift_stay_together(monkeypatch: pytest.MonkeyPatch) -> Non
         assert span.end - span.start == pytest.approx(0.010, abs=5e-6)
 
 
-def test_readers_read_each_span_once_up_to_a_moment(device: FakeDevice) -> None:
-    trace = traced(device)
-    reader = trace.read()
-    for k in range(4):
-        with trace.span(Kind.FORWARD, k):
-            device.launch(0.010)
-    late = trace.read()
-    device.sleep(1.0)
-    assert [span.index for span in reader.take(until=1000.025)] == [0, 1]
-    assert [span.index for span in late.take()] == [0, 1, 2, 3], "what had not ended"
-    late.close()
-    with trace.span(Beside.DRAIN, 0):
-        device.launch(0.010)
-    assert [span.kind for span in reader.take(seconds=1.0)] == [Kind.FORWARD, Kind.FORWARD, Beside.DRAIN]
-    assert reader.take() == late.take() == trace.spans == []
-
-
 def test_the_end_waits_for_what_was_launched_but_not_for_ever(device: FakeDevice) -> None:
     trace = traced(device)
     reader = trace.read()
@@ -132,37 +110,6 @@ def test_a_broken_device_hides_no_error(device: FakeDevice) -> None:
     with pytest.raises(KeyError), trace.span(Kind.BACKWARD, 0):
         break_and_fail()
     assert reader.take(seconds=1.0) == []
-
-
-def test_spans_between_moments_of_the_device_or_the_host(device: FakeDevice) -> None:
-    """A reduction runs beside what is computed; one that began before the recording has moments of the host."""
-    clock = DeviceClock(device)
-    trace = Trace(0, clock)
-    start = clock.now()
-    device.launch(0.010)
-    trace.record(Beside.REDUCE, 4, start, clock.last([clock.now(), clock.now()]), num_bytes=7)
-    trace.record(Beside.REDUCE, 5, 999.0, 999.5)
-    device.sleep(1.0)
-    trace.settle()
-    assert [(span.index, span.num_bytes) for span in trace.spans] == [(4, 7), (5, 0)]
-    assert [span.end - span.start for span in trace.spans] == pytest.approx([0.010, 0.5], abs=1e-6)
-
-
-def engine(trace: Trace | None = None) -> Any:
-    return SimpleNamespace(runner=SimpleNamespace(trace=trace, clock=HOST), mesh=SimpleNamespace(stage=2))
-
-
-def test_the_first_reader_starts_the_recording_and_the_last_ends_it() -> None:
-    watched, trace = engine(), Trace(0)
-    first, second = follow(watched), follow(watched)
-    first.close()
-    first.close()
-    assert watched.runner.trace.stage == 2
-    second.close()
-    assert watched.runner.trace is None
-    foreign = engine(trace)
-    follow(foreign).close()
-    assert foreign.runner.trace is trace, "somebody else's stays"
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------

@@ -34,32 +34,6 @@ def test_only_the_newest_two_are_alive() -> None:
                 weights.leaves(dead)
 
 
-def test_without_a_delay_a_forward_may_write_into_the_weights() -> None:
-    weights, parameter = make(room=1)
-    with torch.no_grad():
-        weights.leaves(0)["w"].add_(2)
-    weights.take_gradients()
-    assert parameter.tolist() == [2.0, 2.0]
-
-
-def test_one_version_without_a_delay() -> None:
-    weights, parameter = make(room=1)
-    storage = parameter.data_ptr()
-    assert weights.advance() is None
-    with torch.no_grad():
-        parameter.fill_(5.0)
-    assert weights.leaves(1)["w"].tolist() == [5.0, 5.0]
-    assert parameter.data_ptr() == weights.leaves(1)["w"].data_ptr() == storage
-    assert weights.older() is None
-    with pytest.raises(RuntimeError, match="not alive"):
-        weights.leaves(0)
-
-
-def test_frozen_parameters_have_no_versions() -> None:
-    weights, _ = make()
-    assert list(weights.parameters) == list(weights.leaves(0)) == ["w"]
-
-
 def test_an_update_does_not_touch_a_graph_on_the_version_before() -> None:
     weights, parameter = make()
     x = torch.ones(2)
@@ -74,21 +48,6 @@ def test_an_update_does_not_touch_a_graph_on_the_version_before() -> None:
     assert weights.take_gradients() == {"w": pytest.approx(torch.full((2,), 3.0))}
     assert old.tolist() == [0.0, 0.0]
     assert parameter.grad is None
-
-
-def test_the_parameter_is_the_newest_version() -> None:
-    weights, parameter = make()
-    for version in range(4):
-        assert parameter.data_ptr() == weights.leaves(version)["w"].data_ptr()
-        assert weights.leaves(version)["w"].is_leaf
-        update(weights, parameter, float(version))
-
-
-def test_a_version_that_starts_has_the_values_of_the_one_before() -> None:
-    weights, parameter = make()
-    update(weights, parameter, 2.5)
-    weights.advance()
-    assert parameter.tolist() == [2.5, 2.5]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -141,15 +100,6 @@ def test_restoring_goes_on_where_it_was(newest: int, room: int) -> None:
         update(weights, loaded, weights.newest + 10.0)
 
 
-def test_restoring_without_older_weights_takes_the_newest_for_both() -> None:
-    weights, parameter = make()
-    with torch.no_grad():
-        parameter.fill_(4.0)
-    weights.restore(3, None)
-    assert weights.leaves(2)["w"].tolist() == weights.leaves(3)["w"].tolist() == [4.0, 4.0]
-    assert weights.leaves(2)["w"].data_ptr() != weights.leaves(3)["w"].data_ptr()
-
-
 def test_masters_stay_and_versions_are_kept_in_the_compute_dtype() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
     weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
@@ -163,19 +113,6 @@ def test_masters_stay_and_versions_are_kept_in_the_compute_dtype() -> None:
     assert weights.leaves(1)["w"].tolist() == [1.0, 2.0]  # rounded
     assert weights.shown()["w"].dtype == torch.bfloat16
     assert torch.equal(weights.masters()["w"], parameter.detach())  # type: ignore[index]
-
-
-def test_gradients_of_bf16_leaves_are_summed_in_fp32() -> None:
-    parameter = nn.Parameter(torch.ones(1))
-    weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
-    for factor in (256.0, 1.0):  # 257 is no number of bf16
-        (weights.leaves(0)["w"] * factor).sum().backward()
-    assert weights.leaves(0)["w"].grad is None
-    gradient = weights.take_gradients()["w"]
-    assert gradient is not None
-    assert gradient.dtype == torch.float32
-    assert gradient.tolist() == [257.0]
-    assert weights.take_gradients()["w"] is None
 
 
 def test_masters_are_restored_beside_the_versions() -> None:

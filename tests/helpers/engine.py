@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,19 +23,84 @@ from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.microbatch import BatchOutput, UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.core.trace import Span, utilisation
 from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.reference import Held, train_reference
 from tests.helpers.cases import Case
+from tests.helpers.random_cases import draw, is_exact
+
+if TYPE_CHECKING:
+    from tests.helpers.pool import EnginePools
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+
+
+def _adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def run_local(case: Case, num_stages: int) -> dict[str, Any]:
     """Run a case with all stages in this process; returns what one stage that has the whole model would return."""
     return run_case(case, Mesh(1, 1, 0), num_stages)
+
+
+def train_local(
+    model: nn.Module,
+    step_of: Callable[[nn.Module], Callable[..., Tensor]],
+    batches: Sequence[Any],
+    stages: int,
+    microbatches: int,
+    make_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = _adamw,
+    seed: int = 5,
+) -> dict[str, Tensor]:
+    """Train any model by PipeDream-2BW with all stages in this process; :func:`train_plainly` is its oracle.
+
+    Args:
+        model: the model, left as it is but for its weights.
+        step_of: model -> step, called with a microbatch; its result is the loss.
+        batches: one per update.
+        stages: how many.
+        microbatches: of a batch.
+        make_optimizer: of the trained parameters.
+        seed: of the run.
+
+    Returns:
+        The trained weights by name.
+    """
+    session = LocalSession(PipelineSettings(microbatches=microbatches, delay=1, staleness="uniform"), stages)
+    session.mesh = Mesh(1, 1, 0)
+    stage = session.cut(model, seed, torch.device("cpu"))
+    engine = session.start(UserHooks(), torch.device("cpu"), training=True)
+    with stage.whole_model():
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    session.attach(optimizer, lambda _: optimizer.step())
+    step = step_of(model)
+    for batch in batches:
+        engine.run(batch, step)
+        session.close(note=engine.mini_batch)
+    session.drain()
+    trained = {name: p.detach().clone() for name, p in stage.parameters.items() if p.requires_grad}
+    session.finish()
+    return trained
+
+
+def train_plainly(
+    model: nn.Module,
+    step_of: Callable[[nn.Module], Callable[..., Tensor]],
+    batches: Sequence[Any],
+    microbatches: int,
+    make_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = _adamw,
+    seed: int = 5,
+) -> dict[str, Tensor]:
+    """Train a model by the oracle, as :func:`train_local` does; arguments and result as there."""
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    each = [[batch] for batch in batches]
+    train_reference(model, step_of(model), each, optimizer, microbatches=microbatches, delay=1, seed=seed)
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[str, Any]:
@@ -271,3 +340,86 @@ def _checkpoint_units(stage: Any) -> None:
     for unit in stage.units:
         forward = unit.module.forward
         unit.module.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
+
+
+Results = list[dict[str, Any]]
+
+
+def weights_of(results: Results, replica: int = 0) -> dict[str, np.ndarray]:
+    """The weights of all stages of a replica."""
+    weights: dict[str, np.ndarray] = {}
+    for result in results:
+        if result["replica"] == replica:
+            weights |= {name: np.asarray(value) for name, value in result["weights"].items()}
+    return weights
+
+
+def assert_same_weights(results: Results, expected: dict[str, Tensor]) -> None:
+    """Bitwise, and every parameter on exactly one stage."""
+    weights = weights_of(results)
+    assert sorted(weights) == sorted(expected)
+    assert sum(len(result["weights"]) for result in results) == len(expected)
+    different = [name for name in expected if not np.array_equal(weights[name], expected[name].numpy(), equal_nan=True)]
+    assert not different, f"not bitwise equal: {different}"
+    copies = [copy for result in results for copy in result.get("copies", {}).items()]
+    apart = [name for name, value in copies if not np.array_equal(np.asarray(value), weights[name], equal_nan=True)]
+    assert not apart, f"the copies of a shared parameter differ: {apart}"
+
+
+def assert_same_losses(results: Results, expected: list[float]) -> None:
+    """Of the mini-batches whose samples count, on the last stage, which has rank 0."""
+    assert all(not result["losses"] for result in results if result["stage"] != results[0]["stage"])
+    losses = [loss if loss else float("nan") for loss in results[0]["losses"]]  # a batch without weight has no loss
+    assert losses == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+def assert_same_norms(results: Results) -> None:
+    """All ranks clip and log the same number."""
+    assert all(result["norms"] == results[0]["norms"] for result in results)
+
+
+def assert_same_statistics(results: Results) -> None:
+    """All ranks log the same numbers."""
+    assert all(result["statistics"] == results[0]["statistics"] for result in results)
+
+
+def assert_equals_oracle(results: Results, case: Case, num_stages: int) -> None:
+    """Everything that the stages returned is what the oracle computes."""
+    weights, losses = run_oracle(case, num_stages)
+    assert_same_weights(results, weights)
+    assert_same_losses(results, losses)
+    assert_same_norms(results)
+    assert_same_statistics(results)
+
+
+def check_random_case(pools: EnginePools, seed: int) -> None:
+    num_stages, case = draw(seed)
+    results = pools.run(case, num_stages)
+    # Replicas read the same data: g + g over w + w is g over w exactly.
+    expected, _ = run_oracle(replace(case, data_parallel_size=1), num_stages)
+    exact = is_exact(pipeline_units(case.make_model()), case.counts(num_stages), case.data_parallel_size)
+    for replica in range(case.data_parallel_size):
+        weights = weights_of(results, replica)
+        assert sorted(weights) == sorted(expected)
+        copies = [copy for r in results if r["replica"] == replica for copy in r["copies"].items()]
+        for name, value in [*weights.items(), *copies]:
+            np.testing.assert_allclose(value, expected[name].numpy(), rtol=0, atol=0 if exact else 2e-3, err_msg=name)
+        assert all(np.array_equal(value, weights[name], equal_nan=True) for name, value in copies)
+    assert_same_norms(results)
+    assert_same_statistics(results)
+
+
+def steady_utilisation(
+    lanes: Sequence[Sequence[Span]], microbatches: int, first_batch: int, last_batch: int
+) -> tuple[float, float]:
+    """Time per mini-batch, and the share of it that the busiest stage works, between two mini-batches.
+
+    Args:
+        lanes: what :func:`simulate` returned.
+        microbatches: per mini-batch.
+        first_batch: the time from the end of this mini-batch's last backward counts, on the first stage,
+        last_batch: until the end of this one's.
+    """
+    ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
+    start, end = (ends[(t + 1) * microbatches - 1] for t in (first_batch, last_batch))
+    return (end - start) / (last_batch - first_batch), max(utilisation(lane, start, end) for lane in lanes)

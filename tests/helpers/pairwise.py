@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -30,21 +30,3 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 1
 
 def _pairs(row: dict[str, int]) -> itertools.combinations:
     return itertools.combinations(row.items(), 2)
-
-
-def covering(rows: Sequence[Mapping[str, Hashable]], of: Sequence[str] = ()) -> set[int]:
-    """Indices of few rows in which all pairs of values meet that meet in some row; greedy and deterministic.
-
-    With ``of``, all those pairs of which one value is of these factors.
-    """
-    pairs = [
-        {(a, b) for a, b in itertools.combinations(row.items(), 2) if not of or a[0] in of or b[0] in of}
-        for row in rows
-    ]
-    missing: set[Any] = set().union(*pairs)
-    chosen: set[int] = set()
-    while missing:
-        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
-        chosen.add(best)
-        missing -= pairs[best]
-    return chosen

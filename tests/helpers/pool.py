@@ -5,20 +5,29 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import multiprocessing
 import os
+import secrets
+import socket
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing as mp
 
 from lightning_asyncpp.core import failure_watch
-from lightning_asyncpp.core.ranks.mesh import destroy_retired
-from tests.helpers.workers import end_with_parent, free_port, worker_context
+from lightning_asyncpp.core.ranks.mesh import Mesh, destroy_retired
+from tests.helpers.cases import Case
+from tests.helpers.engine import run_case
 
 Scenario = Callable[..., Any]
 SHORT_GRACE_SECONDS = 0.3
@@ -146,3 +155,174 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
             outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
         sys.stdout.flush()
         results.put((rank, outcome))
+
+
+_IMPORTED = [
+    *("pytest", "hypothesis", "lightning.pytorch.cli"),  # which come with the scenarios that test modules define
+    *(
+        f"tests.{name}"
+        for name in ("helpers.spared", "faults.script", "helpers.fabric", "helpers.engine", "storage.saves")
+    ),
+    *("tests.helpers.trainer", "tests.helpers.pool"),
+]
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def worker_context() -> Any:
+    """A fork server that has imported the tests' modules already: a new process costs milliseconds, not seconds.
+
+    There is one per test process, which imports what its first user names: so all name the same.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
+class Closable(Protocol):
+    """Pools of worker processes."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+P = TypeVar("P", bound=Closable)
+
+
+@contextmanager
+def opened(pools: P) -> Iterator[P]:
+    """Pools for a module's tests, beside which this process computes with one thread, as the workers do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield pools
+    pools.close()
+    torch.set_num_threads(threads)
+
+
+def end_with_parent() -> None:
+    """Let this worker end when the process that made it is gone: killed tests would leave it busy."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "not called in a worker"
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def free_port() -> int:
+    """One that no connection of another process gets by chance until it is used."""
+    ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 32_768
+    while True:
+        port = 10_000 + secrets.randbelow(ephemeral - 10_000)  # random numbers are seeded alike in all workers
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+Prepare = Callable[[int], Callable[[], None]]
+
+
+class WorkerPool:
+    """``world_size`` processes over gloo; with replicas they stand as D x P.
+
+    Args:
+        world_size: their number.
+        prepare: called with the rank in each of them at its beginning; what it returns, after every case.
+    """
+
+    def __init__(self, world_size: int, prepare: Prepare | None = None) -> None:
+        self.world_size = world_size
+        context = worker_context()
+        self._tasks = [context.SimpleQueue() for _ in range(world_size)]
+        self._results = context.Queue()
+        port = free_port()
+        self._processes = [
+            context.Process(target=_run_cases, args=(rank, world_size, port, task, self._results, prepare), daemon=True)
+            for rank, task in enumerate(self._tasks)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, case: Case, timeout: float = 120.0) -> list[dict[str, Any]]:
+        """Run a case on all ranks and return what each returned, by rank."""
+        for task in self._tasks:
+            task.put(case)
+        results: dict[int, Any] = {}
+        for _ in range(self.world_size):
+            rank, outcome, error = self._results.get(timeout=timeout)
+            if error:
+                raise AssertionError(f"rank {rank} failed on {case}:\n{error}")
+            results[rank] = outcome
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.put(None)
+        for process in self._processes:
+            process.join(timeout=20)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes that are still there: of a pool in which a rank failed, all."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _run_cases(rank: int, world_size: int, port: int, tasks: Any, results: Any, prepare: Prepare | None) -> None:
+    end_with_parent()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))
+    check = prepare(rank) if prepare is not None else None
+    meshes: dict[int, Mesh] = {}
+    while (case := tasks.get()) is not None:
+        try:
+            replicas = kind = case.data_parallel_size
+            if kind not in meshes:
+                meshes[kind] = Mesh(world_size // replicas, replicas, rank)
+                meshes[kind].connect(direct=check is not None)
+            outcome = run_case(case, meshes[kind])
+            if check is not None:
+                check()
+            results.put((rank, {k: _plain(v) for k, v in outcome.items()}, ""))
+        except Exception:
+            results.put((rank, None, traceback.format_exc()))
+            return
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _plain(value: Any) -> Any:
+    # numpy arrays travel by value; tensors would be shared by file descriptor
+    return {name: t.numpy() for name, t in value.items()} if isinstance(value, dict) else value
+
+
+class EnginePools:
+    """One pool per number of processes, started when first needed and replaced when a rank failed.
+
+    Args:
+        prepare: see :class:`WorkerPool`.
+    """
+
+    def __init__(self, prepare: Prepare | None = None) -> None:
+        self._prepare = prepare
+        self._pools: dict[int, WorkerPool] = {}
+
+    def run(self, case: Case, num_stages: int) -> list[dict[str, Any]]:
+        """Run a case; the results by rank, so the last stage of replica 0 comes first."""
+        world_size = num_stages * case.data_parallel_size
+        if world_size == 1:
+            return [run_case(case, Mesh(1, 1, 0))]
+        if world_size not in self._pools:
+            self._pools[world_size] = WorkerPool(world_size, self._prepare)
+        try:
+            return self._pools[world_size].run(case)
+        except BaseException:
+            self._pools.pop(world_size).kill()
+            raise
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

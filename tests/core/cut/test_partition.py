@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from lightning_asyncpp.auxiliary import add_auxiliary_loss
+from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition, balanced, check_given, loads_of, uniform
+from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition, unit_times
+from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.errors import ConfigurationError
+from tests.helpers.cases import Sleeping
 
 ROUND = st.integers(0, 4).map(float)  # many equal sums
 ROUGH = st.floats(0, 1e6, allow_nan=False)  # sums that rounding would change
@@ -50,29 +60,6 @@ def test_no_cut_is_better(units: list[tuple[float, bool]], num_stages: int) -> N
     assert counts in list(all_cuts(heavy, num_stages))
 
 
-@pytest.mark.parametrize(
-    ("costs", "num_stages", "counts"),
-    [
-        ([1.0] * 6, 2, [3, 3]),  # equal costs are spread as ever
-        ([1.0] * 7, 3, [3, 2, 2]),
-        ([0.1, 1, 1, 1, 1, 2.5], 2, [4, 2]),  # a heavy last layer: fewer stand beside it
-        ([0, 1, 1, 1, 1, 0.5], 4, [2, 1, 1, 2]),  # the largest load cannot be helped: the second is
-        ([9, 1, 1, 1, 1], 3, [1, 2, 2]),
-        ([1, 1, 9, 1, 1], 3, [2, 1, 2]),
-        ([0, 0, 0, 0], 2, [2, 2]),  # all cuts alike: the nearest to the uniform one
-    ],
-)
-def test_examples(costs: list[float], num_stages: int, counts: list[int]) -> None:
-    assert balanced(costs, [True] * len(costs), num_stages) == counts
-
-
-def test_sums_are_exact() -> None:
-    """Of these floats the last three add up to 3e-17 less than the first two; rounded, both sums are 0.5."""
-    costs = [0.4, 0.1, 0.3, 0.1]
-    assert sum(costs[1:]) == sum(costs[:2]) == 0.5
-    assert balanced(costs, [True] * 4, 2) == [1, 3]
-
-
 def test_large_models_take_no_time() -> None:
     costs = [0.01, *[1.0 + 0.001 * (i % 7) for i in range(200)], 9.0]
     counts = balanced(costs, [True] * 202, 64)
@@ -103,6 +90,176 @@ def test_numbers_that_do_not_fit(counts: list[int], message: str) -> None:
         check_given(counts, [True, False, False, True, True])
 
 
-def test_numbers_that_fit() -> None:
-    check_given([2, 3], [True, False, False, True, True])
-    check_given([1, 4], [True, False, False, True, True])
+CPU = torch.device("cpu")
+
+
+class Costly(nn.Sequential):
+    """Knows what its layers cost."""
+
+    def __init__(self, *layers: nn.Module, costs: Any) -> None:
+        super().__init__(*layers)
+        self.costs = costs
+
+    def pipeline_costs(self) -> Any:
+        return self.costs
+
+
+def lines(count: int) -> list[nn.Module]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def example(*args: Any, **kwargs: Any) -> Example:
+    return Example(lambda: (args, kwargs), CPU)
+
+
+def test_the_model_knows_best() -> None:
+    model = Costly(*lines(4), costs=[3, 1, 1, 1.0])
+    partition = choose_partition(model, 0, 2, "auto", example(torch.ones(2, 4)))
+    assert partition.counts == (1, 3)
+    assert partition.uniform == (2, 2)
+    assert partition.describe() == "partition=[1, 3] by pipeline_costs(), busiest stage 1.00 times the mean"
+
+
+def test_a_list_that_does_not_fit_is_refused_with_one_stage_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert choose_partition(model, 0, 1, [2]).counts == (2,)
+    with pytest.raises(ConfigurationError, match=r"partition=\[3\] places 3 layers, but the model has 2"):
+        choose_partition(model, 0, 1, [3])
+
+
+def test_measured_times_come_before_sizes() -> None:
+    model = nn.Sequential(Sleeping(4, 10), *[Sleeping(4, 1) for _ in range(4)])
+    measured = choose_partition(model, 0, 2, "auto", example(torch.ones(2, 4)))
+    assert measured.counts == (1, 4)
+    assert measured.describe().startswith("partition=[1, 4] by measured times, busiest stage 1.")
+    by_size = choose_partition(model, 0, 2, "auto")
+    assert by_size.counts == (3, 2)
+    assert by_size.describe() == "partition=[3, 2] by numbers of parameters, busiest stage 1.20 times the mean"
+    assert not measured.remark
+    assert not by_size.remark
+
+
+def test_what_the_user_says_counts() -> None:
+    model = Costly(*lines(4), costs=[3, 1, 1, 1])
+    given = choose_partition(model, 0, 2, [3, 1])
+    assert given.describe() == "partition=[3, 1] as given, busiest stage 1.67 times the mean"
+    even = choose_partition(model, 0, 2, "uniform")
+    assert even.describe() == "partition=[2, 2] by numbers of layers, busiest stage 1.33 times the mean"
+    unknown = choose_partition(nn.Sequential(*lines(4)), 0, 2, (3, 1), example("no tensor"))
+    assert unknown.describe() == "partition=[3, 1] as given"
+
+
+@pytest.mark.parametrize("costs", [[1, 2, 3], [1, 2, 3, -1]])
+def test_costs_that_make_no_sense(costs: list[Any]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        choose_partition(Costly(*lines(4), costs=costs), 0, 2, "auto")
+    text = "Costly.pipeline_costs() must return one cost for each of the 4 layers, finite numbers, 0 or more, and not"
+    assert str(caught.value) == f"{text} all 0; it returned {len(costs)}: {costs}"
+
+
+def test_a_model_that_was_cut_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    cut(model, 1, 2, 0, CPU, counts=[1, 3])
+    again = choose_partition(model, 1, 2, "auto", Example(pytest.fail, CPU))  # type: ignore[arg-type]
+    assert again.describe() == "partition=[1, 3] as the model was cut before"
+    assert again.uniform == (3, 1)  # that layer 0 had parameters, and layer 1 had none, is known
+    assert choose_partition(model, 1, 2, "uniform").counts == (3, 1)
+    with pytest.raises(ConfigurationError) as caught:
+        cut(model, 1, 2, 0, CPU, counts=[3, 1])
+    assert str(caught.value).startswith(
+        "the model was already cut with partition=[1, 3] and cannot be cut with partition=[3, 1]: use the same, or"
+    )
+    with pytest.raises(ConfigurationError, match="was already cut for 2 stages and cannot be cut for 3"):
+        choose_partition(model, 1, 3, "auto")
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """Counts how many of its kind have memory at the same time."""
+
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        Counted.alive.add(self.weight)
+        Counted.most = max(Counted.most, len(Counted.alive))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_model_on_the_meta_device_is_measured_layer_by_layer() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[Counted() for _ in range(5)])
+    times = unit_times(pipeline_units(model), example(torch.ones(2, 8)), seed=0)
+    assert len(times) == 5
+    assert min(times) > 0
+    assert Counted.most == 1
+    assert all(p.is_meta for p in model.parameters())
+
+
+class Auxiliary(nn.Linear):
+    """Has a loss of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        add_auxiliary_loss(self.weight.square().mean())
+        return super().forward(x)
+
+
+class Pair(nn.Linear):
+    """Returns two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x
+
+
+class Joining(nn.Linear):
+    """Takes two tensors, and changes one of them in place."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = pair
+        x += y
+        return super().forward(x)
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    """Also with layers that change their input or their buffers, draw random numbers, and have losses of their own."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5), Auxiliary(4, 4), Pair(4, 4),
+        Joining(4, 4),
+    )  # fmt: skip
+    before, x = copy.deepcopy(model.state_dict()), torch.randn(6, 4)
+    inputs, states = x.clone(), torch.get_rng_state()
+    with torch.inference_mode():
+        times = unit_times(pipeline_units(model.eval()), example(x), seed=0)
+    assert len(times) == 7
+    assert min(times) > 0
+    assert torch.equal(torch.get_rng_state(), states)
+    assert torch.equal(x, inputs)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module.training for module in model.modules())
+
+
+def test_units_run_in_the_precision_of_the_run() -> None:
+    seen = []
+
+    class Watching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((x.dtype, self.weight.dtype, torch.is_autocast_enabled("cpu")))
+            return super().forward(x)
+
+    def call() -> tuple[tuple, dict[str, Any]]:
+        return (torch.ones(2, 4, dtype=torch.bfloat16),), {}
+
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    precise = Example(call, CPU, autocast, lambda module: module.to(torch.bfloat16))
+    unit_times(pipeline_units(nn.Sequential(Watching(4, 4), Watching(4, 4))), precise, seed=0)
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16, True)}

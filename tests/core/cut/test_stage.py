@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.stage import Stage
-from lightning_asyncpp.core.cut.units import apply_layers, model_problems
-from lightning_asyncpp.dependencies import PrivateNameError
 from lightning_asyncpp.errors import ConfigurationError
 from tests.core.cut.test_units import Layered
 from tests.helpers.cases import DIM, make_model
@@ -70,44 +68,6 @@ def test_a_unit_of_another_stage_stays_where_it_is_and_holds_nothing() -> None:
     assert copied.state_dict().keys() == stage.state_dict().keys()
 
 
-def test_units_are_applied_by_their_functions() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Layered(lambda m: [m.embedding, *m.body["blocks"], (m.head, lambda head, x: head(x.relu()))])
-
-    x = torch.randn(5, 3)
-    expected = apply_layers(make(), x)
-    for stage in cut_all(make, 2):
-        x = stage.forward((x,), {}, 0, 0, 0)
-    assert torch.equal(x, expected)
-
-
-def test_an_activation_that_is_used_on_two_stages() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        act = nn.GELU()
-        return nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act, nn.Linear(2, 2))
-
-    x = torch.randn(3, 2)
-    expected = make()(x)
-    stages = cut_all(make, 3)
-    assert list(dict(stages[1].model.named_parameters())) == ["2.weight", "2.bias"]
-    for stage in stages:
-        x = stage.forward((x,), {}, 0, 0, 0)
-    assert torch.equal(x, expected)
-
-
-def test_the_first_unit_gets_all_arguments() -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor, shift: float, *, scale: float) -> Tensor:
-            return super().forward(x) * scale + shift
-
-    model = nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))
-    x = torch.randn(1, 2)
-    expected = model[0](x, 3.0, scale=2.0)
-    assert torch.equal(cut(model, 0, 2, 0, CPU).forward((x, 3.0), {"scale": 2.0}, 0, 0, 0), expected)
-
-
 def test_forward_and_backward_run_on_the_given_weights() -> None:
     stage = cut(make_model(), 0, 1, 0, CPU)
     before = {name: p.detach().clone() for name, p in stage.parameters.items()}
@@ -137,13 +97,6 @@ def assert_untouched_by_swapping(model: nn.Module) -> None:
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
-
-
-def test_a_parameter_shared_within_a_stage_is_one_parameter() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    assert list(cut(model, 0, 1, 0, CPU).parameters) == ["0.weight", "0.bias", "1.bias"]
-    assert_untouched_by_swapping(model)
 
 
 def test_a_layer_used_twice_within_a_stage_keeps_its_parameters() -> None:
@@ -220,11 +173,3 @@ def test_all_reasons_are_named_and_the_model_is_left_whole() -> None:
 def test_refusals(model: Any, num_stages: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         cut(model(), 0, num_stages, 0, CPU)
-
-
-def test_a_private_name_of_torch_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    assert model_problems(model) == []
-    monkeypatch.delattr(nn.Module, "_compiled_call_impl")
-    with pytest.raises(PrivateNameError, match=r"torch .* has no Module\._compiled_call_impl"):
-        model_problems(model)

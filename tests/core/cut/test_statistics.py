@@ -15,12 +15,6 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(DIM, DIM), Routed(), nn.Linear(DIM, DIM), nn.Sequential(Routed(), nn.Linear(DIM, 1)))
 
 
-def test_every_layer_has_its_place() -> None:
-    layout = StatisticsLayout(pipeline_units(model()))
-    assert [(layer.name, layer.start, layer.length) for layer in layout.layers] == [("1", 0, 4), ("3.0", 4, 4)]
-    assert layout.length == 8
-
-
 def test_a_stage_fills_its_own_places() -> None:
     stage = cut(model(), 1, 2, 0, torch.device("cpu"))
     assert list(stage.counting_layers) == ["3.0"]
@@ -35,12 +29,6 @@ def test_metrics_are_reduced_over_layers_as_their_class_says() -> None:
     assert layout.metrics(totals) == {"samples": 12.0, "busiest": 3.0}
 
 
-def test_a_model_without_such_layers_has_no_metrics() -> None:
-    layout = StatisticsLayout(pipeline_units(nn.Sequential(nn.Linear(1, 1))))
-    assert layout.length == 0
-    assert layout.metrics(torch.zeros(0)) == {}
-
-
 def test_a_buffer_that_a_layer_replaced_is_put_where_its_versions_are() -> None:
     class Replacing(Routed):
         def update_from_statistics(self, totals: torch.Tensor) -> None:
@@ -51,10 +39,6 @@ def test_a_buffer_that_a_layer_replaced_is_put_where_its_versions_are() -> None:
     stage.update_from_statistics(torch.zeros(4, dtype=torch.float64))
     assert stage.units[0].module.bias is buffer
     assert buffer.tolist() == [7.0, 7.0, 7.0]
-
-
-def test_counting_layers_of_nested_units_have_their_whole_name() -> None:
-    assert list(counting_layers(pipeline_units(model()))) == ["1", "3.0"]
 
 
 def test_a_layer_that_stands_in_two_places_of_a_stage_counts_once() -> None:

@@ -50,18 +50,6 @@ def test_layers_keep_their_names_in_the_model() -> None:
     assert all(model.get_submodule(unit.name) is unit.module for unit in units)
 
 
-def test_a_sequential_may_use_an_activation_twice() -> None:
-    act = nn.GELU()
-    units = pipeline_units(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act))
-    assert [unit.name for unit in units] == ["0", "1", "2", "3"]
-    assert units[1].module is units[3].module is act
-
-
-def test_layers_of_a_sequential_are_not_looked_into() -> None:
-    units = pipeline_units(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Linear(2, 2)))
-    assert [unit.name for unit in units] == ["0", "1"]
-
-
 def test_a_model_that_cannot_be_cut() -> None:
     with pytest.raises(ConfigurationError) as caught:
         pipeline_units(nn.Linear(2, 2))
@@ -122,15 +110,6 @@ def test_units_are_spread_evenly(heavy: list[bool], num_stages: int) -> None:
     assert all(part[0] for part in parts[1:]), "a layer without parameters opens a stage"
 
 
-def test_fewer_layers_than_stages() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        spread(pipeline_units(nn.Sequential(nn.Linear(1, 1), nn.GELU(), nn.Linear(1, 1))), 3)
-    assert str(caught.value) == (
-        "the model has 2 layers with parameters, fewer than the 3 stages: use at most 2 devices per replica,"
-        " or return finer layers from pipeline_layers()"
-    )
-
-
 def test_parameters_outside_the_layers() -> None:
     root = nn.Module()
     root.model = Layered(lambda m: [m.embedding, m.head])
@@ -142,18 +121,6 @@ def test_parameters_outside_the_layers() -> None:
         "model.body.blocks.0.bias, model.body.blocks.1.weight, model.body.blocks.1.bias; the pipeline trains only what"
     )
     assert ownership_problems(root.model.head, [Unit("head", root.model.head)]) == []
-
-
-def test_frozen_parameters_outside_are_nobodys_business() -> None:
-    root = nn.Module()
-    root.model, root.teacher = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1).requires_grad_(False)
-    assert ownership_problems(root, pipeline_units(root.model)) == []
-
-
-def test_many_parameters_outside_are_not_all_listed() -> None:
-    root = nn.ModuleList(nn.Linear(1, 1) for _ in range(6))
-    (problem,) = ownership_problems(root, [])
-    assert "3.weight, 3.bias and more; " in problem
 
 
 def test_layers_that_would_wait_for_other_stages() -> None:

@@ -33,16 +33,6 @@ def test_rank_0_shows_it_and_the_others_a_line(capsys: pytest.CaptureFixture[str
     assert not is_alike(ValueError())
 
 
-def test_it_is_replaced_once_and_never_that_of_somebody_who_wants_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised_alike(REFUSED, 1)
-    hook = sys.excepthook
-    raised_alike(REFUSED, 1)
-    assert sys.excepthook is hook
-    monkeypatch.setattr(sys, "excepthook", shown)
-    raised_alike(REFUSED, 1)
-    assert sys.excepthook is shown
-
-
 def test_every_traceback_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(TRACEBACK, "1")
     assert str(REFUSED) in shown(raised_alike(REFUSED, 1), capsys)

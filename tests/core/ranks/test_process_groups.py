@@ -22,7 +22,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import HostWork
 from tests.helpers.workers import end_with_parent, free_port, worker_context
 
-SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (5, 3), (8, 4), (1, 4)]
+SHAPES = [(1, 3), (2, 1), (3, 1), (2, 2), (3, 2), (8, 4)]
 
 
 class Splitting:
@@ -78,30 +78,6 @@ def test_nccl_splits_as_rarely_as_can_be(stages: int, replicas: int, monkeypatch
     assert all(splits == calls[0] for splits in calls), "all ranks make the same splits in the same order"
     most = {1: 0, 2: 2}.get(stages, 4) + (2 if replicas > 1 else 0)
     assert len(calls[0]) == most
-
-
-def test_options_for_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Options:
-        def __init__(self, is_high_priority_stream: bool) -> None:
-            self.high, self.config = is_high_priority_stream, type("Config", (), {})()
-
-    fake = type("NCCL", (), {"Options": Options})
-    monkeypatch.setattr(process_groups.dist, "ProcessGroupNCCL", fake, raising=False)
-    options = process_groups.neighbour_options()
-    assert options.high
-    assert options.config.max_ctas == 4
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_groups_that_are_made_one_by_one_have_the_options_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a script has made the default group without a device, it cannot be split."""
-    given: list[object] = []
-    monkeypatch.setattr(process_groups, "splits", lambda: False)
-    monkeypatch.setattr(process_groups.dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(process_groups.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(process_groups.dist, "new_group", lambda *_, pg_options, **__: given.append(pg_options))
-    process_groups.disjoint_groups([[0, 1], [2, 3], [4]], None, lambda: "few")
-    assert given == (["few", "few"] if backend == "nccl" else [None, None])
 
 
 def test_ranks_that_share_a_gpu_may_have_replicas() -> None:
@@ -164,8 +140,16 @@ def test_both_sides_are_done_without_anybody_waiting(pair: list[Any]) -> None:
     send.wait()
 
 
-def test_what_goes_wrong_is_raised_for_whoever_waits(pair: list[Any]) -> None:
-    work = HostWork(pair[1].recv([torch.zeros(1)], 0, 6))  # nobody sends: it ends with the group's timeout
-    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-        work.wait()
-    assert work.is_completed()
+@pytest.mark.parametrize(("stages", "replicas"), SHAPES)
+def test_every_stage_of_every_replica_has_one_rank(stages: int, replicas: int) -> None:
+    meshes = [Mesh(stages, replicas, rank) for rank in range(stages * replicas)]
+    assert {(mesh.stage, mesh.replica) for mesh in meshes} == {(s, r) for s in range(stages) for r in range(replicas)}
+    for mesh in meshes:
+        assert mesh.rank_of(mesh.stage) == mesh.rank_of(mesh.stage, mesh.replica) == mesh.rank
+        assert all(mesh.rank_of(m.stage, m.replica) == m.rank for m in meshes)
+        assert [(mesh.stage_of(m.rank), mesh.replica_of(m.rank)) for m in meshes] == [
+            (m.stage, m.replica) for m in meshes
+        ]
+        assert (mesh.is_first, mesh.is_last) == (mesh.stage == 0, mesh.stage == stages - 1)
+        assert mesh.world_size == stages * replicas
+    assert (meshes[0].is_last, meshes[0].replica) == (True, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.core.updates.reduction import Bucket, Reduction, plan_buckets
-from lightning_asyncpp.errors import ConfigurationError, PeerLostError
+from lightning_asyncpp.errors import ConfigurationError
 
 GROUP: Any = object()
 
@@ -85,11 +85,6 @@ def test_buckets_give_back_what_was_packed(bucket_bytes: int) -> None:
     for name, gradient in gradients.items():
         assert (unpacked[name] is None) == (gradient is None)
         assert gradient is None or torch.equal(unpacked[name], gradient)  # type: ignore[arg-type]
-
-
-def test_buckets_begin_with_what_is_complete_first() -> None:
-    like = {name: torch.zeros(4) for name in "abcd"}
-    assert [bucket.names for bucket in plan_buckets(like, 32)] == [["d", "c"], ["b", "a"]]
 
 
 def test_a_gradient_that_one_replica_has_is_summed_with_nothing() -> None:
@@ -167,15 +162,6 @@ def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:
     assert reduction.num_bytes == 3 * 5 * 4
 
 
-def test_nobody_watches_afterwards(works: list[Work]) -> None:
-    parameters = leaves()
-    reduction = Reduction(one_each(parameters), GROUP)
-    with reduction.watching(parameters, gradients_of(parameters)):
-        pass
-    sum(p.sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
-    assert not works
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_gradient_that_grows_after_it_left_is_refused(works: list[Work], reentrant: bool) -> None:
     """Re-entrant checkpoints run backwards inside the backward, each of which completes the weights that they share."""
@@ -191,24 +177,6 @@ def test_a_gradient_that_grows_after_it_left_is_refused(works: list[Work], reent
         else:
             x.sum().backward()
             assert works[0].flat[:4].tolist() == [2.0] * 4
-
-
-def test_a_lost_replica_is_named_so(works: list[Work], monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(self: Work) -> None:
-        raise RuntimeError("Connection reset by peer")
-
-    monkeypatch.setattr(Work, "wait", wait)
-    reduction = Reduction(one_each(leaves()), GROUP)
-    reduction.send_rest(dict.fromkeys(leaves()))
-    with pytest.raises(PeerLostError, match="a rank is gone"):
-        reduction.wait()
-
-
-def test_a_transposed_parameter_is_packed_by_rows() -> None:
-    weight = torch.arange(6.0).view(2, 3).t()
-    bucket = Bucket(["w"], {"w": weight})
-    assert bucket.pack({"w": None}).tolist() == [0.0] * 7
-    assert torch.equal(bucket.unpack(bucket.pack({"w": weight}))["w"], weight)
 
 
 def test_gradients_begin_where_tensors_of_torch_do() -> None:

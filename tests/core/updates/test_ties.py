@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,11 +22,9 @@ from lightning_asyncpp.core.cut.ties import (
     keep_once,
 )
 from lightning_asyncpp.core.cut.units import pipeline_units
-from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.reduction import TiedGradients
 from lightning_asyncpp.core.wire.connect import Neighbours
@@ -36,9 +33,7 @@ from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPT, GPTConfig
 from tests.helpers.cases import DIM, Case
-from tests.helpers.compare import assert_same_norms, weights_of
 from tests.helpers.engine import run_oracle
-from tests.helpers.engine_pool import EnginePools
 
 CPU = torch.device("cpu")
 TIE = Tie((0, 2), ("first", "second"))
@@ -84,35 +79,6 @@ def test_a_layer_that_initialises_what_it_shares_has_its_say_on_both_stages() ->
     (whole,) = stages_of(build, 1)
     assert torch.equal(first.parameters["0.weight"], whole.parameters["0.weight"])
     assert torch.equal(last.parameters["2.weight"], whole.parameters["0.weight"])
-
-
-def test_a_model_that_was_cut_before_still_knows_its_ties() -> None:
-    model = gpt()
-    stage = cut(model, 1, 2, 0, CPU)
-    again = cut(model, 1, 2, 0, CPU)
-    assert again.whole == stage.whole
-    assert len(again.whole.ties) == 1
-
-
-def test_the_log_says_how_old_gradients_are_where_stages_share_parameters() -> None:
-    session = PipelineSession(PipelineSettings(microbatches=8, staleness="least"))
-    engine: Any = SimpleNamespace(mesh=Mesh(3, 1, 0), settings=session.settings.resolved(3))
-    engine.stage, engine.runner = SimpleNamespace(whole=WholeModel(ties=(TIE,))), SimpleNamespace(transport=None)
-    engine.schedules = lambda: Engine.schedules(engine)
-    session.engine = engine
-    assert session.describe(clips=True) == "3 stages, 8 microbatches; gradients up to 25% old, clipped by last norm"
-
-
-@pytest.mark.parametrize("routed", [False, True])
-def test_replicas_share_and_reduce(engine_pools: EnginePools, routed: bool) -> None:
-    case = Case(3, data_parallel_size=2, tied=True, routed=routed, max_norm=0.3, error_feedback=1.0)
-    results = engine_pools.run(case, 2)
-    first, second = weights_of(results, 0), weights_of(results, 1)
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-    copies = [value for result in results for value in result["copies"].values()]
-    assert len(copies) == 2
-    assert all(np.array_equal(copy, first["0.weight"]) for copy in copies)
-    assert_same_norms(results)
 
 
 def test_a_checkpoint_holds_them_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.core.clipping import clip_coefficient, gradient_norm
+from lightning_asyncpp.core.clipping import clip_coefficient
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags
 from lightning_asyncpp.core.updates.reduction import TiedGradients
@@ -52,10 +52,6 @@ def test_norms_are_summed_in_double_precision() -> None:
     assert launched(gradients).finish().norm == float(torch.tensor(exact, dtype=torch.float32))
     overflows = {"overflows in fp32": torch.tensor([1e30, 1e30]), "none": None}
     assert launched(overflows).finish().norm == pytest.approx(math.sqrt(0.5) * 1e30, rel=1e-6)
-
-
-def test_a_mini_batch_without_weight_has_no_norm() -> None:
-    assert gradient_norm(9.0, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0])

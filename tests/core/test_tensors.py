@@ -1,15 +1,46 @@
-"""Copies on the host: in pieces, in order, and what is sent before its copy is there waits in its own thread."""
+"""Work on many tensors at once, and copies of tensors on the host: in pieces, in order, sent when they are there."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import HostCopy, pieces_on_host
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.dependencies import PrivateNameError
 from tests.helpers.failing import run_ranks
+
+
+def tensors(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(3, 5), (7,), (), (0, 2), (33, 17)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes for dtype in dtypes]
+
+
+def test_division() -> None:
+    mine, expected = tensors(), [tensor / 0.37 for tensor in tensors()]
+    foreach.divide_(mine, 0.37)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, expected, strict=True))
+
+
+def test_norms_are_computed_in_the_dtype_that_is_asked_for() -> None:
+    given = [*tensors(), torch.full((4,), 1e30)]
+    expected = [float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in given]
+    assert [float(norm) for norm in foreach.norm(given, 2, dtype=torch.float64)] == expected
+
+
+@pytest.mark.parametrize("name", ["_foreach_div_", "_foreach_copy_", "_foreach_norm"])
+def test_a_torch_without_them_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with monkeypatch.context() as patched:
+        patched.delattr(torch, name)
+        with pytest.raises(PrivateNameError, match=rf"torch 2\S+ has no torch\.{name}, which"):
+            importlib.reload(foreach)
+    importlib.reload(foreach)
 
 
 def test_pieces_hold_all_elements_in_order() -> None:

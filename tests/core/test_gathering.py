@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_asyncpp.core import checkpoint as gathering
 from lightning_asyncpp.core.checkpoint import gather
-from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from tests.helpers.failing import run_ranks
 
@@ -49,15 +48,6 @@ def gathered(mesh: Mesh, small_bytes: int) -> list[Any]:
 def test_every_stage_arrives(small_bytes: int) -> None:
     outcomes = run_ranks(gathered, 3, small_bytes)
     assert [outcome.value for outcome in outcomes] == [[True] * 3, [], []], outcomes
-
-
-def in_another_call(mesh: Mesh) -> None:
-    gather(mesh, {}, [0]) if mesh.rank else exchange(mesh, "something else")
-
-
-def test_a_rank_in_another_call_is_told() -> None:
-    outcomes = run_ranks(in_another_call, 2)
-    assert "another one does not" in outcomes[1].text, outcomes
 
 
 def test_the_rest_of_a_storage_is_not_written() -> None:

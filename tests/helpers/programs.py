@@ -1,0 +1,158 @@
+"""Programs in processes of the tests' fork server, which has imported the package: they import nothing anew."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import lightning_asyncpp
+from tests.helpers.pool import worker_context
+
+
+class Ended(NamedTuple):
+    """A program that has ended: its exit code (a signal's number, negative), and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(arguments: Sequence[str], folder: Path, seconds: float = 100, **environment: str) -> Ended:
+    """Run what ``python ARGUMENTS`` would: a script, ``-m MODULE`` or ``-c CODE``, each with its arguments.
+
+    Args:
+        arguments: of Python.
+        folder: that it runs in; its output is left there, too.
+        seconds: after which it is killed, with what it has started.
+        environment: variables beside the test's own.
+    """
+    (ended,) = run_ranks(arguments, folder, [environment], seconds)
+    return ended
+
+
+def run_ranks(
+    arguments: Sequence[str], folder: Path, environments: Sequence[Mapping[str, str]], seconds: float = 100
+) -> list[Ended]:
+    """The same, as several processes at once that differ in their environment."""
+    outputs = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(len(environments))]
+    processes = [
+        start(arguments, folder, *said, environment) for said, environment in zip(outputs, environments, strict=True)
+    ]
+    for process in processes:
+        process.join(seconds)
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    texts = [[path.read_text(encoding="utf-8") for path in said] for said in outputs]
+    return [Ended(process.exitcode, *said) for process, said in zip(processes, texts, strict=True)]
+
+
+def start(
+    arguments: Sequence[str], folder: Path, output: Path, errors: Path, environment: Mapping[str, str]
+) -> Any:  # fmt: skip
+    """Start such a program: a ``multiprocessing.Process`` that leads a group of its own."""
+    process = worker_context().Process(
+        target=_be, args=(list(arguments), str(folder), str(output), str(errors), dict(environment))
+    )
+    process.start()
+    return process
+
+
+def _be(arguments: list[str], folder: str, output: str, errors: str, environment: dict[str, str]) -> None:
+    """Be the program to the end of this process."""
+    os.setsid()
+    _speak_into(output, errors)
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    try:
+        _execute(arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    end_process(code)
+
+
+def _execute(arguments: list[str]) -> None:
+    how = arguments.pop(0) if arguments[0] in ("-m", "-c") else ""
+    program, *more = arguments
+    sys.argv = ["-c" if how == "-c" else program, *more]
+    sys.path.insert(0, os.getcwd() if how else os.path.dirname(os.path.abspath(program)))
+    if how == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), vars(main))
+    elif how == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
+def end_process(code: int) -> None:
+    """As Python ends: threads, what was registered for the end, what was printed."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _speak_into(output: str, errors: str) -> None:
+    for path, descriptor in ((output, 1), (errors, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+_BEGIN = """
+import sys, types
+package = sys.modules["lightning_asyncpp"] = types.ModuleType("lightning_asyncpp")
+package.__path__ = [{folder!r}]
+"""
+
+
+def run_script(script: str, *arguments: str, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
+    """Run it in an interpreter of its own."""
+    begin = _BEGIN.format(folder=str(Path(str(lightning_asyncpp.__file__)).parent))
+    command = [sys.executable, "-c", begin + textwrap.dedent(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def allocated(function, path):
+    """Return (peak, what is left) of the bytes that ``function`` allocated, from the allocator's own events.
+
+    Memory of before is not counted when it is freed meanwhile, as the garbage of other tests is.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    profiler.export_chrome_trace(str(path))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    peak, sizes = 0, {}  # the sizes by address
+    for event in sorted(events, key=lambda e: e["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        if size > 0:
+            sizes[address] = size
+        else:
+            sizes.pop(address, None)
+        peak = max(peak, sum(sizes.values()))
+    return peak, sum(sizes.values())
