@@ -262,6 +262,12 @@ def test_a_gradient_that_was_left_out_has_no_norm_to_clip_by() -> None:
     assert training.engine.state_dict()["norm"] == training.norms[-1]
 
 
+@pytest.mark.parametrize(("options", "rooms"), [({}, [2, 2]), ({"staleness": "least"}, [2, 1]), ({"delay": 0}, [1, 1])])
+def test_a_stage_without_old_gradients_keeps_one_version(options: dict[str, Any], rooms: list[int]) -> None:
+    engine = Training(Case(4, **options), Mesh(1, 1, 0), 2).engine
+    assert [part.weights.room for part in engine.parts] == rooms
+
+
 def test_weights_kept_in_another_way_are_refused() -> None:
     case = Case(3, model=TWO_NAMES)
     state = {**stage_pipeline_state(trained(case).session), "weight_dtype": "bf16"}
