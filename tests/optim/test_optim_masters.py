@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.optim import ErrorFeedback
-from tests.helpers.alone import allocated
-from tests.optim.test_optim_memory import ELEMENTS, MODEL_BYTES
 
 BASE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -75,21 +73,3 @@ def test_without_a_delay_the_masters_are_rounded() -> None:
     optimizer.set_delay(1)  # as after a synchronous start
     run(optimizer, parameters, compute, range(2, 3))
     assert not any(torch.equal(written, p.detach().to(torch.bfloat16)) for written, p in zip(compute, parameters))
-
-
-def test_it_takes_one_buffer_and_no_temporary(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
-    p = nn.Parameter(torch.ones(1024, ELEMENTS // 1024))
-    p.grad = torch.ones_like(p)
-    compute = {p: p.detach().to(torch.bfloat16)}
-    optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=0.1, foreach=False))
-
-    def step() -> None:
-        with optimizer.compute_weights(compute):
-            optimizer.step()
-
-    _, kept = allocated(step, tmp_path / "first.json")
-    peak, kept_later = allocated(step, tmp_path / "second.json")
-    assert kept == pytest.approx(MODEL_BYTES, rel=0.01)
-    assert kept_later == pytest.approx(0, abs=0.01 * MODEL_BYTES)
-    assert peak < 0.1 * MODEL_BYTES
