@@ -56,31 +56,6 @@ def test_weight_and_loss_leave_padding_out() -> None:
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in module.parameters())
 
 
-def test_initial_loss_is_that_of_a_uniform_guess() -> None:
-    L.seed_everything(0, verbose=False)
-    module = GPTModule(TINY)
-    module.configure_model()
-    loss = module._mean_loss(next(iter(batches())))
-    assert float(loss.detach()) == pytest.approx(math.log(32), abs=0.05)
-
-
-def test_weights_depend_on_the_seed_and_ties_survive() -> None:
-    def built(seed: int, tie: bool) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        module = GPTModule(
-            GPTConfig(vocab_size=32, context_length=16, num_layers=1, dim=16, num_heads=2, tie_embeddings=tie)
-        )
-        module.configure_model()
-        assert module.model is not None
-        return module.model
-
-    assert torch.equal(built(1, False).head.weight, built(1, False).head.weight)
-    assert not torch.equal(built(1, False).head.weight, built(2, False).head.weight)
-    tied = built(1, True)
-    assert tied.head.weight is tied.embedding.token.weight
-    assert tied.head.weight.detach().std().item() == pytest.approx(0.02, rel=0.2)
-
-
 def test_learning_rate(tmp_path: Path) -> None:
     seen: list[float] = []
 
@@ -112,32 +87,3 @@ def test_default_optimizer_trains_and_a_checkpoint_is_read_without_code(tmp_path
     loaded = GPTModule.load_from_checkpoint(path, weights_only=True)
     assert loaded.config == TINY
     assert loaded.warmup_steps == 1
-
-
-def test_tokens_per_second_averages_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 2.0, 4.0, 100.0, 101.0])
-    monkeypatch.setattr("lightning_asyncpp.core.trace.time.perf_counter", lambda: next(clock))
-    logged: dict[str, list[float]] = {"tokens_per_second": [], "tokens_seen": []}
-
-    class Module:
-        def microbatch_weight(self, batch: Any) -> float:
-            return 30.0
-
-        def log(self, name: str, value: float, **how: Any) -> None:
-            assert how["rank_zero_only"] is True
-            logged[name].append(float(value))
-
-    class Run:
-        is_global_zero = True
-        strategy = None
-        distributed_sampler_kwargs = {"num_replicas": 2, "rank": 0}
-
-    callback, run, module = PipelineMonitor(window=2, every_n_batches=1), Run(), Module()
-    for batch in range(3):
-        callback.on_train_batch_start(run, module, None, batch)  # type: ignore[arg-type]
-        callback.on_train_batch_end(run, module, None, None, batch)  # type: ignore[arg-type]
-    callback.on_validation_start(run, module)  # type: ignore[arg-type]
-    callback.on_train_batch_start(run, module, None, 3)  # type: ignore[arg-type]
-    callback.on_train_batch_end(run, module, None, None, 3)  # type: ignore[arg-type]
-    assert logged["tokens_per_second"] == pytest.approx([60, 60, 120 / 3, 120 / 3])
-    assert logged["tokens_seen"] == [60, 120, 180, 240], "of two replicas"
