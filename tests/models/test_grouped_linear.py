@@ -61,7 +61,7 @@ def test_a_grouped_matmul_that_errs_is_not_used(wrong: str, monkeypatch: pytest.
         if wrong == "refuses":
             raise RuntimeError("not on this device")
         if wrong == "forward":
-            return right(x, weight, offs=offs) * (1 + 1e-4)
+            return right(x, weight, offs=offs) * 1.5
         if wrong == "empty group":
             weight = weight.clone()
             weight.register_hook(lambda gradient: gradient + (offs.diff(prepend=offs[:1] * 0) == 0).view(-1, 1, 1))
@@ -71,6 +71,6 @@ def test_a_grouped_matmul_that_errs_is_not_used(wrong: str, monkeypatch: pytest.
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
     module._trial.cache_clear()
     try:
-        assert not serves_grouped(CPU, torch.float32, 16, 24)
+        assert not serves_grouped(CPU, torch.bfloat16, 16, 24)  # the dtype that every supported torch serves
     finally:
         module._trial.cache_clear()
