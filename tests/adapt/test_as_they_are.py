@@ -19,6 +19,7 @@ from tests.helpers.trainer import arrays
 
 VOCABULARY, TIME, DIM, STAGES, STEPS = 13, 6, 8, 2, 5
 MICROBATCHES = {"microbatches": 4}
+EMULATED = {"stages": STAGES, **MICROBATCHES}
 
 
 class Block(nn.Module):
@@ -72,11 +73,11 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(each[:, :-1], each[:, 1:]) for each in tokens]
 
 
-def fit(pipeline: bool, module: L.LightningModule | None = None) -> dict[str, Any]:
+def fit(pipeline: bool) -> dict[str, Any]:
     """Weights after a training by the Trainer; in a pipeline those of this stage."""
     L.seed_everything(1, verbose=False)
-    module = module or LitGPT()
-    strategy = AsyncPipelineStrategy(**MICROBATCHES) if pipeline else emulated(DelayedGradientStrategy)
+    module = LitGPT()
+    strategy: Any = AsyncPipelineStrategy(**MICROBATCHES) if pipeline else DelayedGradientStrategy(**EMULATED)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=STAGES if pipeline else 1, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -85,47 +86,34 @@ def fit(pipeline: bool, module: L.LightningModule | None = None) -> dict[str, An
     return arrays(dict(strategy.session.stage.parameters if pipeline else module.network.named_parameters()))
 
 
-def loop(pipeline: bool, to_device: bool = False) -> dict[str, Any]:
-    """The same in Fabric."""
-    strategy = fabric.AsyncPipelineStrategy(**MICROBATCHES) if pipeline else emulated(fabric.DelayedGradientStrategy)
-    run = L.Fabric(strategy=strategy, accelerator="cpu", devices=STAGES if pipeline else 1)
+def set_up(model: nn.Module) -> tuple[L.Fabric, Any]:
+    run = L.Fabric(strategy=fabric.DelayedGradientStrategy(**EMULATED), accelerator="cpu", devices=1)  # type: ignore[arg-type]
     run.launch()
     run.seed_everything(1, verbose=False)
+    return run, run.setup_module(model)
+
+
+def loop() -> dict[str, Any]:
+    """The same in Fabric, with all stages in this process."""
     torch.manual_seed(3)
-    model = run.setup_module(run.to_device(GPT()) if to_device else GPT())
+    run, model = set_up(GPT())
+    strategy: Any = run.strategy
     optimizer = run.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for batch in batches():
         strategy.training_step(lambda part: model(*part)[1], batch)
         optimizer.step()
         optimizer.zero_grad()
     strategy.flush()
-    return arrays(dict(strategy.session.stage.parameters if pipeline else model.module.named_parameters()))
+    return arrays(dict(model.module.named_parameters()))
 
 
-def emulated(strategy: Any) -> Any:
-    return strategy(stages=STAGES, **MICROBATCHES)
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    """Of the emulated pipeline in the Trainer; the tied weight has the first of its names."""
-    return fit(pipeline=False)
-
-
-@pytest.mark.parametrize("run", [fit, loop])
-def test_a_pipeline_trains_it_as_one_process_does(pools: Pools, run: Any, expected: dict[str, Any]) -> None:
-    last, first = pools.run(STAGES, run, True)  # rank 0 has the last stage
+def test_every_strategy_trains_it_alike(pools: Pools) -> None:
+    """Over processes, whose rank 0 has the last stage, and in one; the tied weight has the first of its names."""
+    expected = fit(pipeline=False)
+    last, first = pools.run(STAGES, fit, True)
     assert (last.pop("transformer.wte.weight") == first["transformer.wte.weight"]).all()
     assert_equal_weights(joined_parts([first, last]), expected)
-
-
-def test_fabric_in_one_process_does_so_too(expected: dict[str, Any]) -> None:
-    assert_equal_weights(loop(pipeline=False), expected)
-
-
-def test_what_fabric_moves_before_it_knows_the_model_is_cut_later(pools: Pools, expected: dict[str, Any]) -> None:
-    parts = pools.run(STAGES, loop, True, True)
-    assert {name for part in parts for name in part} == set(expected)
+    assert_equal_weights(loop(), expected)
 
 
 class Looped(GPT):
@@ -142,24 +130,10 @@ class Looped(GPT):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Looped, "which the pipeline cannot cut"),
-        (lambda: nn.Sequential(nn.Linear(1, 1), nn.ReLU()), "fewer than the 2"),
+        pytest.param(Looped, "which the pipeline cannot cut", id="blocks that run twice"),
+        pytest.param(lambda: nn.Sequential(nn.Linear(1, 1), nn.ReLU()), "fewer than the 2", id="too few layers"),
     ],
 )
 def test_one_process_refuses_what_no_pipeline_could_do(model: Any, why: str) -> None:
-    run = L.Fabric(strategy=emulated(fabric.DelayedGradientStrategy), accelerator="cpu", devices=1)
-    run.launch()
     with pytest.raises(ConfigurationError, match=why):
-        run.setup_module(model())
-
-
-def test_a_pipeline_refuses_it_in_fabric_as_in_the_trainer(pools: Pools) -> None:
-    for outcome in pools.outcomes(STAGES, set_up, Looped):
-        assert outcome.error == "ConfigurationError"
-        assert "the model is a Looped, which the pipeline cannot cut" in outcome.message
-
-
-def set_up(model: Any) -> None:
-    run = L.Fabric(strategy=fabric.AsyncPipelineStrategy(), accelerator="cpu", devices=STAGES)
-    run.launch()
-    run.setup_module(model())
+        set_up(model())

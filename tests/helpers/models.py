@@ -5,6 +5,7 @@ Of packages that are not installed everywhere, functions import what they need.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.runs import examples_of
+from lightning_asyncpp.core.local_session import LocalSession
+from lightning_asyncpp.core.microbatch import UserHooks
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig, SavedGPT
 from lightning_asyncpp.models.hf import write_hf
+from lightning_asyncpp.reference import train_reference
+
+MICROBATCHES, SEED = 4, 5
 
 _SIZE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99,
@@ -154,6 +162,37 @@ class Trained(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train_local(model: nn.Module, step: Callable[[Any], Tensor], optimizer: Any, batches: list[Any]) -> None:
+    """Train with gradients one update old on three stages in this process, each batch in as many pieces as samples."""
+    session = LocalSession(PipelineSettings(microbatches=MICROBATCHES, delay=1, staleness="uniform"), 3)
+    session.mesh = Mesh(1, 1, 0)
+    session.cut(model, SEED, torch.device("cpu"))
+    engine = session.start(UserHooks(), torch.device("cpu"), training=True)
+    session.attach(optimizer, lambda update: optimizer.step())
+    for batch in batches:
+        engine.run(batch, step)
+        session.close(note=engine.mini_batch)
+    session.drain()
+
+
+def assert_trains(model: nn.Module, batches: list[dict[str, Tensor]], is_exact: bool) -> None:
+    """A pipeline trains as one process does: to the last bit, or its gradients are added in another order."""
+    expected, found = Trained(copy.deepcopy(model)), Trained(copy.deepcopy(model))
+    train_reference(
+        expected.model, lambda batch: expected.training_step(batch, 0), [[batch] for batch in batches],
+        expected.configure_optimizers(), microbatches=MICROBATCHES, delay=1, seed=SEED,
+    )  # fmt: skip
+    train_local(found.model, lambda batch: found.training_step(batch, 0), found.configure_optimizers(), batches)
+    before = dict(model.named_parameters())
+    assert not all(torch.equal(p, before[name]) for name, p in found.model.named_parameters())
+    state = expected.model.state_dict()
+    for name, tensor in found.model.state_dict().items():
+        if is_exact:
+            assert torch.equal(tensor, state[name]), name
+        else:
+            torch.testing.assert_close(tensor, state[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # -- models of this package of every class that an export can be -------------------------------------------------------
