@@ -191,21 +191,6 @@ class Rotary(nn.Module):
         return self.out(x)
 
 
-class Named(nn.Module):
-    """Layers in a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
-        self.layers = nn.ModuleDict({f"layer {i}": encoder_layer() for i in range(3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.out(x)
-
-
 class Beside(nn.Module):
     """Lists side by side."""
 
@@ -253,17 +238,6 @@ class Denoiser(nn.Module):
         return self.out(x)
 
 
-class Wrapper(nn.Module):
-    """Nearly everything is in one attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = Perceptron(), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.backbone(x).relu())
-
-
 HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]]] = {
     "tutorial": (Tutorial, tokens, [f"encoder.layers.{i}" for i in range(3)]),
     "time series": (TimeSeries, series, [f"encoder.layers.{i}" for i in range(3)]),
@@ -272,10 +246,8 @@ HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]
     "unet": (UNet, images, ["down1", "middle", "up2", "join2", "up1", "join1", "out"]),
     "pairs": (Pairs, tokens, ["layers.0.0", "layers.0.1", "layers.2.0", "layers.2.1", "out"]),
     "rotary": (Rotary, tokens, ["layers.0", "layers.1", "layers.2"]),
-    "named": (Named, tokens, ["layers.layer 0", "layers.layer 2", "out"]),
     "beside": (Beside, tokens, ["attentions.0", "attentions.2"]),
     "recurrent": (Recurrent, tokens, ["layers.0", "layers.2", "out"]),
     "denoiser": (Denoiser, denoised, [f"blocks.{i}" for i in range(3)]),
-    "wrapper": (Wrapper, vectors, ["backbone.first", "backbone.second", "backbone.third", "head"]),
 }
 """What makes it, a batch for it, and layers that a pipeline is to cut between."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp import apply_layers, check_model, pipelined
+from lightning_asyncpp import apply_layers, pipelined
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.tree import tensors_of
-from tests.helpers.models import MODELS, QUICK, Trained, assert_trains, batches_for, example_of
+from tests.helpers.models import MODELS, QUICK, assert_trains, batches_for, example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -31,7 +31,7 @@ def test_trains_as_a_single_process_does(name: str) -> None:
     units = pipeline_units(model)
     assert {id(p) for p in model.parameters()} <= {id(p) for unit in units for p in unit.module.parameters()}
     batches = batches_for(name, model)
-    assert_trains(model.train(), batches, model.pipeline_layers.is_exact)
+    assert_trains(model.train(), batches)
 
     batch = batches[0]
     if "x" not in batch and "input_ids" in batch:
@@ -40,7 +40,7 @@ def test_trains_as_a_single_process_does(name: str) -> None:
     if not hasattr(getattr(model, "config", None), "use_cache"):
         kwargs.pop("use_cache", None)
     copies = [model.eval(), copy.deepcopy(model)]
-    if name not in ("lora", "wav2vec2"):  # a forward that is a closure, and a parametrization: never pickled
+    if name != "lora":  # whose forward is a closure
         copies.append(pickle.loads(pickle.dumps(model)))
     with torch.no_grad():
         expected = list(tensors_of(model(*args, **kwargs)))
@@ -48,10 +48,3 @@ def test_trains_as_a_single_process_does(name: str) -> None:
             found: list[Tensor] = list(tensors_of(apply_layers(each, *args, **kwargs)))
             assert len(found) == len(expected)
             assert all(map(torch.equal, found, expected))
-
-
-def test_the_check_says_so_of_adapters() -> None:
-    torch.manual_seed(0)
-    model = MODELS["lora"]()
-    report = check_model(Trained(pipelined(model)), batches_for("lora", model), stages=3, microbatches=4, updates=2)
-    assert report.bitwise, str(report)

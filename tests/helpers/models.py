@@ -16,15 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.runs import examples_of
-from lightning_asyncpp.core.local_session import LocalSession
-from lightning_asyncpp.core.microbatch import UserHooks
-from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig, SavedGPT
 from lightning_asyncpp.models.hf import write_hf
-from lightning_asyncpp.reference import train_reference
-
-MICROBATCHES, SEED = 4, 5
+from tests.helpers.engine import train_local, train_plainly
 
 _SIZE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99,
@@ -75,11 +69,6 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaForMaskedLM", _SIZE),
     "modernbert": ("ModernBertForMaskedLM", {**_SIZE, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1,
                                              "cls_token_id": 1, "sep_token_id": 2}),
-    "wav2vec2": ("Wav2Vec2ForCTC", {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-                                    "num_attention_heads": 4, "conv_dim": (16, 16), "conv_stride": (5, 4),
-                                    "conv_kernel": (10, 8), "num_feat_extract_layers": 2, "layerdrop": 0.0,
-                                    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
-                                    "mask_time_prob": 0.3, "mask_time_length": 2}),  # which NumPy draws
 }  # fmt: skip
 
 
@@ -129,7 +118,6 @@ QUICK = (
 """Tried by default."""
 EXAMPLES = {
     **dict.fromkeys(("timm_vit", "timm_distilled", "timm_convnext"), (2, 3, 32, 32)),
-    "wav2vec2": (2, 800),
     "torchvision_resnet": (2, 3, 64, 64),  # several values per channel for BatchNorm, in a microbatch of one sample
 }
 
@@ -146,53 +134,44 @@ def batches_for(name: str, model: nn.Module, count: int = 2) -> list[dict[str, T
     return [{key: torch.cat([value, value.flip(0)]).roll(i, 0) for key, value in one.items()} for i in range(count)]
 
 
+def step_of(model: nn.Module) -> Callable[..., Tensor]:
+    """A step that trains a model of somebody else's."""
+
+    def step(batch: dict[str, Tensor], *_: Any) -> Tensor:
+        output = model(batch["x"]) if list(batch) == ["x"] else model(**batch)
+        if getattr(output, "loss", None) is not None:
+            return output.loss
+        first = output if isinstance(output, Tensor) else output[0]
+        return first.float().square().mean()
+
+    return step
+
+
 class Trained(L.LightningModule):
-    """Trains a model of somebody else's."""
+    """Does so as a module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        output = self.model(batch["x"]) if list(batch) == ["x"] else self.model(**batch)
-        if getattr(output, "loss", None) is not None:
-            return output.loss
-        first = output if isinstance(output, Tensor) else output[0]
-        return first.float().square().mean()
+        return step_of(self.model)(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def train_local(model: nn.Module, step: Callable[[Any], Tensor], optimizer: Any, batches: list[Any]) -> None:
-    """Train with gradients one update old on three stages in this process, each batch in as many pieces as samples."""
-    session = LocalSession(PipelineSettings(microbatches=MICROBATCHES, delay=1, staleness="uniform"), 3)
-    session.mesh = Mesh(1, 1, 0)
-    session.cut(model, SEED, torch.device("cpu"))
-    engine = session.start(UserHooks(), torch.device("cpu"), training=True)
-    session.attach(optimizer, lambda update: optimizer.step())
-    for batch in batches:
-        engine.run(batch, step)
-        session.close(note=engine.mini_batch)
-    session.drain()
-
-
-def assert_trains(model: nn.Module, batches: list[dict[str, Tensor]], is_exact: bool) -> None:
+def assert_trains(model: nn.Module, batches: list[dict[str, Tensor]], stages: int = 3) -> None:
     """A pipeline trains as one process does: to the last bit, or its gradients are added in another order."""
-    expected, found = Trained(copy.deepcopy(model)), Trained(copy.deepcopy(model))
-    train_reference(
-        expected.model, lambda batch: expected.training_step(batch, 0), [[batch] for batch in batches],
-        expected.configure_optimizers(), microbatches=MICROBATCHES, delay=1, seed=SEED,
-    )  # fmt: skip
-    train_local(found.model, lambda batch: found.training_step(batch, 0), found.configure_optimizers(), batches)
-    before = dict(model.named_parameters())
-    assert not all(torch.equal(p, before[name]) for name, p in found.model.named_parameters())
-    state = expected.model.state_dict()
-    for name, tensor in found.model.state_dict().items():
-        if is_exact:
-            assert torch.equal(tensor, state[name]), name
-        else:
-            torch.testing.assert_close(tensor, state[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    found, expected = copy.deepcopy(model), copy.deepcopy(model)
+    is_exact = model.pipeline_layers.is_exact  # type: ignore[union-attr]
+    train_local(found, step_of, batches, stages, microbatches=4)
+    train_plainly(expected, step_of, batches, microbatches=4)
+    assert not all(map(torch.equal, found.parameters(), model.parameters())), "it is trained"
+    state = expected.state_dict()
+    for name, tensor in found.state_dict().items():
+        how = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(tensor, state[name], **how, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # -- models of this package of every class that an export can be -------------------------------------------------------
