@@ -191,23 +191,6 @@ class Rotary(nn.Module):
         return self.out(x)
 
 
-class Beside(nn.Module):
-    """Lists side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
-        self.attentions = nn.ModuleList(Attention() for _ in range(3))
-        self.linears = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for attention, linear in zip(self.attentions, self.linears):
-            x = x + attention(x)
-            x = x + linear(x).tanh()
-        return self.out(x)
-
-
 class Recurrent(nn.Module):
     """A list of LSTMs, each of which returns a state, too."""
 
@@ -246,7 +229,6 @@ HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]
     "unet": (UNet, images, ["down1", "middle", "up2", "join2", "up1", "join1", "out"]),
     "pairs": (Pairs, tokens, ["layers.0.0", "layers.0.1", "layers.2.0", "layers.2.1", "out"]),
     "rotary": (Rotary, tokens, ["layers.0", "layers.1", "layers.2"]),
-    "beside": (Beside, tokens, ["attentions.0", "attentions.2"]),
     "recurrent": (Recurrent, tokens, ["layers.0", "layers.2", "out"]),
     "denoiser": (Denoiser, denoised, [f"blocks.{i}" for i in range(3)]),
 }

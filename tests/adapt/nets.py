@@ -113,15 +113,6 @@ class Masked(Net):
         return self.out(x * self.mask)
 
 
-class Unused(Net):
-    """Has parameters that its forward does not use."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Noted(Net):
     """The code between blocks keeps what they gave in them, and reads it behind them."""
 
@@ -237,29 +228,6 @@ class Checkpointed(Net):
         return self.out(nn.functional.dropout(x, 0.5, self.training))
 
 
-class Scaling(Net):
-    """Scales gradients between blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-            if x.requires_grad:
-                x.register_hook(lambda gradient: gradient * 0.5)
-        return self.out(x)
-
-
-class Dropping(Net):
-    """Stochastic depth: what a block gives is left out of some samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-            x = x * (torch.rand(len(x), 1, 1) > 0.3) if self.training else x
-        return self.out(x)
-
-
 class Noisy(Net):
     """Noise and an order, drawn in front of the blocks, and used once more behind them."""
 
@@ -315,16 +283,6 @@ class Told(Net):
         return self.out(x) + total
 
 
-class Leaving(Net):
-    """Leaves a block out in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for i, block in enumerate(self.blocks):
-            x = x if self.training and i == 1 else block(x)
-        return self.out(x)
-
-
 class Skipping(Net):
     """What the entry gives goes to every block, and to the end."""
 
@@ -349,17 +307,6 @@ class Ladder(Net):
             x = block(x)
             kept.append(x) if i < len(self.blocks) // 2 else None
         return self.out(x)
-
-
-class Shifted(Net):
-    """Changes in place what blocks returned, and needs what the first one took."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-            x += 0.5
-        return self.out(x + first)
 
 
 class InPlaceSkips(Net):
@@ -414,9 +361,9 @@ class WithLoss(Net):
 
 
 EXACT = (
-    Net, Between, InPlace, Tied, Asking, Masked, Unused, Noted, Added, Frozen, Flagged, Hooked, Normalised, Halving,
-    Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised, Leaving,
+    Net, Between, InPlace, Tied, Asking, Masked, Noted, Added, Frozen, Flagged, Hooked, Normalised, Halving,
+    Checkpointed, Noisy, PartlyFrozen, Initialised,
 )  # fmt: skip
 """Their pipelines train to the last bit as one process does."""
-ROUNDED = (Told, Skipping, Ladder, Shifted, InPlaceSkips, Auxiliary, WithLoss)
+ROUNDED = (Told, Skipping, Ladder, InPlaceSkips, Auxiliary, WithLoss)
 """The same but for the order in which gradients may be added."""

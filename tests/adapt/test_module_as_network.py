@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import DelayedGradientStrategy, check_model, pipelined
+from lightning_asyncpp import DelayedGradientStrategy, check_model
 from lightning_asyncpp.core.cut.network import network_in
-from lightning_asyncpp.reference import train_reference
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.pool import Pools
@@ -26,8 +25,24 @@ from tests.helpers.trainer import arrays
 DIM, CLASSES, STEPS = 6, 3, 6
 
 
-class Classifier(L.LightningModule):
-    """As in Lightning's first examples, with a parameter and a buffer of its own."""
+class Sharing(L.LightningModule):
+    """Its steps share one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.share(batch, "loss")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.share(batch, "val_loss")
+
+    def share(self, batch: Any, name: str) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log(name, loss)
+        return loss
+
+
+class Classifier(Sharing):
+    """As in Lightning's first examples, with a parameter, a buffer and a number of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,23 +51,15 @@ class Classifier(L.LightningModule):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3))
         self.last, self.scale = nn.Linear(DIM, CLASSES), nn.Parameter(torch.ones(CLASSES))
         self.register_buffer("shift", torch.ones(CLASSES))
+        self.calls = 0
         self.callbacks: list[L.Callback] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         x = self.dropout(self.first(x).relu())
         for block in self.blocks:
             x = x + block(x)
         return self.last(x) * self.scale + self.shift
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self(x), y)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", F.cross_entropy(self(x), y))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -75,13 +82,13 @@ def fit(
     saved: str = "",
     resumed: str | None = None,
     epochs: int = 1,
-    **options: Any,
 ) -> tuple[dict[str, Any], float]:
     """Weights, of this stage in a pipeline or else of all, and the last validation loss."""
     L.seed_everything(1, verbose=False)
     module = kind()
-    make, given = (AsyncPipelineStrategy, {}) if processes else (DelayedGradientStrategy, {"stages": 2})
-    strategy: Any = make(**{"microbatches": 4, **given, **options})
+    strategy: Any = (
+        AsyncPipelineStrategy(microbatches=4) if processes else DelayedGradientStrategy(stages=2, microbatches=4)
+    )
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=processes or 1, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
@@ -144,61 +151,6 @@ def test_a_step_that_reads_what_forward_kept_is_found_by_the_check() -> None:
     report = check_model(Keeping(), batches()[:2], stages=3)
     difference = report.differences[0]
     assert (difference.comparison, difference.kind) == ("pieces", "loss"), str(report)
-
-
-class OfItsOwn(Classifier):
-    """Says itself where to cut it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.scale
-        self.scale = 1.0
-
-    def pipeline_layers(self) -> list[Any]:
-        return [
-            (self.first, lambda first, x: self.dropout(first(x).relu())),
-            *((block, lambda block, x: x + block(x)) for block in self.blocks),
-            (self.last, lambda last, x: last(x) * self.scale + self.shift),
-        ]
-
-
-class Counting(Classifier):
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        return super().forward(x)
-
-
-class Sharing(Classifier):
-    """Its steps share one, which a class further up may have."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.share(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.share(batch))
-
-    def share(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-
-def by_oracle(kind: type[L.LightningModule]) -> dict[str, Any]:
-    """Weights of gradients one update old."""
-    L.seed_everything(1, verbose=False)
-    module: Any = kind()
-    module.log = lambda *args, **kwargs: None
-    network = pipelined(network_in(module), torch.randn(2, DIM))  # type: ignore[type-var]
-    steps = [[batch] for batch in batches()]
-    train_reference(
-        network, lambda batch: module.training_step(batch, 0), steps, module.configure_optimizers(),
-        microbatches=4, delay=1, seed=1,
-    )  # fmt: skip
-    return arrays(dict(module.named_parameters()))
-
-
-@pytest.mark.parametrize("kind", [OfItsOwn, Counting, type("SharingToo", (Sharing,), {})])
-def test_three_stages_train_it_as_one_process_does(kind: Any) -> None:
-    weights, _ = fit(0, kind, stages=3, staleness="uniform")
-    assert_equal_weights(weights, by_oracle(kind))
 
 
 class Twice(Classifier):

@@ -66,20 +66,6 @@ class Penalising(Net):
         return super().forward(x) / sum(p.detach().square().sum() for p in self.blocks.parameters())
 
 
-class Averaging(Net):
-    """Changes a buffer in front of its blocks, and reads it behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
-        for block in (self.entry, *self.blocks):
-            x = block(x - self.mean)
-        return self.out(x)
-
-
 class Infinite(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.nan
@@ -101,7 +87,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "python's numbers": (Shuffling, {}, _DIFFERS.format("Shuffling", "another output")),
     "overwritten": (Overwriting, {}, _DIFFERS.format("Overwriting", "RuntimeError: .*modified by an inplace .*")),
     "weights of blocks": (Penalising, {}, _DIFFERS.format("Penalising", "another output")),
-    "a changed buffer": (Averaging, {}, _DIFFERS.format("Averaging", "another output")),
     "not a number": (Infinite, {}, _DIFFERS.format("Infinite", "its output is NaN with the example: .*")),
     "repeated": (Repeated, {}, r"no layers were found in Repeated: .* it has \['blocks', .* give it pipeline_layers"),
     "on meta": (lambda: Net().to("meta"), {}, "Net is on the meta device"),

@@ -109,17 +109,14 @@ def test_a_loader_goes_on_where_another_one_was(tmp_path: Path, workers: int) ->
     assert [batch["input_ids"].tolist() for batch in after] == expected[1]
 
 
-def test_long_conversations_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    long = {"prompt": "x" * 90, "response": "y" * 90}
+def test_a_share_is_kept_for_validation_and_what_is_long_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By content: what is in the training data twice is not validated on."""
+    rows, long = rows_of(40), {"prompt": "x" * 90, "response": "y" * 90}
     with caplog.at_level("INFO"):
-        data = make(tmp_path, [*rows_of(3), long, {"messages": TURNS[:3]}])
-    assert "1 of 5 conversations are longer than max_length=64 tokens" in caplog.text
-    assert len(data.train_dataloader()) == 4
-
-
-def test_a_share_is_kept_for_validation_by_content(tmp_path: Path) -> None:
-    rows = rows_of(40)
-    data = make(tmp_path, [*rows, rows[0]], val_fraction=0.3)
+        data = make(tmp_path, [*rows, rows[0], long], val_fraction=0.3)
+    assert "1 of 42 conversations are longer than max_length=64 tokens" in caplog.text
     train, val = ([texts(batch)[0] for batch in loader] for loader in (data.train_dataloader(), data.val_dataloader()))
     assert len(train) + len(val) == 41
     assert not set(train) & set(val)

@@ -64,13 +64,6 @@ def test_two_stages_of_two_replicas(text_folder: Path) -> None:
     assert epochs[0][0] != epochs[0][1]
 
 
-def test_number_of_stages_does_not_change_the_data(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = torch.cat(list(text_module(text_folder, 0, 1).train_dataloader()))
-    monkeypatch.setenv("WORLD_SIZE", "4")  # as a launcher of four stages sets it
-    in_pipeline = torch.cat(list(text_module(text_folder, 0, 1).train_dataloader()))
-    assert torch.equal(alone, in_pipeline)
-
-
 def token_folder(text_folder: Path) -> str:
     tokens = text_module(text_folder, 0, 1).tokens
     assert tokens is not None

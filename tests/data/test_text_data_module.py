@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightning_asyncpp.data import DataError, TextDataModule
-from lightning_asyncpp.data import token_dataset as token_dataset_module
 from lightning_asyncpp.data.corpus import find_text_files, split
 
 
@@ -68,15 +67,6 @@ def test_bpe_is_trained_on_the_training_files_and_kept(text_folder: Path) -> Non
     assert len(data.tokenizer.encode_batch(["ŧŧŧŧ"])[0]) == 8  # no merge was learned from validation text
     from_file = ready(text_folder, tokenizer=str(prepared_folder(text_folder) / "tokenizer.json"), context_length=8)
     assert from_file.vocab_size == data.vocab_size
-
-
-def test_several_chunks(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_dataset_module, "CHUNK_BYTES", 8_000)
-    monkeypatch.setattr(token_dataset_module, "_GROUP", 1)
-    data = ready(text_folder)
-    assert len(list((prepared_folder(text_folder) / "train").glob("chunk-*"))) > 2
-    loader = data.train_dataloader()
-    assert len(list(loader)) == len(loader)
 
 
 def test_the_contents_of_the_text_name_the_prepared_folder(text_folder: Path) -> None:

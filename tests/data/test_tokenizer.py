@@ -61,8 +61,8 @@ def test_the_end_of_documents_is_kept(tmp_path: Path) -> None:
             assert torch.equal(again.encode_batch([TEXT])[0], tokenizer.encode_batch([TEXT])[0])
 
 
-@pytest.mark.parametrize("written", ["<|over|>", {"content": "<|over|>", "special": True}])
-def test_the_end_of_a_published_tokenizer(written: object, tmp_path: Path) -> None:
+def test_the_end_of_a_published_tokenizer(tmp_path: Path) -> None:
+    written = {"content": "<|over|>", "special": True}
     backend = Tokenizer.train([TEXT * 3], vocab_size=300).backend
     backend.add_special_tokens(["<|over|>"])
     backend.save(str(tmp_path / "tokenizer.json"))

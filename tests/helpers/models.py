@@ -186,15 +186,16 @@ GLM = SOFTMAX | {"num_shared_experts": 2, "router": "sigmoid", "routed_scaling":
 CASES: dict[str, tuple[str, GPTConfig]] = {
     "llama": ("LlamaForCausalLM", GPTConfig(**SHAPE)),
     "llama-tied": ("LlamaForCausalLM", GPTConfig(**SHAPE, tie_embeddings=True, dropout=0.1)),
-    "llama-grouped": ("LlamaForCausalLM", GPTConfig(**SHAPE, num_kv_heads=2)),
-    "qwen3": ("Qwen3ForCausalLM", GPTConfig(**SHAPE, num_kv_heads=1, qk_norm=True)),
     "mixtral": ("MixtralForCausalLM", GPTConfig(**SHAPE, num_kv_heads=2, moe=MoEConfig(**SOFTMAX))),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
         GPTConfig(**SHAPE, qk_norm=True, moe=MoEConfig(**SOFTMAX, every=2, normalize_top_k=False)),
     ),
     "glm4-moe": ("Glm4MoeForCausalLM", GPTConfig(**SHAPE, num_kv_heads=2, moe=MoEConfig(**GLM))),
-    "qwen3-wide": ("Qwen3ForCausalLM", GPTConfig(**SHAPE, head_dim=12, qk_norm=True, tie_embeddings=True)),
+    "qwen3-wide": (
+        "Qwen3ForCausalLM",
+        GPTConfig(**SHAPE, num_kv_heads=1, head_dim=12, qk_norm=True, tie_embeddings=True),
+    ),
     "glm4-moe-qk": (
         "Glm4MoeForCausalLM",
         GPTConfig(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.auxiliary import collecting
 from lightning_asyncpp.models import GPTConfig, MoEConfig
-from lightning_asyncpp.models.moe import Router
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 
 MOE = MoEConfig(
@@ -105,35 +102,3 @@ def test_one_process(tmp_path: Path, accumulate: int) -> None:
         assert update.pop("tokens") == 64 * accumulate
         assert {name: metrics[name] for name in update} == pytest.approx(update, rel=1e-6)
     assert 0 < seen.biases[-1].abs().max() <= 0.01 * 4 / accumulate + 1e-6
-
-
-def test_evaluation_has_the_cross_entropy_alone(tmp_path: Path) -> None:
-    module, loader = made(), batches(2)
-    trainer, _ = fit(tmp_path, module, loader)
-    (metrics,) = trainer.validate(module, loader, verbose=False)
-    module.eval()
-    with torch.no_grad():
-        expected = sum(float(module._mean_loss(batch)) for batch in loader) / 2
-    assert metrics == pytest.approx({"val_loss": expected}, rel=1e-5)
-
-
-def test_a_checkpoint_gives_the_config_and_the_biases_back(tmp_path: Path) -> None:
-    module = made(activation_checkpointing="block", compile_blocks=False)
-    trainer, seen = fit(tmp_path, module, batches(3), enable_checkpointing=False)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    loaded = GPTModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    assert loaded.config == TINY
-    assert loaded.activation_checkpointing == "none"
-    assert loaded.model is not None
-    routers = [module for module in loaded.model.modules() if isinstance(module, Router)]
-    assert torch.equal(torch.stack([router.balance_bias for router in routers]), seen.biases[-1])
-    assert float(seen.biases[-1].abs().max()) > 0
-
-
-def test_the_example_of_the_documentation_is_a_model() -> None:
-    page = Path(__file__).parents[2] / "docs" / "guides" / "moe.md"
-    (example,) = re.findall(r"(?ms)^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"))
-    arguments = yaml.safe_load(example)["model"]["init_args"]
-    config = GPTModule(**arguments).config
-    assert config.num_moe_layers == 11
-    assert config.num_active_parameters() < 0.5 * config.num_parameters()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lightning_asyncpp.models import GPTConfig, MoEConfig, WeightsError, open_saved
 from lightning_asyncpp.models.architectures import ARCHITECTURES
-from lightning_asyncpp.models.hf import architecture_of, read_hf, write_hf
+from lightning_asyncpp.models.hf import read_hf, write_hf
 from lightning_asyncpp.models.saved import TRAINING_ONLY, values_of
 from tests.helpers.models import CASES, GLM, SHAPE, SOFTMAX, exported, make_model, saved, tokens_of
 
@@ -85,20 +84,6 @@ def test_a_model_that_transformers_made(name: str, tmp_path: Path) -> None:
     assert float((found.build()(tokens) - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
 
 
-def test_published_names_of_experts(tmp_path: Path) -> None:
-    """Other programs read the files, too: an expert's matrices are separate there, under their first names."""
-    exported(CASES["mixtral"][1], tmp_path / "mixtral")
-    exported(CASES["glm4-moe"][1], tmp_path / "glm")
-    mixtral, glm = (load_file(tmp_path / name / "model.safetensors") for name in ("mixtral", "glm"))
-    assert mixtral["model.layers.2.block_sparse_moe.experts.4.w2.weight"].shape == (32, 24)
-    experts = {f"experts.{e}.w{w}" for e in range(5) for w in (1, 2, 3)}
-    assert {f"model.layers.1.block_sparse_moe.{n}.weight" for n in (*experts, "gate")} <= mixtral.keys()
-    names = ("experts.0.gate_proj.weight", "gate.e_score_correction_bias", "shared_experts.up_proj.weight")
-    assert {f"model.layers.1.mlp.{name}" for name in names} <= glm.keys()
-    with safe_open(tmp_path / "mixtral" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
 def test_dtype_of_the_files(tmp_path: Path) -> None:
     """Biases that choose experts stay in fp32: in bf16 their steps of 0.001 would be lost."""
     model = make_model(CASES["glm4-moe"][1])
@@ -124,17 +109,6 @@ def test_what_no_class_expresses_is_refused(moe: dict[str, Any], message: str, t
         write_hf(saved(make_model(GPTConfig(**SHAPE, moe=MoEConfig(**moe)))), tmp_path / "out")
     assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_value_that_is_new_in_a_config_is_refused() -> None:
-    """Until a table of the classes of transformers has it."""
-
-    @dataclass
-    class Wider(GPTConfig):
-        window: int = 0
-
-    with pytest.raises(WeightsError, match="LlamaForCausalLM does not know window=0"):
-        architecture_of(Wider(**SHAPE))
 
 
 def test_defaults_are_those_of_the_classes() -> None:

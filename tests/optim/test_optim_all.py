@@ -132,19 +132,3 @@ def test_experts_are_matrices_one_by_one(name, monkeypatch):
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(experts.detach(), torch.stack([p.detach() for p in alone]), rtol=0, atol=1e-9)
-
-
-@every_of_ours
-def test_a_first_gradient_that_comes_late_is_a_first_gradient(name):
-    """The bias correction counts a parameter's own updates."""
-    early, late = gpt(), gpt()
-    optimizers = [MAKE[name](m.named_parameters()) for m in (early, late)]
-    for p in late.parameters():
-        p.grad = None
-    for _ in range(3):
-        optimizers[1].step()
-    for step in range(3):
-        for m, o in zip((early, late), optimizers):
-            set_gradients(m.parameters(), step)
-            o.step()
-    assert same(early.parameters(), late.parameters())

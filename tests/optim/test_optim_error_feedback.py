@@ -12,26 +12,9 @@ from torch import nn
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.optim.error_feedback import feed_back
 
-
-class CountingSGD(torch.optim.Optimizer):
-    """Keeps its step count in ``param_groups``, as schedule-free optimizers do."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
-
-
 BASES = {
     "adamw": partial(torch.optim.AdamW, lr=0.01),
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "counting": CountingSGD,
     "muon": partial(MuonAdamW, lr=0.02, newton_schulz_dtype="float32"),
 }
 SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "embed.weight": (5, 4), "scale": ()}
@@ -86,7 +69,7 @@ def test_formula(base, strength):
         torch.testing.assert_close(p, q, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("base", ["adamw", "sgd", "counting"])
+@pytest.mark.parametrize("base", ["adamw", "sgd"])
 def test_is_weight_prediction(base):
     """W = Y - u_last + u_first, with Y the trajectory of the base's steps alone."""
     params, by_hand = make_params(torch.float64), make_params(torch.float64)

@@ -120,26 +120,14 @@ def test_a_group_may_choose():
 
 def test_learning_rates_and_decays_of_adamw():
     """A group that sets one for itself sets it for both algorithms; schedulers move both."""
-    vectors = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    optimizer = MuonAdamW(
-        [
-            {"params": vectors[:1]},
-            {"params": vectors[1:2], "lr": 0.1, "weight_decay": 0.0},
-            {"params": vectors[2:], "lr": 0.1, "adamw_lr": 0.05},
-        ],
-        lr=0.2,
-        adamw_lr=0.02,
-        adamw_weight_decay=0.3,
-    )
+    groups = [{}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.1, "adamw_lr": 0.05}]
+    expected = [(0.01, 0.3), (0.05, 0.0), (0.025, 0.3)]
+    vectors, twins = ([nn.Parameter(torch.ones(3)) for _ in groups] for _ in range(2))
+    each = [{"params": [p], **group} for p, group in zip(vectors, groups)]
+    optimizer = MuonAdamW(each, lr=0.2, adamw_lr=0.02, adamw_weight_decay=0.3)
     for group in optimizer.param_groups:
         group["lr"] /= 2
     step(optimizer, vectors)
-    twins = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    options = [(0.01, 0.3), (0.05, 0.0), (0.025, 0.3)]
-    reference = torch.optim.AdamW(
-        [{"params": [p], "lr": lr, "weight_decay": decay} for p, (lr, decay) in zip(twins, options)],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
-    step(reference, twins)
+    each = [{"params": [p], "lr": lr, "weight_decay": decay} for p, (lr, decay) in zip(twins, expected)]
+    step(torch.optim.AdamW(each, betas=(0.9, 0.95), fused=True), twins)
     torch.testing.assert_close(vectors, twins)
