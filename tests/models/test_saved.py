@@ -127,25 +127,6 @@ def test_a_model_starts_from_saved_weights(name: str, tmp_path: Path) -> None:
         assert all(parameter.is_meta for parameter in units[1].module.parameters())
 
 
-def test_module_with_initial_weights(tmp_path: Path) -> None:
-    """From a folder of transformers and from a checkpoint, with another context; a checkpoint does not need them."""
-    model = exported(CONFIG, tmp_path / "out", seed=4)
-    config = replace(CONFIG, context_length=16, dropout=0.1, init_std=0.02)
-    module = GPTModule(config, initial_weights=str(tmp_path / "out"))
-    module.configure_model()
-    assert module.model is not None
-    content = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
-    torch.save(content | {"pytorch-lightning_version": L.__version__}, tmp_path / "a.ckpt")
-    again = GPTModule(config, initial_weights=str(tmp_path / "a.ckpt"))
-    again.configure_model()
-    for made in (module.model, again.model):
-        state = made.state_dict()  # type: ignore[union-attr]
-        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    (tmp_path / "out").rename(tmp_path / "moved")
-    loaded = GPTModule.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    assert same(loaded.model, module.model)  # type: ignore[arg-type]
-
-
 def test_sizes_that_differ_are_refused_with_both_numbers(tmp_path: Path) -> None:
     exported(CONFIG, tmp_path / "out")
     config = replace(CONFIG, num_layers=5, context_length=8)

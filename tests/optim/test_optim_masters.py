@@ -1,8 +1,9 @@
-"""Steps of fp32 masters that write the weights of forwards and backwards in bf16."""
+"""Steps of fp32 masters that write the weights of forwards and backwards in bf16; and what Error Feedback keeps."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.optim import ErrorFeedback
+from tests.helpers.alone import allocated
 
 BASE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -73,3 +75,38 @@ def test_without_a_delay_the_masters_are_rounded() -> None:
     optimizer.set_delay(1)  # as after a synchronous start
     run(optimizer, parameters, compute, range(2, 3))
     assert not any(torch.equal(written, p.detach().to(torch.bfloat16)) for written, p in zip(compute, parameters))
+
+
+ELEMENTS = 2**20
+MODEL_BYTES = 4 * ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("way", "buffer_dtype"),
+    [("provided", None), ("provided", "bfloat16"), ("a snapshot", None), ("a snapshot", "bfloat16"), ("masters", None)],
+)
+def test_one_buffer_is_kept_and_no_temporary_is_made(way, buffer_dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
+    p = nn.Parameter(torch.ones(1024, ELEMENTS // 1024))
+    p.grad = torch.ones_like(p)
+    before, compute = p.detach().clone(), p.detach().to(torch.bfloat16)
+    optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=0.1, foreach=False), buffer_dtype=buffer_dtype)
+    given = {
+        "provided": lambda: optimizer.weights_before({p: before}),
+        "a snapshot": nullcontext,
+        "masters": lambda: optimizer.compute_weights({p: compute}),
+    }
+
+    def step():
+        before.copy_(p.detach())
+        with given[way]():
+            optimizer.step()
+
+    _, kept = allocated(step, tmp_path / "first.json")
+    peak, kept_later = allocated(step, tmp_path / "second.json")
+    assert kept == pytest.approx(MODEL_BYTES / (2 if buffer_dtype else 1), rel=0.01)  # the one buffer
+    assert kept_later == pytest.approx(0, abs=0.01 * MODEL_BYTES)
+    if way == "a snapshot":
+        assert peak == pytest.approx(MODEL_BYTES, rel=0.1)
+    else:
+        assert peak < 0.1 * MODEL_BYTES

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,22 +139,6 @@ def test_the_loss_is_the_models_own(llama: Path) -> None:
     assert (module.training_step(empty, 0), module.microbatch_weight(empty)) == (0, 0)
 
 
-def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
-    module = HFModule(str(llama), decay="constant", freeze=["model.layers.0.*"])
-    module.configure_model()
-    optimizer = module.configure_optimizers()["optimizer"]  # type: ignore[index, call-overload]
-    (group,) = optimizer.param_groups
-    for p in group["params"]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    of_parameter = dict(zip(group["param_names"], (optimizer.state[p] for p in group["params"])))
-    matrices = [name for name, state in of_parameter.items() if "momentum_buffer" in state]
-    assert all(re.fullmatch(r"model\.layers\.[12]\..*_proj\.weight", name) for name in matrices)
-    assert len(matrices) == 14
-    assert "model.embed_tokens.weight" in of_parameter
-    assert not any("layers.0" in name for name in of_parameter)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -177,9 +159,3 @@ def test_losses_of_routers_are_refused(tmp_path: Path) -> None:
     folder = str(make_folder(tmp_path / "m", "Mixtral", num_local_experts=4, output_router_logits=True))
     with pytest.raises(ConfigurationError, match=r"config_overrides=.*'output_router_logits': False"):
         HFModule(folder)
-
-
-def test_without_transformers_the_package_that_lacks_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install \"lightning-asyncpp\[hf\]\""):
-        HFModule(str(llama))
