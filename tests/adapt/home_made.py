@@ -221,6 +221,39 @@ class Denoiser(nn.Module):
         return self.out(x)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, time, DIM)
+        return x + self.dropout(F.gelu(self.linear(self.norm(x))))
+
+
+class NanoGPT(nn.Module):
+    """Made as nanoGPT is: a dictionary of modules, tied weights, dropout before the blocks, the loss in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(VOCABULARY, DIM), "wpe": nn.Embedding(TIME, DIM), "drop": nn.Dropout(0.1),
+            "h": nn.ModuleList(Block() for _ in range(3)), "ln_f": nn.LayerNorm(DIM),
+        })  # fmt: skip
+        self.lm_head = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        places = torch.arange(tokens.size(1), device=tokens.device)
+        x = self.transformer.drop(self.transformer.wte(tokens) + self.transformer.wpe(places))
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1]]), None
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]]] = {
     "tutorial": (Tutorial, tokens, [f"encoder.layers.{i}" for i in range(3)]),
     "time series": (TimeSeries, series, [f"encoder.layers.{i}" for i in range(3)]),

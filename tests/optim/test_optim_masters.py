@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -50,20 +49,6 @@ def test_error_feedback_moves_the_base_trajectory_and_writes_the_extrapolated_on
         for written, p in zip(compute, plain):
             torch.testing.assert_close(written.float(), p.detach(), rtol=2**-8, atol=1e-6)
     assert not any(torch.allclose(p, q) for p, q in zip(parameters, plain))  # masters are elsewhere
-
-
-def test_an_interrupted_run_goes_on() -> None:
-    parameters, compute = make()
-    optimizer = ErrorFeedback(parameters, BASE)
-    run(optimizer, parameters, compute, range(2))
-    state = copy.deepcopy(optimizer.state_dict())
-    again = [nn.Parameter(p.detach().clone()) for p in parameters]
-    resumed = ErrorFeedback(again, BASE)
-    resumed.load_state_dict(state)
-    written = [torch.empty_like(c) for c in compute]
-    run(resumed, again, written, range(2, 4))
-    run(optimizer, parameters, compute, range(2, 4))
-    assert all(torch.equal(a, b) for a, b in zip([*written, *again], [*compute, *parameters]))
 
 
 def test_without_a_delay_the_masters_are_rounded() -> None:
