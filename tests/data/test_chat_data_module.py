@@ -121,6 +121,7 @@ def test_a_share_is_kept_for_validation_and_what_is_long_left_out(
     assert len(train) + len(val) == 41
     assert not set(train) & set(val)
     assert 4 < len(val) < 22
+    assert len(make(tmp_path, rows, val_source=data.source).val_dataloader()) == 40
 
 
 def test_what_is_tokenised_is_kept_until_anything_changes(tmp_path: Path) -> None:

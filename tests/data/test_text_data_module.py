@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_asyncpp.data import DataError, TextDataModule
+from lightning_asyncpp.data import token_dataset as token_dataset_module
 from lightning_asyncpp.data.corpus import find_text_files, split
 
 
@@ -96,6 +97,14 @@ def test_a_crash_leaves_nothing(text_folder: Path) -> None:
     with pytest.raises(DataError, match=r"broken\.txt"):
         module(text_folder).prepare_data()
     assert list((text_folder.parent / "cache").iterdir()) == []
+
+
+def test_the_slower_of_two_processes_keeps_the_other_folder(text_folder: Path) -> None:
+    data, folder = ready(text_folder), prepared_folder(text_folder)
+    content = (folder / "metadata.json").read_bytes()
+    token_dataset_module.write_token_dataset(folder, *split(find_text_files(text_folder), 0.5), data.tokenizer)
+    assert (folder / "metadata.json").read_bytes() == content
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_prepared_and_raw_token_datasets_as_source(text_folder: Path) -> None:
@@ -194,6 +203,13 @@ def test_order_depends_on_names_alone(folder: Path, tmp_path_factory: pytest.Tem
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text("other text")
     assert [file.name for file in find_text_files(copy)] == names != sorted(names)
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_two_files_give_one_each(tmp_path: Path, fraction: float) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    assert [len(files) for files in split(find_text_files(tmp_path), fraction)] == [1, 1]
 
 
 def test_max_bytes_takes_from_both_splits(folder: Path) -> None:

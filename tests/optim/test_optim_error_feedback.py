@@ -155,6 +155,15 @@ def test_a_copy_and_a_resumed_one_go_on_bitwise(base, buffer_dtype):
         assert all(torch.equal(p, q) for p, q in zip(params.values(), others.values()))
 
 
+def test_a_closure_is_evaluated_once_before_the_weights_move():
+    params, reference = make_params(), make_params()
+    optimizer = ErrorFeedback(params.items(), BASES["sgd"])
+    for step in range(3):
+        optimizer.step(lambda step=step: set_gradients(params, step))
+    train(ErrorFeedback(reference.items(), BASES["sgd"]), reference, range(3))
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), reference.values()))
+
+
 def test_a_share_of_the_delay_is_a_share_of_the_strength():
     params, reference = make_params(), make_params()
     optimizer = ErrorFeedback(params.items(), BASES["sgd"], strength=2.0)
