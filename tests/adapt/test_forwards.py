@@ -75,12 +75,12 @@ def test_trains_as_a_single_process_does(kind: type[Net]) -> None:
 
 @pytest.mark.parametrize("name", HOME_MADE)
 def test_models_of_ones_own_train_as_a_single_process_does(name: str) -> None:
-    """Cut between the layers that their makers would name."""
+    """Without an example; cut between the layers that their makers would name."""
     make, batch, expected = HOME_MADE[name]
     torch.manual_seed(0)
     given = [batch() for _ in range(3)]
     batches = [x if isinstance(x, dict) else {"x": x} for x in given]
-    model = pipelined(make(), tuple(batches[0].values()))
+    model = pipelined(make())
     assert_trains(model, batches, stages=2)
     units = pipeline_units(model)
     assert set(expected) <= {unit.name.split(" + ")[-1] for unit in units}, "a unit ends with its block"
