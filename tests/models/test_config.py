@@ -94,14 +94,6 @@ def test_by_hand() -> None:
     assert config.unit_flops() == [8.0, block, block, block, 6 * 8 * 100 + 10 * 100.0]
 
 
-def test_experts_cost_what_a_token_meets() -> None:
-    moe = MoEConfig(num_experts=8, top_k=2, expert_dim=5, num_shared_experts=1, num_dense_layers=1)
-    config = GPTConfig(**TINY, mlp_dim=24, moe=moe)
-    assert config.block_flops(0) - config.block_flops(1) == 6 * (3 * 8 * 24 - (8 * 8 + 3 * 3 * 8 * 5))
-    beside = config.dim + 10 * config.vocab_size
-    assert sum(config.unit_flops()) - beside == pytest.approx(config.flops_per_token())
-
-
 def test_blocks_that_run_twice_cost_a_third_more() -> None:
     with torch.device("meta"):
         kept, once_more, selective = (
