@@ -191,38 +191,6 @@ class Rotary(nn.Module):
         return self.out(x)
 
 
-class Named(nn.Module):
-    """Layers in a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
-        self.layers = nn.ModuleDict({f"layer {i}": encoder_layer() for i in range(3)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.out(x)
-
-
-class Beside(nn.Module):
-    """Lists side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.out = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
-        self.attentions = nn.ModuleList(Attention() for _ in range(3))
-        self.linears = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for attention, linear in zip(self.attentions, self.linears):
-            x = x + attention(x)
-            x = x + linear(x).tanh()
-        return self.out(x)
-
-
 class Recurrent(nn.Module):
     """A list of LSTMs, each of which returns a state, too."""
 
@@ -253,15 +221,37 @@ class Denoiser(nn.Module):
         return self.out(x)
 
 
-class Wrapper(nn.Module):
-    """Nearly everything is in one attribute."""
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, time, DIM)
+        return x + self.dropout(F.gelu(self.linear(self.norm(x))))
+
+
+class NanoGPT(nn.Module):
+    """Made as nanoGPT is: a dictionary of modules, tied weights, dropout before the blocks, the loss in ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone, self.head = Perceptron(), nn.Linear(3, 2)
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(VOCABULARY, DIM), "wpe": nn.Embedding(TIME, DIM), "drop": nn.Dropout(0.1),
+            "h": nn.ModuleList(Block() for _ in range(3)), "ln_f": nn.LayerNorm(DIM),
+        })  # fmt: skip
+        self.lm_head = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.backbone(x).relu())
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        places = torch.arange(tokens.size(1), device=tokens.device)
+        x = self.transformer.drop(self.transformer.wte(tokens) + self.transformer.wpe(places))
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1]]), None
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]]] = {
@@ -272,10 +262,7 @@ HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]
     "unet": (UNet, images, ["down1", "middle", "up2", "join2", "up1", "join1", "out"]),
     "pairs": (Pairs, tokens, ["layers.0.0", "layers.0.1", "layers.2.0", "layers.2.1", "out"]),
     "rotary": (Rotary, tokens, ["layers.0", "layers.1", "layers.2"]),
-    "named": (Named, tokens, ["layers.layer 0", "layers.layer 2", "out"]),
-    "beside": (Beside, tokens, ["attentions.0", "attentions.2"]),
     "recurrent": (Recurrent, tokens, ["layers.0", "layers.2", "out"]),
     "denoiser": (Denoiser, denoised, [f"blocks.{i}" for i in range(3)]),
-    "wrapper": (Wrapper, vectors, ["backbone.first", "backbone.second", "backbone.third", "head"]),
 }
 """What makes it, a batch for it, and layers that a pipeline is to cut between."""

@@ -34,8 +34,6 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(self.block(dropout) for _ in range(count))
         self.out = nn.Linear(DIM, 1)
         self.drop = nn.Dropout(dropout)
-        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, count))
-        self.mix = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
         self.between = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(count))
 
     def forward(self, x: Tensor) -> Any:
@@ -67,17 +65,6 @@ class InPlace(Net):
             x = block(x)
             x += 0.5
         return self.out(x.mul_(2.0))
-
-
-class Scaled(Net):
-    """Every block gets other numbers, and one a tensor that only it gets."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(DIM, dtype=x.dtype)
-        x = self.entry(x)
-        for i, block in enumerate(self.blocks):
-            x = block(x, positions.sin() if i == 1 else None, scale=1.0 / (i + 1))
-        return self.out(x)
 
 
 class Tied(Net):
@@ -126,15 +113,6 @@ class Masked(Net):
         return self.out(x * self.mask)
 
 
-class Unused(Net):
-    """Has parameters that its forward does not use."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Noted(Net):
     """The code between blocks keeps what they gave in them, and reads it behind them."""
 
@@ -144,17 +122,6 @@ class Noted(Net):
             x = block(x)
             block.kept = x.mean()
         return self.out(x) + self.blocks[-1].kept
-
-
-class Holder(float):
-    """Of somebody's class."""
-
-
-class WithObject(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, scale=Holder(1.0))
-        return self.out(x)
 
 
 class Added(Net):
@@ -174,24 +141,6 @@ class Frozen(Net):
             x = self.blocks[0](x)
         for block in self.blocks[1:]:
             x = block(x)
-        return self.out(x)
-
-
-class Cast(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.training):
-            for block in self.blocks:
-                x = block(x)
-        return self.out(x.float())
-
-
-class Inferring(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        with torch.inference_mode(not torch.is_grad_enabled()):
-            for block in self.blocks:
-                x = block(x)
         return self.out(x)
 
 
@@ -279,29 +228,6 @@ class Checkpointed(Net):
         return self.out(nn.functional.dropout(x, 0.5, self.training))
 
 
-class Scaling(Net):
-    """Scales gradients between blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-            if x.requires_grad:
-                x.register_hook(lambda gradient: gradient * 0.5)
-        return self.out(x)
-
-
-class Dropping(Net):
-    """Stochastic depth: what a block gives is left out of some samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-            x = x * (torch.rand(len(x), 1, 1) > 0.3) if self.training else x
-        return self.out(x)
-
-
 class Noisy(Net):
     """Noise and an order, drawn in front of the blocks, and used once more behind them."""
 
@@ -357,16 +283,6 @@ class Told(Net):
         return self.out(x) + total
 
 
-class Leaving(Net):
-    """Leaves a block out in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for i, block in enumerate(self.blocks):
-            x = x if self.training and i == 1 else block(x)
-        return self.out(x)
-
-
 class Skipping(Net):
     """What the entry gives goes to every block, and to the end."""
 
@@ -375,28 +291,6 @@ class Skipping(Net):
         for block in self.blocks:
             x = block(x, first)
         return self.out(x + first)
-
-
-class Mixed(Net):
-    """Parameters of the model itself between blocks, as in nanochat."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
-        for i, block in enumerate(self.blocks):
-            x = self.scales[i] * x + self.mix[i] * first
-            x = block(x)
-        return self.out(x)
-
-
-class Positioned(Net):
-    """Positions, computed from a parameter, are added in front of every block."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        positions = self.scales.tanh().mean()
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x + positions)
-        return self.out(x) * positions
 
 
 class Ladder(Net):
@@ -415,17 +309,6 @@ class Ladder(Net):
         return self.out(x)
 
 
-class Shifted(Net):
-    """Changes in place what blocks returned, and needs what the first one took."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-            x += 0.5
-        return self.out(x + first)
-
-
 class InPlaceSkips(Net):
     """Changes in place what blocks returned, and needs it once more, as U-Nets with ``ReLU(inplace=True)`` do."""
 
@@ -436,41 +319,6 @@ class InPlaceSkips(Net):
         second += 1
         third = self.blocks[1](second).relu_()
         return self.out(self.blocks[2](third) + first + second + third)
-
-
-class Dense(Net):
-    """Every block takes what all before it returned."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = [self.entry(x)]
-        for block in self.blocks:
-            found.append(block(sum(found)))
-        return self.out(sum(value * i for i, value in enumerate(found)))
-
-
-class Kept(Net):
-    """A value stays in an attribute until the forward is over."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x).tanh()
-        for block in self.blocks:
-            self.last = x
-            x = block(x) * 2
-            x = x - self.last
-        return self.out(x)
-
-
-class Choosing(Net):
-    """A choice, which for the few samples of an example may fall on one side alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
-        for block in self.blocks:
-            x = self.chosen(block(x), x)
-        return self.out(self.chosen(x, first))
-
-    def chosen(self, x: Tensor, otherwise: Tensor) -> Tensor:
-        return torch.where(torch.rand(len(x), 1, 1) < 0.5, x, otherwise) if self.training else x
 
 
 class Auxiliary(Net):
@@ -513,12 +361,9 @@ class WithLoss(Net):
 
 
 EXACT = (
-    Net, Between, InPlace, Scaled, Tied, Asking, Masked, Unused, Noted, WithObject, Added, Frozen, Cast, Inferring,
-    Flagged, Hooked, Normalised, Halving, Checkpointed, Scaling, Dropping, Noisy, PartlyFrozen, Initialised,
-    Leaving, Kept,
+    Net, Between, InPlace, Tied, Asking, Masked, Noted, Added, Frozen, Flagged, Hooked, Normalised, Halving,
+    Checkpointed, Noisy, PartlyFrozen, Initialised,
 )  # fmt: skip
 """Their pipelines train to the last bit as one process does."""
-ROUNDED = (
-    Told, Skipping, Mixed, Positioned, Ladder, Shifted, InPlaceSkips, Dense, Choosing, Auxiliary, WithLoss,
-)  # fmt: skip
+ROUNDED = (Told, Skipping, Ladder, InPlaceSkips, Auxiliary, WithLoss)
 """The same but for the order in which gradients may be added."""

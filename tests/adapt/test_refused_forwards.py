@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp import ConfigurationError, check_model, pipelined
 from tests.adapt.nets import DIM, SHAPE, Block, Net
-from tests.helpers.models import Trained
+from tests.helpers.models import Trained, assert_trains
 
 
 class KeepingBlock(Block):
@@ -31,13 +30,6 @@ class Collecting(Net):
         return super().forward(x) + sum(block.kept for block in self.blocks)
 
 
-class CollectingInTraining(Net):
-    block = KeepingBlock
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + (self.blocks[1].kept if self.training else 0.0)
-
-
 class Shuffling(Net):
     """Draws from Python's global generator on either side of a block."""
 
@@ -47,18 +39,6 @@ class Shuffling(Net):
         return self.out(x) * random.random()
 
 
-class OwnGenerator(Net):
-    """Draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = [torch.Generator()]
-
-    def forward(self, x: Tensor) -> Tensor:
-        factor = 1.0 + torch.rand((), generator=self.generator[0])
-        return super().forward(x * factor) / factor
-
-
 class Overwriting(Net):
     """Has no gradient, as torch finds what a norm has kept changed."""
 
@@ -66,14 +46,6 @@ class Overwriting(Net):
         x = self.entry(x) * 2
         for block in self.blocks:
             x += block(x)
-        return self.out(x)
-
-
-class Reentrant(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
         return self.out(x)
 
 
@@ -94,28 +66,9 @@ class Penalising(Net):
         return super().forward(x) / sum(p.detach().square().sum() for p in self.blocks.parameters())
 
 
-class Averaging(Net):
-    """Changes a buffer in front of its blocks, and reads it behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
-        for block in (self.entry, *self.blocks):
-            x = block(x - self.mean)
-        return self.out(x)
-
-
 class Infinite(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.nan
-
-
-class Constant(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).detach()
 
 
 class Repeated(Net):
@@ -125,71 +78,17 @@ class Repeated(Net):
         return self.out(x)
 
 
-class OneOfAll(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[: 1 if x.abs().mean() < 100 else None]:
-            x = block(x)
-        return self.out(x)
-
-
-class Backwards(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in reversed(self.blocks):  # type: ignore[call-overload]
-            x = block(x)
-        return self.out(x)
-
-
-class Again(Net):
-    """What has most of the weights runs twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in (*self.blocks, *self.blocks):
-            x = block(x)
-        return self.out(x)
-
-
-class Alone(nn.Module):
-    """Has nothing to cut between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-def replaced() -> nn.Module:
-    model = Net()
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    return model
-
-
 _DIFFERS = (
     r"^{} cannot be cut between its blocks blocks\.0 to blocks\.2 so that each stage runs its own forward \({}\): "
-    r".* not what they leave behind, .* or give the model pipeline_layers\(\)$"
 )
-_NOT_KEPT = "AttributeError: 'KeepingBlock' object has no attribute 'kept'"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "left behind": (Collecting, {}, _DIFFERS.format("Collecting", _NOT_KEPT)),
-    "in training": (CollectingInTraining, {}, _DIFFERS.format("CollectingInTraining", _NOT_KEPT)),
+    "left behind": (Collecting, {}, _DIFFERS.format("Collecting", "AttributeError: .* no attribute 'kept'")),
     "in evaluation": (Evaluating, {}, _DIFFERS.format("Evaluating", "another output")),
     "python's numbers": (Shuffling, {}, _DIFFERS.format("Shuffling", "another output")),
-    "own generator": (OwnGenerator, {}, _DIFFERS.format("OwnGenerator", "another output")),
-    "reentrant checkpoints": (Reentrant, {}, _DIFFERS.format("Reentrant", "another output")),
     "overwritten": (Overwriting, {}, _DIFFERS.format("Overwriting", "RuntimeError: .*modified by an inplace .*")),
     "weights of blocks": (Penalising, {}, _DIFFERS.format("Penalising", "another output")),
-    "a changed buffer": (Averaging, {}, _DIFFERS.format("Averaging", "another output")),
     "not a number": (Infinite, {}, _DIFFERS.format("Infinite", "its output is NaN with the example: .*")),
-    "constant": (Constant, {}, "its output does not depend on its parameters"),
     "repeated": (Repeated, {}, r"no layers were found in Repeated: .* it has \['blocks', .* give it pipeline_layers"),
-    "asked for": (Repeated, {"blocks": "blocks"}, "no layers were found in Repeated: "),
-    "as data say": (OneOfAll, {}, "no layers were found in OneOfAll: "),
-    "backwards": (Backwards, {}, "no layers were found in Backwards: "),
-    "one layer": (Alone, {}, r"no layers were found in Alone: .* Name lists with pipelined\(..., blocks="),
-    "mostly repeated": (Again, {}, "no layers were found in Again: .* with most of the weights"),
-    "replaced": (replaced, {}, "no layers were found in Net: "),
     "on meta": (lambda: Net().to("meta"), {}, "Net is on the meta device"),
     "not a list": (Net, {"blocks": "entry"}, r"blocks=\['entry'\]: not a ModuleList .* there are \['blocks'"),
 }
@@ -208,33 +107,7 @@ def test_what_is_refused(name: str) -> None:
     assert (str(vars(model)), list(model.state_dict())) == (before, names), "it is left as it was"
 
 
-class Pair(Net):
-    def forward(self, x: Tensor, y: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
-        return super().forward(x + y["y"])
-
-
-def test_no_example_is_known() -> None:
-    with pytest.raises(ConfigurationError, match=r"Pair cannot be called with what is guessed .* Give an example"):
-        pipelined(Pair())
-
-
 # -- what the example does not show -----------------------------------------------------------------------------------
-
-
-class BorrowingBlock(Block):
-    def forward(self, x: Tensor, *more: Any, scale: float = 1.0) -> Tensor:
-        return super().forward(x) + self.borrowed[0].sum()
-
-
-class Borrowing(Net):
-    """Its blocks use a weight that is not their own, and that no module has there."""
-
-    block = BorrowingBlock
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.borrowed = [self.entry.weight]  # type: ignore[assignment]
 
 
 class LongSkip(Net):
@@ -256,22 +129,18 @@ class Late(Net):
         return self.out(x)
 
 
-@pytest.mark.parametrize("kind", [Borrowing, LongSkip])
-def test_the_check_finds_it(kind: type[Net]) -> None:
+def test_the_check_finds_it() -> None:
     """Nothing watches in a training; the same, where an example shows it, may be cut."""
     torch.manual_seed(0)
     long = torch.randn(4, 7, DIM)
-    model = pipelined(kind(), (torch.randn(SHAPE),))
+    model = pipelined(LongSkip(), (torch.randn(SHAPE),))
     report = check_model(Trained(model), [{"x": long}] * 2, stages=3, microbatches=4)
     right, found = report.differences[0].values
     assert abs(right - found) > 1e-3 * abs(right), str(report)
-    if kind is not Borrowing:
-        shown = pipelined(kind(), (long,))
-        assert check_model(Trained(shown), [{"x": long}] * 2, stages=1, microbatches=4).bitwise
-        assert not shown.pipeline_layers.is_exact
+    assert_trains(pipelined(LongSkip(), (long,)), [{"x": long}] * 2)
 
 
 def test_a_block_that_is_left_out_where_its_output_is_needed() -> None:
     model = pipelined(Late(), (torch.randn(SHAPE),))
     with pytest.raises(ConfigurationError, match=r"blocks\.1 was not called in this forward, .* call every block"):
-        check_model(Trained(model), [{"x": torch.randn(4, 7, DIM)}], stages=3, microbatches=4)
+        assert_trains(model, [{"x": torch.randn(4, 7, DIM)}])

@@ -13,22 +13,14 @@ import torch.distributed as dist
 from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset, TokensLoader
 
 from lightning_asyncpp.data import TextDataModule, use_replica
-from lightning_asyncpp.data import replica as replica_module
 from tests.data.test_text_data_module import ready
 
 EPOCHS = 2
 
 
-def text_module(folder: Path, replica: int, replicas: int, num_workers: int, **arguments: Any) -> TextDataModule:
-    data = TextDataModule(
-        str(folder),
-        context_length=32,
-        batch_size=4,
-        val_fraction=0.2,
-        cache_dir=str(folder.parent / "cache"),
-        num_workers=num_workers,
-        **arguments,
-    )
+def text_module(folder: Path, replica: int, replicas: int, num_workers: int = 0, **arguments: Any) -> TextDataModule:
+    given = {"context_length": 32, "batch_size": 4, "val_fraction": 0.2, "cache_dir": str(folder.parent / "cache")}
+    data = TextDataModule(**{"source": str(folder), **given, "num_workers": num_workers, **arguments})
     sampler = {"num_replicas": replicas, "rank": replica}
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
         distributed_sampler_kwargs=sampler, lightning_module=None, global_rank=0
@@ -38,27 +30,21 @@ def text_module(folder: Path, replica: int, replicas: int, num_workers: int, **a
     return data
 
 
-def read_in_process(rank: int, stages: int, replicas: int, folder: Path, num_workers: int, queue: Any) -> None:
-    world = stages * replicas
-    dist.init_process_group("gloo", init_method=f"file://{folder.parent}/store", rank=rank, world_size=world)
-    data = text_module(folder, rank // stages, replicas, num_workers)
+def read_in_process(rank: int, folder: Path, queue: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder.parent}/store", rank=rank, world_size=4)
+    data = text_module(folder, rank // 2, 2)
     loader = data.train_dataloader()
     epochs = [torch.cat(list(loader)).tolist() for _ in range(EPOCHS)]
-    batches = sum(1 for _ in data.val_dataloader())
-    lengths = (len(loader), len(data.val_dataloader()), batches)
-    queue.put((rank, epochs, lengths))
+    queue.put((rank, epochs, (len(loader), len(data.val_dataloader()), sum(1 for _ in data.val_dataloader()))))
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_two_stages_of_two_replicas(text_folder: Path, num_workers: int) -> None:
-    text_module(text_folder, 0, 1, 0)  # prepared before, as by the launcher's first process
+def test_two_stages_of_two_replicas(text_folder: Path) -> None:
+    text_module(text_folder, 0, 1)  # prepared before, as by the launcher's first process
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    processes = [
-        context.Process(target=read_in_process, args=(rank, 2, 2, text_folder, num_workers, queue)) for rank in range(4)
-    ]
+    processes = [context.Process(target=read_in_process, args=(rank, text_folder, queue)) for rank in range(4)]
     for process in processes:
         process.start()
     results = sorted(queue.get(timeout=60) for _ in processes)
@@ -78,15 +64,8 @@ def test_two_stages_of_two_replicas(text_folder: Path, num_workers: int) -> None
     assert epochs[0][0] != epochs[0][1]
 
 
-def test_number_of_stages_does_not_change_the_data(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = torch.cat(list(text_module(text_folder, 0, 1, 0).train_dataloader()))
-    monkeypatch.setenv("WORLD_SIZE", "4")  # as a launcher of four stages sets it
-    in_pipeline = torch.cat(list(text_module(text_folder, 0, 1, 0).train_dataloader()))
-    assert torch.equal(alone, in_pipeline)
-
-
 def token_folder(text_folder: Path) -> str:
-    tokens = text_module(text_folder, 0, 1, 0).tokens
+    tokens = text_module(text_folder, 0, 1).tokens
     assert tokens is not None
     return tokens.train
 
@@ -107,8 +86,7 @@ def test_existing_loader_and_combination(text_folder: Path, monkeypatch: pytest.
     assert all(len(part) > 3 * before * 4 for part in combination._datasets)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(("num_workers", "remote"), [(0, True), (1, False)], ids=["remote", "a worker"])
 def test_resumes_in_the_middle_of_an_epoch(
     text_folder: Path, num_workers: int, remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,21 +94,8 @@ def test_resumes_in_the_middle_of_an_epoch(
     folder = token_folder(text_folder)
 
     def loader(cache: str) -> Any:
-        source = {"source": f"local:{folder}"} if remote else {}
-        data = text_module(text_folder, 1, 2, num_workers)
-        if remote:
-            data = TextDataModule(
-                **source,
-                context_length=32,
-                batch_size=4,
-                cache_dir=str(text_folder.parent / cache),
-                num_workers=num_workers,
-            )
-            data.trainer = SimpleNamespace(  # type: ignore[assignment]
-                distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, lightning_module=None, global_rank=2
-            )
-            data.setup()
-        return data.train_dataloader()
+        source = {"source": f"local:{folder}", "cache_dir": str(text_folder.parent / cache)} if remote else {}
+        return text_module(text_folder, 1, 2, num_workers, **source).train_dataloader()
 
     whole = loader("one")
     expected = [batch for _ in range(2) for batch in whole]
@@ -154,15 +119,6 @@ def test_incomplete_batches_with_several_replicas(text_folder: Path) -> None:
     """They are left out whatever was asked for: all replicas have the same number of batches."""
     loaders = [text_module(text_folder, rank, 2, rank, drop_last=False).train_dataloader() for rank in range(2)]
     assert len({len(list(loader)) for loader in loaders}) == 1
-
-
-def test_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.delenv("GLOBAL_RANK", raising=False)
-    with replica_module.replica_environment(2, 1):
-        assert replica_module.os.environ["WORLD_SIZE"] == "2"
-    assert replica_module.os.environ["WORLD_SIZE"] == "4"
-    assert "GLOBAL_RANK" not in replica_module.os.environ
 
 
 def test_sequences_in_the_same_order_on_all_file_systems(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

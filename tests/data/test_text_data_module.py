@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from litdata.streaming import Cache
 
 from lightning_asyncpp.data import DataError, TextDataModule
 from lightning_asyncpp.data import token_dataset as token_dataset_module
@@ -71,29 +70,11 @@ def test_bpe_is_trained_on_the_training_files_and_kept(text_folder: Path) -> Non
     assert from_file.vocab_size == data.vocab_size
 
 
-def test_several_chunks(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_dataset_module, "CHUNK_BYTES", 8_000)
-    monkeypatch.setattr(token_dataset_module, "_GROUP", 1)
-    data = ready(text_folder)
-    assert len(list((prepared_folder(text_folder) / "train").glob("chunk-*"))) > 2
-    loader = data.train_dataloader()
-    assert len(list(loader)) == len(loader)
-
-
-def test_prepared_once_and_anew_when_the_text_changes(text_folder: Path) -> None:
+def test_the_contents_of_the_text_name_the_prepared_folder(text_folder: Path) -> None:
+    """And neither times nor places: folders called the same with files of the same sizes and times hold other text."""
     ready(text_folder)
     first = prepared_folder(text_folder)
     before = (first / "metadata.json").stat().st_mtime_ns
-    ready(text_folder)
-    assert [first] == list(first.parent.iterdir())
-    assert (first / "metadata.json").stat().st_mtime_ns == before
-    (text_folder / "0.txt").write_text("changed\n" * 200)
-    ready(text_folder)
-    assert len(list(first.parent.iterdir())) == 2
-
-
-def test_the_contents_of_the_text_name_the_prepared_folder(text_folder: Path) -> None:
-    """And neither times nor places: folders called the same with files of the same sizes and times hold other text."""
     other = text_folder.parent / "elsewhere" / text_folder.name
     shutil.copytree(text_folder, other)
     cache = str(text_folder.parent / "cache")
@@ -104,7 +85,8 @@ def test_the_contents_of_the_text_name_the_prepared_folder(text_folder: Path) ->
         copy.write_text(copy.read_text().replace("document", "treatise"))
         os.utime(copy, ns=(0, 0))
     ready(text_folder)
-    assert len(list(Path(cache).iterdir())) == 1  # touched, and the same
+    assert list(Path(cache).iterdir()) == [first], "touched, and the same"
+    assert (first / "metadata.json").stat().st_mtime_ns == before
     read = [bytes(ready(f, cache_dir=cache, shuffle=False).train_dataloader().dataset[0]) for f in (text_folder, other)]
     assert b"document" in read[0]
     assert b"treatise" in read[1]
@@ -117,20 +99,12 @@ def test_a_crash_leaves_nothing(text_folder: Path) -> None:
     assert list((text_folder.parent / "cache").iterdir()) == []
 
 
-def test_the_slower_of_two_processes_keeps_the_other_folder(text_folder: Path, tmp_path: Path) -> None:
-    data = ready(text_folder)
-    folder = prepared_folder(text_folder)
+def test_the_slower_of_two_processes_keeps_the_other_folder(text_folder: Path) -> None:
+    data, folder = ready(text_folder), prepared_folder(text_folder)
     content = (folder / "metadata.json").read_bytes()
-    train, validation = split(find_text_files(text_folder), 0.5)
-    token_dataset_module.write_token_dataset(folder, train, validation, data.tokenizer)
+    token_dataset_module.write_token_dataset(folder, *split(find_text_files(text_folder), 0.5), data.tokenizer)
     assert (folder / "metadata.json").read_bytes() == content
     assert list(folder.parent.iterdir()) == [folder]
-
-
-def test_without_validation(text_folder: Path) -> None:
-    data = ready(text_folder, val_fraction=0.0)
-    assert data.val_dataloader() == []
-    assert len(data.train_dataloader()) > 0
 
 
 def test_prepared_and_raw_token_datasets_as_source(text_folder: Path) -> None:
@@ -152,60 +126,29 @@ def test_uri_is_streamed(text_folder: Path) -> None:
     assert (folder / "train" / "chunk-0-0.bin").exists()
 
 
-def test_text_shorter_than_a_sequence(text_folder: Path) -> None:
+def test_text_shorter_than_a_sequence_or_a_batch(text_folder: Path) -> None:
     with pytest.raises(DataError, match=r"holds 0 sequences of context_length \+ 1 = 1000001 tokens"):
         ready(text_folder, context_length=1_000_000)
-    with pytest.raises(DataError, match=r"at least 100000 are needed\. Lower context_length or batch_size"):
+    with pytest.raises(DataError, match="at least 100000 are needed"):
         ready(text_folder, batch_size=100_000).train_dataloader()
 
 
-def test_vocabulary_that_does_not_fit(text_folder: Path) -> None:
-    ready(text_folder, tokenizer="bpe", vocab_size=300)
-    folder = prepared_folder(text_folder)
-    with pytest.raises(DataError, match="another tokenizer"):
-        ready(folder, tokenizer="byte")
-    data = module(folder)
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=256))
-    data.trainer = SimpleNamespace(lightning_module=model, distributed_sampler_kwargs=None)  # type: ignore[assignment]
-    with pytest.raises(DataError, match=r"the model only 256. Build the model with vocab_size="):
-        data.setup()
-    model.config.vocab_size = 512
-    data.setup()
-
-
-def test_sequences_longer_than_the_context_of_the_model(text_folder: Path) -> None:
+@pytest.mark.parametrize(("name", "least"), [("vocab_size", 256), ("context_length", 32)])
+def test_data_that_the_model_is_too_small_for(text_folder: Path, name: str, least: int) -> None:
     data = ready(text_folder)
-    model = SimpleNamespace(config=SimpleNamespace(context_length=31))
+    model = SimpleNamespace(config=SimpleNamespace(**{name: least - 1}))
     data.trainer = SimpleNamespace(lightning_module=model, distributed_sampler_kwargs=None)  # type: ignore[assignment]
-    with pytest.raises(DataError, match=r"context_length=32 of the data .* config\.context_length=31 of the model"):
+    with pytest.raises(DataError, match=f"{least - 1}.*model|model only {least - 1}"):
         data.setup()
-    model.config.context_length = 32
+    setattr(model.config, name, least)
     data.setup()
-
-
-def test_dataset_that_holds_no_tokens(tmp_path: Path) -> None:
-    cache = Cache(str(tmp_path / "images"), chunk_bytes=1000)
-    cache[0] = {"label": 1}
-    cache.done()
-    cache.merge()
-    with pytest.raises(DataError, match="not of tokens"):
-        ready(tmp_path / "images")
-
-
-def test_relocated_cache_is_readable(text_folder: Path) -> None:
-    expected = torch.cat(list(ready(text_folder).train_dataloader()))
-    moved = text_folder.parent / "moved"
-    shutil.move(prepared_folder(text_folder), moved)
-    assert torch.equal(torch.cat(list(ready(moved).train_dataloader())), expected)
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("train/index.json", '{"chunks": [{}], "config": {"data_format": ["x"]}}'),
-        ("train/index.json", "{"),
-        ("metadata.json", "{"),
-        ("metadata.json", "{}"),
+        pytest.param("train/index.json", '{"chunks": [{}], "config": {"data_format": ["x"]}}', id="no tokens"),
+        pytest.param("metadata.json", "{", id="cut off"),
     ],
 )
 def test_a_damaged_cache_is_reported(text_folder: Path, name: str, content: str) -> None:
@@ -229,22 +172,65 @@ def test_a_chunk_outside_of_its_folder_is_neither_read_nor_written(text_folder: 
     assert not [path for path in text_folder.parent.rglob("outside.bin") if path.parent != text_folder.parent]
 
 
-def test_what_is_not_there(text_folder: Path) -> None:
-    with pytest.raises(DataError, match=r"absent.*no such folder"):
-        module(text_folder / "absent").prepare_data()
-    with pytest.raises(DataError, match=r"absent\.json.* cannot be read"):
-        module(text_folder, tokenizer="absent.json").prepare_data()
-    with pytest.raises(DataError, match=r"not prepared\. Call prepare_data"):
-        module(text_folder).setup()
-    with pytest.raises(DataError, match="not set up"):
-        module(text_folder).train_dataloader()
-    ready(text_folder)
-    with pytest.raises(DataError, match=r"val_source='absent' has no index\.json"):
-        ready(prepared_folder(text_folder), val_source="absent")
+# -- which files are read, and for what -------------------------------------------------------------------------------
 
 
-def test_arguments_that_do_not_fit() -> None:
-    with pytest.raises(DataError, match=r"val_fraction=1\.0"):
-        TextDataModule(val_fraction=1.0)
-    with pytest.raises(DataError, match="vocab_size=None: tokenizer='bpe' needs at least 257"):
-        TextDataModule(tokenizer="bpe")
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for index in range(200):
+        path = tmp_path / f"part{index % 7}" / f"{index}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"document {index}\n")
+    return tmp_path
+
+
+def test_split_is_by_file_and_stable(folder: Path) -> None:
+    files = find_text_files(folder)
+    train, validation = split(files, 0.2)
+    assert not set(train) & set(validation)
+    assert set(train) | set(validation) == set(files)
+    assert 20 <= len(validation) <= 60
+    (folder / "new.txt").write_text("one more")
+    grown_train, grown_validation = split(find_text_files(folder), 0.2)
+    assert set(train) <= set(grown_train)
+    assert set(validation) <= set(grown_validation)
+
+
+def test_order_depends_on_names_alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    copy = tmp_path_factory.mktemp("copy")
+    names = [file.name for file in find_text_files(folder)]
+    for name in reversed(names):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("other text")
+    assert [file.name for file in find_text_files(copy)] == names != sorted(names)
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_two_files_give_one_each(tmp_path: Path, fraction: float) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    assert [len(files) for files in split(find_text_files(tmp_path), fraction)] == [1, 1]
+
+
+def test_max_bytes_takes_from_both_splits(folder: Path) -> None:
+    files = find_text_files(folder, max_bytes=1000)
+    assert 900 < sum(file.size for file in files) <= 1000
+    train, validation = split(files, 0.2)
+    assert len(train) > len(validation) > 0
+
+
+def test_files_that_are_left_out_or_no_text(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for name in (".git/notes.txt", ".hidden.txt", "image.png", "kept.md"):
+        (tmp_path / name).write_bytes("größe".encode("latin-1"))
+    (file,) = find_text_files(tmp_path)
+    with pytest.raises(DataError, match=r"kept\.md is not UTF-8 text \(byte 2"):
+        file.read()
+
+
+@pytest.mark.parametrize("source", ["stdlib", "packages"])
+def test_code_of_this_machine(source: str) -> None:
+    files = find_text_files(source, ["json/*.py", "torch/nn/*.py"])
+    place = {"stdlib": "json/", "packages": "torch/nn/"}[source]
+    assert all(file.name.startswith(place) and file.read() for file in files)
+    assert files

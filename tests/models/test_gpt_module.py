@@ -1,3 +1,5 @@
+"""The module of the GPT: its loss, learning rates and checkpoints; with experts what is differentiated and logged."""
+
 from __future__ import annotations
 
 import math
@@ -7,17 +9,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp.models import GPTConfig
-from lightning_asyncpp.trainer.callbacks.pipeline_monitor import PipelineMonitor
+from lightning_asyncpp.auxiliary import collecting
+from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.trainer.gpt_module import GPTModule, learning_rate_factor
 
-TINY = GPTConfig(vocab_size=32, context_length=16, num_layers=1, dim=16, num_heads=2, mlp_dim=32)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
+SHAPE: dict[str, Any] = {"vocab_size": 32, "context_length": 16, "dim": 16, "num_heads": 2, "mlp_dim": 32}
+TINY = GPTConfig(**SHAPE, num_layers=1)
+MOE = MoEConfig(num_experts=4, expert_dim=8, router="sigmoid", balance_loss=0.5, balance_bias_rate=0.01)
 
 
 def batches(count: int = 6) -> DataLoader:
@@ -27,13 +29,23 @@ def batches(count: int = 6) -> DataLoader:
 
 def trainer(folder: Path, **arguments: Any) -> L.Trainer:
     return L.Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-        **arguments,
-    )
+        **{"max_epochs": 1, "log_every_n_steps": 1, **arguments}, default_root_dir=folder, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, logger=False,
+    )  # fmt: skip
+
+
+class Watch(L.Callback):
+    """The learning rate of each update, what was logged at each batch, and the module."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self.metrics.append({name: float(value) for name, value in trainer.logged_metrics.items()})
 
 
 def test_weight_and_loss_leave_padding_out() -> None:
@@ -56,42 +68,12 @@ def test_weight_and_loss_leave_padding_out() -> None:
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in module.parameters())
 
 
-def test_initial_loss_is_that_of_a_uniform_guess() -> None:
-    L.seed_everything(0, verbose=False)
-    module = GPTModule(TINY)
-    module.configure_model()
-    loss = module._mean_loss(next(iter(batches())))
-    assert float(loss.detach()) == pytest.approx(math.log(32), abs=0.05)
-
-
-def test_weights_depend_on_the_seed_and_ties_survive() -> None:
-    def built(seed: int, tie: bool) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        module = GPTModule(
-            GPTConfig(vocab_size=32, context_length=16, num_layers=1, dim=16, num_heads=2, tie_embeddings=tie)
-        )
-        module.configure_model()
-        assert module.model is not None
-        return module.model
-
-    assert torch.equal(built(1, False).head.weight, built(1, False).head.weight)
-    assert not torch.equal(built(1, False).head.weight, built(2, False).head.weight)
-    tied = built(1, True)
-    assert tied.head.weight is tied.embedding.token.weight
-    assert tied.head.weight.detach().std().item() == pytest.approx(0.02, rel=0.2)
-
-
 def test_learning_rate(tmp_path: Path) -> None:
-    seen: list[float] = []
-
-    class Watch(L.Callback):
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            seen.append(optimizer.param_groups[0]["lr"])
-
-    module = GPTModule(TINY, optimizer=adam, warmup_steps=2, min_lr_ratio=0.1)
-    trainer(tmp_path, max_epochs=1, callbacks=[Watch()], enable_checkpointing=False).fit(module, batches(6))
+    watch = Watch()
+    module = GPTModule(TINY, optimizer=lambda p: torch.optim.Adam(p, lr=0.01), warmup_steps=2, min_lr_ratio=0.1)
+    trainer(tmp_path, callbacks=[watch], enable_checkpointing=False).fit(module, batches(6))
     cosine = [0.01 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4))) for step in range(4)]
-    assert seen == pytest.approx([0.005, 0.01, *cosine])
+    assert watch.rates == pytest.approx([0.005, 0.01, *cosine])
     constant = learning_rate_factor(GPTModule(TINY, decay="constant", warmup_steps=4))
     assert [constant(step) for step in (0, 3, 4, 10**6)] == [0.25, 1.0, 1.0, 1.0]
     wsd = learning_rate_factor(GPTModule(TINY, decay="wsd", warmup_steps=4, min_lr_ratio=0.2, total_steps=24))
@@ -103,10 +85,9 @@ def test_default_optimizer_trains_and_a_checkpoint_is_read_without_code(tmp_path
     module = GPTModule(TINY, warmup_steps=1)
     loader = batches(2)
     first = float(trainer(tmp_path, enable_checkpointing=False).validate(module, loader, verbose=False)[0]["val_loss"])
-    run = trainer(tmp_path, max_epochs=4, callbacks=[PipelineMonitor(window=3, every_n_batches=1)])
+    run = trainer(tmp_path, max_epochs=4)
     run.fit(module, loader, loader)
     assert float(run.callback_metrics["val_loss"]) < first - 0.005
-    assert float(run.callback_metrics["tokens_per_second"]) > 0
     path = run.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     torch.load(path, weights_only=True)
     loaded = GPTModule.load_from_checkpoint(path, weights_only=True)
@@ -114,30 +95,52 @@ def test_default_optimizer_trains_and_a_checkpoint_is_read_without_code(tmp_path
     assert loaded.warmup_steps == 1
 
 
-def test_tokens_per_second_averages_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 2.0, 4.0, 100.0, 101.0])
-    monkeypatch.setattr("lightning_asyncpp.core.trace.time.perf_counter", lambda: next(clock))
-    logged: dict[str, list[float]] = {"tokens_per_second": [], "tokens_seen": []}
+# -- with experts, under strategies that know nothing of them ---------------------------------------------------------
 
-    class Module:
-        def microbatch_weight(self, batch: Any) -> float:
-            return 30.0
 
-        def log(self, name: str, value: float, **how: Any) -> None:
-            assert how["rank_zero_only"] is True
-            logged[name].append(float(value))
+def sparse() -> GPTModule:
+    L.seed_everything(0, verbose=False)
+    config = GPTConfig(**SHAPE, num_layers=2, init_std=0.2, moe=MOE)
+    return GPTModule(config, decay="constant", optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
 
-    class Run:
-        is_global_zero = True
-        strategy = None
-        distributed_sampler_kwargs = {"num_replicas": 2, "rank": 0}
 
-    callback, run, module = PipelineMonitor(window=2, every_n_batches=1), Run(), Module()
-    for batch in range(3):
-        callback.on_train_batch_start(run, module, None, batch)  # type: ignore[arg-type]
-        callback.on_train_batch_end(run, module, None, None, batch)  # type: ignore[arg-type]
-    callback.on_validation_start(run, module)  # type: ignore[arg-type]
-    callback.on_train_batch_start(run, module, None, 3)  # type: ignore[arg-type]
-    callback.on_train_batch_end(run, module, None, None, 3)  # type: ignore[arg-type]
-    assert logged["tokens_per_second"] == pytest.approx([60, 60, 120 / 3, 120 / 3])
-    assert logged["tokens_seen"] == [60, 120, 180, 240], "of two replicas"
+def by_hand(groups: list[list[Tensor]]) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Train on groups of batches, an update for each: the model, and what each update was made of."""
+    module = sparse()
+    module.configure_model()
+    model: Any = module.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = []
+    for group in groups:
+        counts: dict[Any, Tensor] = {}
+        for batch in group:
+            with collecting() as collected:
+                cross_entropy = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            ((cross_entropy + collected.total_loss()) / len(group)).backward()
+            for layer, counted in collected.statistics.items():
+                counts[layer] = counts.get(layer, 0) + counted
+        optimizer.step()
+        optimizer.zero_grad()
+        for layer, counted in counts.items():
+            layer.update_from_statistics(counted)
+        metrics = [layer.compute_metrics(counted) for layer, counted in counts.items()]
+        updates.append({
+            "train_loss": cross_entropy.item(),
+            "moe_load_max": max(m["moe_load_max"] for m in metrics),
+            "moe_entropy": sum(m["moe_entropy"] for m in metrics) / 2,
+        })  # fmt: skip
+    return model, updates
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_experts_in_one_process(tmp_path: Path, accumulate: int) -> None:
+    module, loader, watch = sparse(), batches(4), Watch()
+    trainer(tmp_path, callbacks=[watch], accumulate_grad_batches=accumulate).fit(module, loader)
+    all_batches = list(loader)
+    model, updates = by_hand([all_batches[i : i + accumulate] for i in range(0, 4, accumulate)])
+    found: Any = module.model
+    for (name, tensor), expected in zip(found.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(tensor, expected), name
+    for update, metrics in zip(updates, watch.metrics[accumulate - 1 :: accumulate], strict=True):
+        assert {name: metrics[name] for name in update} == pytest.approx(update, rel=1e-6)
+    assert 0 < found.blocks[0].mlp.router.balance_bias.abs().max() <= 0.01 * 4 / accumulate + 1e-6

@@ -23,6 +23,7 @@ GLM = MoEConfig(
 
 
 def built(**options: Any) -> GPT:
+    """Norms away from 1, and biases large enough to choose other experts."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SHAPE | NUMBERS | options))
     with torch.no_grad():
@@ -137,34 +138,14 @@ def test_softmax_experts_are_mixtral() -> None:
     compare(model, mixtral(model))
 
 
-def test_the_balance_loss_is_mixtrals_over_top_k() -> None:
-    """Mixtral joins its layers before it multiplies; of a single layer the loss is ours times k, with its gradient."""
-    torch.manual_seed(0)
-    moe = MoEConfig(num_experts=6, top_k=2, expert_dim=40, balance_loss=1.0)
-    model = GPT(GPTConfig(**{**SHAPE, "num_layers": 1}, **NUMBERS, moe=moe))
-    twin = mixtral(model)
-    tokens = torch.randint(0, 37, (3, 24), generator=torch.Generator().manual_seed(3))
-    with collecting() as said:
-        model(tokens)
-    aux = twin(input_ids=tokens, output_router_logits=True).aux_loss
-    torch.testing.assert_close(2 * said.total_loss(), aux, rtol=1e-5, atol=0)
-    said.total_loss().backward()
-    aux.backward()
-    gradient = twin.model.layers[0].mlp.gate.weight.grad
-    assert float(gradient.abs().max()) > 1e-4
-    torch.testing.assert_close(2 * model.blocks[0].mlp.router.weight.grad, gradient, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("qk_norm", [True, False])
-def test_sigmoid_experts_are_glm(normalize: bool, qk_norm: bool) -> None:
-    moe = MoEConfig(**{**vars(GLM), "normalize_top_k": normalize})
-    model = built(moe=moe, qk_norm=qk_norm)
-    compare(model, glm(model))
-
-
-def test_heads_whose_widths_do_not_add_up_to_dim() -> None:
-    model = built(moe=GLM, num_heads=6, head_dim=12)
+@pytest.mark.parametrize(
+    "options",
+    [{"qk_norm": True}, {"normalize_top_k": False}, {"num_heads": 6, "head_dim": 12}],
+    ids=["norms", "scores as they are", "heads wider than the model"],
+)
+def test_sigmoid_experts_are_glm(options: dict[str, Any]) -> None:
+    moe = MoEConfig(**{**vars(GLM), "normalize_top_k": options.pop("normalize_top_k", True)})
+    model = built(moe=moe, **options)
     compare(model, glm(model))
 
 
@@ -177,14 +158,3 @@ def glm(model: GPT) -> Any:
         first_k_dense_replace=moe.num_dense_layers, norm_topk_prob=moe.normalize_top_k,
         routed_scaling_factor=moe.routed_scaling, use_qk_norm=model.config.qk_norm,
     )  # fmt: skip
-
-
-def test_the_bias_of_glm_decides_the_choice_here() -> None:
-    """What the comparison above would miss if all biases were small: without them other experts are chosen."""
-    model = built(moe=GLM)
-    tokens = torch.randint(0, 37, (3, 24), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        before = model(tokens)
-        for block in model.blocks[1:]:
-            block.mlp.router.balance_bias.zero_()
-        assert float((model(tokens) - before).abs().max()) > 0.1

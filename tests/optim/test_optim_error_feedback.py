@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from functools import partial
 
 import pytest
@@ -13,26 +12,9 @@ from torch import nn
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.optim.error_feedback import feed_back
 
-
-class CountingSGD(torch.optim.Optimizer):
-    """Keeps its step count in ``param_groups``, as schedule-free optimizers do."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
-
-
 BASES = {
     "adamw": partial(torch.optim.AdamW, lr=0.01),
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "counting": CountingSGD,
     "muon": partial(MuonAdamW, lr=0.02, newton_schulz_dtype="float32"),
 }
 SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "embed.weight": (5, 4), "scale": ()}
@@ -87,7 +69,7 @@ def test_formula(base, strength):
         torch.testing.assert_close(p, q, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("base", ["adamw", "sgd", "counting"])
+@pytest.mark.parametrize("base", ["adamw", "sgd"])
 def test_is_weight_prediction(base):
     """W = Y - u_last + u_first, with Y the trajectory of the base's steps alone."""
     params, by_hand = make_params(torch.float64), make_params(torch.float64)
@@ -116,13 +98,12 @@ def test_bf16_buffer_telescopes(dtype, tolerance):
     assert (p - (y - steps[-1] + steps[0])).abs().max() <= 2 * bound + tolerance
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 10**6])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_chunks_do_not_change_bits(chunk, transposed, monkeypatch):
-    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", chunk)
+def test_chunks_do_not_change_bits(transposed, monkeypatch):
+    monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", 3)
     before, weight, previous = (torch.randn(7, 5, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    expected = weight - ((before - weight) - previous)
     u = before - weight
+    expected = weight - (u - previous)
     weight, previous = (t.T.contiguous().T if transposed else t for t in (weight, previous))
     feed_back(weight, before, previous, 1.0)
     assert torch.equal(weight, expected)
@@ -138,19 +119,6 @@ def test_delay_zero_is_the_base_bitwise_and_keeps_nothing(base):
     train(BASES[base](plain.items()), plain, range(4))
     assert all(torch.equal(p, q) for p, q in zip(params.values(), plain.values()))
     assert not any("previous_step" in state for state in optimizer.state.values())
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_lent_weights_equal_the_snapshot_bitwise(base):
-    params, reference = make_params(), make_params()
-    optimizer = ErrorFeedback(params.items(), BASES[base])
-    for step in range(4):
-        set_gradients(params, step)
-        provided = {p: p.detach().clone() for p in params.values()}
-        with optimizer.weights_before(provided):
-            optimizer.step()
-    train(ErrorFeedback(reference.items(), BASES[base]), reference, range(4))
-    assert all(torch.equal(p, q) for p, q in zip(params.values(), reference.values()))
 
 
 def test_parameters_without_gradient():
@@ -171,39 +139,28 @@ def test_parameters_without_gradient():
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("copying", ["state_dict", "deepcopy"])
 @pytest.mark.parametrize("buffer_dtype", [None, "bfloat16"])
-def test_state_continues_bitwise(base, copying, buffer_dtype):
+def test_a_copy_and_a_resumed_one_go_on_bitwise(base, buffer_dtype):
     params = make_params()
     optimizer = ErrorFeedback(params.items(), BASES[base], buffer_dtype=buffer_dtype)
     train(optimizer, params, range(3))
-    if copying == "deepcopy":
-        params2, optimizer2 = copy.deepcopy((params, optimizer))
-    else:
-        buffer = io.BytesIO()
-        torch.save(optimizer.state_dict(), buffer)
-        buffer.seek(0)
-        params2 = copy.deepcopy(params)
-        optimizer2 = ErrorFeedback(params2.items(), BASES[base], buffer_dtype=buffer_dtype)
-        optimizer2.load_state_dict(torch.load(buffer, weights_only=True))
-    assert optimizer2.param_groups is optimizer2.base.param_groups
-    assert optimizer2.state is optimizer2.base.state
+    copied, copied_optimizer = copy.deepcopy((params, optimizer))
+    resumed = copy.deepcopy(params)
+    resumed_optimizer = ErrorFeedback(resumed.items(), BASES[base], buffer_dtype=buffer_dtype)
+    resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(optimizer, params, range(3, 6))
-    train(optimizer2, params2, range(3, 6))
-    assert all(torch.equal(p, q) for p, q in zip(params.values(), params2.values()))
+    for other, others in ((copied_optimizer, copied), (resumed_optimizer, resumed)):
+        assert other.param_groups is other.base.param_groups
+        train(other, others, range(3, 6))
+        assert all(torch.equal(p, q) for p, q in zip(params.values(), others.values()))
 
 
-def test_fresh_gradients_and_states_of_the_base_alone_begin_anew():
+def test_a_closure_is_evaluated_once_before_the_weights_move():
     params, reference = make_params(), make_params()
-    optimizer, base = ErrorFeedback(params.items(), BASES["adamw"]), BASES["adamw"](reference.items())
-    optimizer.set_delay(0)
-    train(optimizer, params, range(2))
-    optimizer.set_delay(1)
-    train(optimizer, params, range(2, 4))
-    train(base, reference, range(2))
-    loaded = ErrorFeedback(reference.items(), BASES["adamw"])
-    loaded.load_state_dict(base.state_dict())
-    train(loaded, reference, range(2, 4))
+    optimizer = ErrorFeedback(params.items(), BASES["sgd"])
+    for step in range(3):
+        optimizer.step(lambda step=step: set_gradients(params, step))
+    train(ErrorFeedback(reference.items(), BASES["sgd"]), reference, range(3))
     assert all(torch.equal(p, q) for p, q in zip(params.values(), reference.values()))
 
 

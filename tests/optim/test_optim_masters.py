@@ -1,8 +1,8 @@
-"""Steps of fp32 masters that write the weights of forwards and backwards in bf16."""
+"""Steps of fp32 masters that write the weights of forwards and backwards in bf16; and what Error Feedback keeps."""
 
 from __future__ import annotations
 
-import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.optim import ErrorFeedback
 from tests.helpers.alone import allocated
-from tests.optim.test_optim_memory import ELEMENTS, MODEL_BYTES
 
 BASE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -52,20 +51,6 @@ def test_error_feedback_moves_the_base_trajectory_and_writes_the_extrapolated_on
     assert not any(torch.allclose(p, q) for p, q in zip(parameters, plain))  # masters are elsewhere
 
 
-def test_an_interrupted_run_goes_on() -> None:
-    parameters, compute = make()
-    optimizer = ErrorFeedback(parameters, BASE)
-    run(optimizer, parameters, compute, range(2))
-    state = copy.deepcopy(optimizer.state_dict())
-    again = [nn.Parameter(p.detach().clone()) for p in parameters]
-    resumed = ErrorFeedback(again, BASE)
-    resumed.load_state_dict(state)
-    written = [torch.empty_like(c) for c in compute]
-    run(resumed, again, written, range(2, 4))
-    run(optimizer, parameters, compute, range(2, 4))
-    assert all(torch.equal(a, b) for a, b in zip([*written, *again], [*compute, *parameters]))
-
-
 def test_without_a_delay_the_masters_are_rounded() -> None:
     parameters, compute = make()
     optimizer = ErrorFeedback(parameters, BASE)
@@ -77,19 +62,36 @@ def test_without_a_delay_the_masters_are_rounded() -> None:
     assert not any(torch.equal(written, p.detach().to(torch.bfloat16)) for written, p in zip(compute, parameters))
 
 
-def test_it_takes_one_buffer_and_no_temporary(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+ELEMENTS = 2**20
+MODEL_BYTES = 4 * ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("way", "buffer_dtype"),
+    [("provided", None), ("provided", "bfloat16"), ("a snapshot", None), ("a snapshot", "bfloat16"), ("masters", None)],
+)
+def test_one_buffer_is_kept_and_no_temporary_is_made(way, buffer_dtype, tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_asyncpp.optim.error_feedback.CPU_CHUNK_ELEMENTS", ELEMENTS // 64)
     p = nn.Parameter(torch.ones(1024, ELEMENTS // 1024))
     p.grad = torch.ones_like(p)
-    compute = {p: p.detach().to(torch.bfloat16)}
-    optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=0.1, foreach=False))
+    before, compute = p.detach().clone(), p.detach().to(torch.bfloat16)
+    optimizer = ErrorFeedback([p], partial(torch.optim.SGD, lr=0.1, foreach=False), buffer_dtype=buffer_dtype)
+    given = {
+        "provided": lambda: optimizer.weights_before({p: before}),
+        "a snapshot": nullcontext,
+        "masters": lambda: optimizer.compute_weights({p: compute}),
+    }
 
-    def step() -> None:
-        with optimizer.compute_weights(compute):
+    def step():
+        before.copy_(p.detach())
+        with given[way]():
             optimizer.step()
 
     _, kept = allocated(step, tmp_path / "first.json")
     peak, kept_later = allocated(step, tmp_path / "second.json")
-    assert kept == pytest.approx(MODEL_BYTES, rel=0.01)
+    assert kept == pytest.approx(MODEL_BYTES / (2 if buffer_dtype else 1), rel=0.01)  # the one buffer
     assert kept_later == pytest.approx(0, abs=0.01 * MODEL_BYTES)
-    assert peak < 0.1 * MODEL_BYTES
+    if way == "a snapshot":
+        assert peak == pytest.approx(MODEL_BYTES, rel=0.1)
+    else:
+        assert peak < 0.1 * MODEL_BYTES

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, orthogonalize
 
+ADAMW = {"lr": 0.01, "weight_decay": 0.2, "betas": (0.8, 0.99), "eps": 1e-8}
 SHAPES = [(16, 24), (16, 24), (24, 16), (8, 8), (3, 40), (16, 24)]
 
 
@@ -83,11 +84,10 @@ def test_zero_stays_zero_beside_others():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_update_does_not_depend_on_the_other_matrices(threads, dtype):
+def test_update_does_not_depend_on_the_other_matrices(dtype):
     """Pipeline stages hold different subsets of the same matrices: every subset must give the same bits."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     try:
         shapes = [(96, 160), (96, 160), (40, 24), (40, 24), (3, 33, 17), (33, 17)]
         together = matrices(shapes)
@@ -106,62 +106,18 @@ def test_update_does_not_depend_on_the_other_matrices(threads, dtype):
         torch.set_num_threads(before)
 
 
-def count_products(monkeypatch, **kwargs):
-    sizes = []
-    original = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda x, y, **kw: sizes.append(x.size(0)) or original(x, y, **kw))
-    params = matrices()
-    optimizer = MuonAdamW(named(params), newton_schulz_steps=1, newton_schulz_dtype="float32", **kwargs)
-    set_gradients(params, 0)
-    optimizer.step()
-    return sorted(sizes)
-
-
-def test_equal_shapes_share_one_product(monkeypatch):
-    assert count_products(monkeypatch, batched=True) == [1, 1, 1, 3]
-    assert count_products(monkeypatch, batched=False) == [1] * 6
-    assert count_products(monkeypatch) == [1] * 6  # a CPU
-
-
-def test_batches_are_bounded(monkeypatch):
-    monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", 2 * 16 * 24)
-    assert count_products(monkeypatch, batched=True) == [1, 1, 1, 1, 2]
-
-
-@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
-def test_experts_are_linear_weights_one_by_one(adjust_lr, monkeypatch):
-    experts = nn.Parameter(torch.randn(4, 20, 8, generator=torch.Generator().manual_seed(0)))  # (experts, out, in)
-    linears = [nn.Parameter(e.detach().clone()) for e in experts]
-    experts.grad = torch.randn(4, 20, 8, generator=torch.Generator().manual_seed(1))
-    for linear, grad in zip(linears, experts.grad):
-        linear.grad = grad.clone()
-    monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", 3 * 8 * 20)  # cut within the weight
-    options = {"lr": 0.1, "adjust_lr": adjust_lr, "newton_schulz_dtype": "float32"}
-    MuonAdamW([("experts.up", experts)], **options).step()
-    MuonAdamW(named(linears), **options).step()
-    for expert, linear in zip(experts, linears):
-        torch.testing.assert_close(expert, linear, rtol=0, atol=1e-6)
-
-
-ADAMW = {"lr": 0.01, "weight_decay": 0.2, "betas": (0.8, 0.99), "eps": 1e-8}
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_equals_torch_adamw(fused):
+def test_equals_torch_adamw():
     shapes = [(7,), (5, 4), (), (2, 3, 3, 3)]
     ours, theirs = matrices(shapes), matrices(shapes)
     names = ["b", "embed.weight", "scale", "conv.weight"]
     optimizer = MuonAdamW(zip(names, ours), lr=9.0, adamw_lr=0.01, adamw_weight_decay=0.2, adamw_betas=(0.8, 0.99))
-    reference = torch.optim.AdamW(theirs, fused=fused, **ADAMW)
+    reference = torch.optim.AdamW(theirs, fused=True, **ADAMW)
     for step in range(4):
         set_gradients(ours, step, skip=[step])
         set_gradients(theirs, step, skip=[step])
         optimizer.step()
         reference.step()
-    if fused:
-        assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
-    else:
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
 
 
 @pytest.mark.parametrize("transposed", ["parameter", "gradient", "both", "moment"])

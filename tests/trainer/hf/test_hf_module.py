@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import re
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils.data import DataLoader
 
 from lightning_asyncpp import ConfigurationError, HFModule, check_model
-from lightning_asyncpp.optim import MuonAdamW
-from tests.helpers.hf_folders import make_folder, padded_batches
+from lightning_asyncpp.core.microbatch import split_batch
+from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
+from lightning_asyncpp.reference import train_reference
+from tests.helpers.models import make_folder, padded_batches
 from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.pool import Pools
-from tests.trainer.hf.runs import Training, by_oracle, fit
+from tests.helpers.trainer import Run, arrays, make_trainer
 
+SEED, UPDATES = 5, 4
+MUON = partial(MuonAdamW, lr=0.02, weight_decay=0.05)
 LORA = {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}
 CLASSIFIER = {"task": "AutoModelForSequenceClassification", "config_overrides": {"num_labels": 3, "pad_token_id": 0}}
 
@@ -27,114 +33,120 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("models") / "llama", tie_word_embeddings=True)
 
 
+def made(folder: Path, **arguments: Any) -> HFModule:
+    return HFModule(str(folder), **{"decay": "constant", "optimizer": partial(ErrorFeedback, base=MUON), **arguments})
+
+
+def fit(folder: Path, arguments: dict[str, Any], stages: int) -> dict[str, np.ndarray]:
+    """Train over processes, or with so many stages in one, and return this rank's weights."""
+    L.seed_everything(SEED, verbose=False)
+    module = made(folder, **arguments)
+    how = ("delayed", {"stages": stages, "staleness": "uniform"}) if stages else ("async", {})
+    run = Run(HFModule, how[0], {"microbatches": 4, **how[1]})  # type: ignore[arg-type]
+    make_trainer(run).fit(module, DataLoader(padded_batches(UPDATES), batch_size=None))
+    return arrays(dict(module.named_parameters()))
+
+
+def by_oracle(folder: Path, arguments: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The same weights by the definition, in this process."""
+    L.seed_everything(SEED, verbose=False)
+    module = made(folder, **arguments)
+    module.configure_model()
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    optimizer = MUON([(name, p) for name, p in module.model.named_parameters() if p.requires_grad])  # type: ignore[union-attr]
+    train_reference(
+        module.model, lambda batch: module.training_step(batch, 0), [[batch] for batch in padded_batches(UPDATES)],
+        optimizer, microbatches=4, delay=1, error_feedback=1.0, weight=module.microbatch_weight, seed=SEED,
+    )  # fmt: skip
+    return arrays(dict(module.named_parameters()))
+
+
 @pytest.mark.parametrize(
-    ("strategy", "optimizer", "arguments"),
+    ("arguments", "stages"),
     [
-        ("async", "feedback", {}),
-        ("sync", "adamw", {"gradient_checkpointing": True}),
-        ("async", "muon", {"lora": LORA}),
-        ("async", "feedback", {"freeze": ["model.embed_tokens.*", "model.layers.[01].*"]}),
-        ("async", "adamw", {"pretrained": False}),
+        pytest.param({"lora": LORA}, 0, id="adapters over processes"),
+        pytest.param({"gradient_checkpointing": True}, 2, id="checkpointing"),
+        pytest.param({"freeze": ["model.embed_tokens.*", "model.layers.[01].*"]}, 2, id="a stage that trains nothing"),
+        pytest.param({"pretrained": False}, 2, id="from scratch"),
     ],
-    ids=["feedback", "sync-checkpointing", "lora", "a stage that trains nothing", "from scratch"],
 )
-def test_two_stages_equal_the_oracle_on_padded_batches(
-    pools: Pools, llama: Path, strategy: str, optimizer: str, arguments: dict[str, Any]
+def test_stages_equal_the_oracle_on_padded_batches(
+    pools: Pools, llama: Path, arguments: dict[str, Any], stages: int
 ) -> None:
-    training = Training(str(llama), strategy, optimizer, arguments)
-    results = pools.run(2, fit, training)
-    expected = by_oracle(training)
-    assert_equal_weights(of_stages(results), expected)
-    untrained = training.module()
-    torch.manual_seed(5)
+    """The matrix that both stages hold is the same on both, under its first name; what is frozen stays."""
+    results = [fit(llama, arguments, stages)] if stages else pools.run(2, fit, llama, arguments, 0)
+    expected = by_oracle(llama, arguments)
+    assert_equal_weights(joined_parts(results), expected)
+    torch.manual_seed(SEED)
+    untrained = made(llama, **arguments)
     untrained.configure_model()
-    assert untrained.model is not None
     for name, parameter in untrained.named_parameters():
         assert parameter.requires_grad or torch.equal(parameter.data, torch.from_numpy(expected[name])), name
 
 
-def of_stages(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """All weights; the matrix that both stages hold is the same on both, under its first name."""
-    return joined_parts(results)
+T5 = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "decoder_start_token_id": 0}
 
 
 @pytest.mark.parametrize(
     ("kind", "head", "config", "arguments"),
     [
-        ("Llama", "ForCausalLM", {}, {}),
-        ("Llama", "ForCausalLM", {}, CLASSIFIER),
-        ("Bert", "ForMaskedLM", {}, {"task": "AutoModelForMaskedLM"}),
-        (
-            "T5", "ForConditionalGeneration",
-            {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "decoder_start_token_id": 0},
-            {"task": "AutoModelForSeq2SeqLM"},
-        ),
-        ("Mixtral", "ForCausalLM", {"num_local_experts": 4}, {}),
+        pytest.param("Llama", "ForCausalLM", {}, {}, id="causal"),
+        pytest.param("Llama", "ForCausalLM", {}, CLASSIFIER, id="classifier"),
+        pytest.param("Bert", "ForMaskedLM", {}, {"task": "AutoModelForMaskedLM"}, id="masked"),
+        pytest.param("T5", "ForConditionalGeneration", T5, {"task": "AutoModelForSeq2SeqLM"}, id="seq2seq"),
     ],
-    ids=["causal", "classifier", "masked", "seq2seq", "experts"],
-)  # fmt: skip
+)
 def test_microbatches_have_the_gradient_of_the_whole_batch(
     tmp_path: Path, kind: str, head: str, config: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
-    module = HFModule(str(make_folder(tmp_path / "m", kind, head, **config)), decay="constant", **arguments)
-    batches = padded_batches(2)
+    """However their targets are distributed among them; padding does not count."""
+    module = made(make_folder(tmp_path / "m", kind, head, **config), **arguments)
+    module.configure_model()
+    module.eval()
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    (batch,) = padded_batches(1)
     if arguments == CLASSIFIER:
-        batches = [{**batch, "labels": torch.arange(4) % 3} for batch in batches]
-    report = check_model(module, batches, stages=2, microbatches=2, updates=2)
+        batch["labels"] = torch.arange(4) % 3
+    parts = split_batch(batch, 2)
+    weights = [module.microbatch_weight(part) for part in parts]
+    assert sum(weights) == module.microbatch_weight(batch)
+    whole = module.training_step(batch, 0)
+    mean = sum(weight * module.training_step(part, 0) for weight, part in zip(weights, parts)) / sum(weights)
+    torch.testing.assert_close(mean, whole)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for a, b in zip(torch.autograd.grad(mean, trained), torch.autograd.grad(whole, trained)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_check_finds_nothing(llama: Path) -> None:
+    report = check_model(made(llama, lora=LORA), padded_batches(2), stages=2, microbatches=2, updates=2)
     assert report.ok, str(report)
     assert "to the last bit" in str(report)
 
 
 def test_the_loss_is_the_models_own(llama: Path) -> None:
     """Over all targets of a batch; and a part of it without any is 0."""
-    module = HFModule(str(llama), decay="constant")
+    module = made(llama)
     module.configure_model()
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
     (batch,) = padded_batches(1)
     own = transformers.AutoModelForCausalLM.from_pretrained(llama)(**batch).loss
     torch.testing.assert_close(module.training_step(batch, 0), own)
     assert module.microbatch_weight(batch) == float((batch["labels"][:, 1:] != -100).sum())
-    tokens = batch["labels"]
-    torch.testing.assert_close(module.training_step(tokens, 0), own)
-    assert module.microbatch_weight(tokens) == module.microbatch_weight(batch)
-    empty = {**batch, "labels": torch.full_like(tokens, -100)}
-    assert module.training_step(empty, 0) == 0
-    assert module.microbatch_weight(empty) == 0
-
-
-def test_muon_takes_the_matrices_of_the_blocks_alone(llama: Path) -> None:
-    module = HFModule(str(llama), decay="constant", freeze=["model.layers.0.*"])
-    module.configure_model()
-    optimizer = module.configure_optimizers()["optimizer"]  # type: ignore[index, call-overload]
-    assert isinstance(optimizer, MuonAdamW)
-    (group,) = optimizer.param_groups
-    for p in group["params"]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    of_parameter = dict(zip(group["param_names"], (optimizer.state[p] for p in group["params"])))
-    matrices = [name for name, state in of_parameter.items() if "momentum_buffer" in state]
-    assert all(re.fullmatch(r"model\.layers\.[12]\..*_proj\.weight", name) for name in matrices)
-    assert len(matrices) == 14
-    assert "model.embed_tokens.weight" in of_parameter
-    assert not any("layers.0" in name for name in of_parameter)
+    torch.testing.assert_close(module.training_step(batch["labels"], 0), own)
+    assert module.microbatch_weight(batch["labels"]) == module.microbatch_weight(batch)
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    assert (module.training_step(empty, 0), module.microbatch_weight(empty)) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model_id": "no/such/folder"}, "is no file or folder here"),
         ({"model_id": "nobody/nothing"}, "the Hugging Face Hub gives no config.json of it"),
-        ({"task": "AutoModelForSeq2SeqLM"}, "Unrecognized configuration class"),
-        ({"lora": {"rank": 2}}, "argument 'rank'"),
         ({"lora": {"r": 2, "target_modules": ["nothing"]}}, "Target modules"),
         ({"freeze": ["embed"]}, "no parameter fits 'embed'"),
         ({"freeze": ["*"]}, "leaves nothing to train"),
         ({"config_overrides": {"size": 3}}, "LlamaConfig has no size"),
-        (
-            {"config_overrides": {"hidden_size": 64}},
-            "or some of other shapes, for lm_head|or some of other shapes, for model",
-        ),
-        ({"config_overrides": {"output_router_logits": True}}, "has no output_router_logits"),
         ({"config_overrides": {"num_hidden_layers": 4}}, "has no weights, or some of other shapes"),
     ],
 )
@@ -147,15 +159,3 @@ def test_losses_of_routers_are_refused(tmp_path: Path) -> None:
     folder = str(make_folder(tmp_path / "m", "Mixtral", num_local_experts=4, output_router_logits=True))
     with pytest.raises(ConfigurationError, match=r"config_overrides=.*'output_router_logits': False"):
         HFModule(folder)
-    HFModule(folder, config_overrides={"output_router_logits": False}).configure_model()
-
-
-def test_batches_without_labels_are_refused(llama: Path) -> None:
-    with pytest.raises(ConfigurationError, match="gives a dict with input_ids"):
-        HFModule(str(llama)).microbatch_weight({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
-
-
-def test_without_transformers_the_package_that_lacks_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install \"lightning-asyncpp\[hf\]\""):
-        HFModule(str(llama))

@@ -1,0 +1,235 @@
+"""LightningModules that know nothing of pipelines: around a model such as nanoGPT's, and modules that are the network.
+
+The latter have layers in their attributes, and steps that call ``self(...)``. All strategies train them alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, check_model, fabric
+from lightning_asyncpp.core.cut.network import network_in
+from lightning_asyncpp.trainer import AsyncPipelineStrategy
+from tests.adapt.home_made import DIM, TIME, VOCABULARY, NanoGPT
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays
+
+CLASSES, STEPS = 3, 6
+EMULATED = {"stages": 2, "microbatches": 4}
+
+
+class Sharing(L.LightningModule):
+    """Its steps share one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.share(batch, "loss")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.share(batch, "val_loss")
+
+    def share(self, batch: Any, name: str) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log(name, loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.batches(), batch_size=None)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        x = torch.randn(STEPS, 8, DIM, generator=torch.Generator().manual_seed(0))
+        return list(zip(x, x[:, :, :CLASSES].argmax(-1)))
+
+
+class Classifier(Sharing):
+    """As in Lightning's first examples, with a parameter, a buffer and a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.dropout = nn.Linear(DIM, DIM), nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3))
+        self.last, self.scale = nn.Linear(DIM, CLASSES), nn.Parameter(torch.ones(CLASSES))
+        self.register_buffer("shift", torch.ones(CLASSES))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.dropout(self.first(x).relu())
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x) * self.scale + self.shift
+
+
+class Plain(Classifier):
+    """Without anything of its own: once it is cut, a single attribute may be what is on another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks, self.scale
+        self.first.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Reads the mode of a layer that was set before the training."""
+        return self.last(self.first(x).tanh()) * (2.0 if self.first.training else 1.0)
+
+    def configure_callbacks(self) -> Any:
+        return [WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.5))]
+
+
+class LitGPT(Sharing):
+    """Around a model whose forward computes the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.network = NanoGPT()
+
+    def share(self, batch: Any, name: str) -> Tensor:
+        loss = self.network(*batch)[1]
+        self.log(name, loss)
+        return loss
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        tokens = torch.randint(VOCABULARY, (STEPS, 8, TIME + 1), generator=torch.Generator().manual_seed(0))
+        return [(each[:, :-1], each[:, 1:]) for each in tokens]
+
+
+def fit(
+    processes: int, kind: type[Sharing], saved: str = "", resumed: str | None = None, epochs: int = 1
+) -> tuple[dict[str, Any], float]:
+    """Weights, of this stage in a pipeline or else of all, and the last validation loss."""
+    L.seed_everything(1, verbose=False)
+    module = kind()
+    strategy: Any = AsyncPipelineStrategy(microbatches=4) if processes else DelayedGradientStrategy(**EMULATED)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=processes or 1, max_epochs=epochs, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=resumed)
+    if saved:
+        trainer.save_checkpoint(saved)
+    found = strategy.session.stage.parameters if processes else (module.network if kind is LitGPT else module)  # type: ignore[attr-defined]
+    return arrays(dict(found if processes else found.named_parameters())), float(trainer.callback_metrics["val_loss"])
+
+
+def test_a_pipeline_trains_a_network_as_one_process_does(pools: Pools, tmp_path: Path) -> None:
+    """A checkpoint has its own names, and one process goes on from it."""
+    expected, loss = fit(0, Classifier, epochs=2)
+    results = pools.run(2, fit, 2, Classifier, str(tmp_path / "half.ckpt"))
+    assert_equal_weights(joined_parts([weights for weights, _ in results]), fit(0, Classifier)[0])
+    resumed, again = fit(0, Classifier, resumed=str(tmp_path / "half.ckpt"), epochs=2)
+    assert_equal_weights(resumed, expected)
+    assert again == loss
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert sorted(state) == sorted(Classifier().state_dict())
+
+
+def test_once_cut_it_is_the_network_still_and_its_averages_are_cut_with_it(pools: Pools) -> None:
+    weights = [weights for weights, _ in pools.run(2, fit, 2, Plain)]
+    assert_equal_weights(joined_parts(weights), fit(0, Plain)[0])
+
+
+def set_up(model: nn.Module) -> tuple[L.Fabric, Any]:
+    run = L.Fabric(strategy=fabric.DelayedGradientStrategy(**EMULATED), accelerator="cpu", devices=1)  # type: ignore[arg-type]
+    run.launch()
+    run.seed_everything(1, verbose=False)
+    return run, run.setup_module(model)
+
+
+def loop() -> dict[str, Any]:
+    """The training of nanoGPT's model in Fabric, with all stages in this process."""
+    run, model = set_up(LitGPT().network)
+    strategy: Any = run.strategy
+    optimizer = run.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for batch in LitGPT().batches():
+        strategy.training_step(lambda part: model(*part)[1], batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    strategy.flush()
+    return arrays(dict(model.module.named_parameters()))
+
+
+def test_every_strategy_trains_nano_gpt_alike(pools: Pools) -> None:
+    """Over processes, whose rank 0 has the last stage, and in one; the tied weight has the first of its names."""
+    expected, _ = fit(0, LitGPT)
+    last, first = (weights for weights, _ in pools.run(2, fit, 2, LitGPT))
+    assert (last.pop("transformer.wte.weight") == first["transformer.wte.weight"]).all()
+    assert_equal_weights(joined_parts([first, last]), expected)
+    assert_equal_weights(loop(), expected)
+
+
+class Looped(NanoGPT):
+    """Calls its blocks twice."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        x = self.transformer.wte(tokens)
+        for block in (*self.transformer.h, *self.transformer.h):
+            x = block(x)
+        return self.lm_head(x)
+
+
+def test_fabric_refuses_what_no_pipeline_could_do() -> None:
+    with pytest.raises(ConfigurationError, match="the model is a Looped, which the pipeline cannot cut"):
+        set_up(Looped())
+
+
+class Keeping(Classifier):
+    """Its step reads what forward kept, on another stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.hidden = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.hidden.square().mean()
+
+
+def test_a_step_that_reads_what_forward_kept_is_found_by_the_check() -> None:
+    """In a training its loss is another one: on the last stage the attribute has no value of the first."""
+    report = check_model(Keeping(), Keeping().batches()[:2], stages=3)
+    difference = report.differences[0]
+    assert (difference.comparison, difference.kind) == ("pieces", "loss"), str(report)
+
+
+class Twice(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]) + self(-batch[0]), batch[1])
+
+
+def test_a_step_that_calls_it_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"after calling twice self\(\.\.\.\)"):
+        fit(0, Twice)
+
+
+def test_a_copy_is_a_network_of_its_own() -> None:
+    module = Classifier()
+    network = network_in(module)
+    other = copy.deepcopy(module)
+    assert network is network_in(module)
+    assert network is not network_in(other)
+    other.last = nn.Linear(DIM, CLASSES)
+    assert network_in(other).last is other.last
+    assert network.last is module.last
+    sent = pickle.loads(pickle.dumps(module))
+    assert list(network_in(sent).state_dict()) == list(module.state_dict())
+    assert network_in(sent).of is sent
