@@ -41,8 +41,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Roles of Sphinx in docstrings (``:class:`~package.Name` ``) become the name, as editors show them."""
-    return re.sub(r":\w+:<code>(?:~[\w.]*?)?(\w[\w.]*)</code>", r"<code>\1</code>", html)
+    """Show roles of Sphinx in docstrings (``:class:`~package.Name` ``) as the name; keep names in tables whole."""
+    html = re.sub(r":\w+:<code>(?:~[\w.]*?)?(\w[\w.]*)</code>", r"<code>\1</code>", html)
+    return re.sub(r"(?s)<td.*?</td>", lambda cell: re.sub(r"<code>[^<]+</code>", _whole, cell[0]), html)
+
+
+def _whole(code: re.Match[str]) -> str:
+    return re.sub(r"[^\s<>]*-[^\s<>]*", r'<span style="white-space: nowrap">\g<0></span>', code[0])
 
 
 def relinked(text: str, source: str, page: str) -> str:
