@@ -41,8 +41,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Roles of Sphinx in docstrings (``:class:`~package.Name` ``) become the name, as editors show them."""
-    return re.sub(r":\w+:<code>(?:~[\w.]*?)?(\w[\w.]*)</code>", r"<code>\1</code>", html)
+    """Keep names and ranges in tables whole, and show roles of Sphinx (``:class:`~package.Name` ``) as the name."""
+    html = re.sub(r":\w+:<code>(?:~[\w.]*?)?(\w[\w.]*)</code>", r"<code>\1</code>", html)
+    return re.sub(r"(?s)<td.*?</td>", lambda cell: re.sub(r"<code>[^<]+</code>|\[[\d.-]+\]", _whole, cell[0]), html)
+
+
+def _whole(text: re.Match[str]) -> str:
+    """Return a text in which a browser breaks no line after a hyphen."""
+    return re.sub(r"[^\s<>]*-[^\s<>]*", r'<span style="white-space: nowrap">\g<0></span>', text[0])
 
 
 def relinked(text: str, source: str, page: str) -> str:
