@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from tests.core.schedules.schedule_proof import StageList, check_lists
 from research.theory.slack import (
     TRAVELLING,
     WORK,
@@ -17,6 +16,7 @@ from research.theory.slack import (
     spread,
     utilisation,
 )
+from tests.core.schedules.schedule_proof import StageList, check_lists
 
 
 @pytest.mark.parametrize(("extra", "microbatches"), [(0, 8), (1, 8), (3, 12), (7, 16)])
