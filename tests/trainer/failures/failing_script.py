@@ -24,7 +24,7 @@ from lightning_asyncpp.errors import PeerLostError
 from tests.helpers.trainer import Net, Run, Samples
 
 MISTAKE = "the user's own mistake"
-WHEN = 30  # a layer's forward, a batch, a step, or a sample
+WHEN = 30  # a layer's forward, a batch, or a step
 
 
 class Reports(L.Callback):
@@ -49,56 +49,24 @@ class Reports(L.Callback):
         (self.folder / f"{trainer.global_rank}.step").write_text(f"{trainer.global_step} {type(exception).__name__}")
 
 
-class FailingSGD(torch.optim.SGD):
-    """Raises in a step, where it is told to."""
-
-    fails = False
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        if self.fails and self.steps == WHEN:
-            raise ArithmeticError(MISTAKE)
-        return super().step(closure)
-
-
-class FailingSamples(Samples):
-    """Cannot be read to the end."""
-
-    reads = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.reads += 1
-        if self.reads == 8 * WHEN:
-            raise ArithmeticError(MISTAKE)
-        return super().__getitem__(index)
-
-
 class Fails(Net):
-    """Raises in the loss, on the last stage, in a layer of the first or the middle stage, or in an optimizer."""
+    """Raises in a layer of the first stage, or before a step of the middle one's optimizer."""
 
     def __init__(self, run: Run, where: str) -> None:
         super().__init__(run)
-        self.where = where
-        self.forwards = 0
-        layer = {"layer": 0, "middle": 3}.get(where)
-        if layer is not None:
-            self.model[layer].register_forward_hook(lambda *_: self._late())  # type: ignore[index]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if self.where == "loss" and batch_idx == 9:
-            raise ArithmeticError(MISTAKE)
-        return loss
+        self.where, self.passed = where, 0
+        if where == "layer":
+            self.model[0].register_forward_hook(lambda *_: self._pass())  # type: ignore[index]
 
     def configure_optimizers(self) -> Any:
-        optimizer = FailingSGD(self.parameters(), lr=0.01)
-        optimizer.fails = self.where == "optimizer" and self.trainer.strategy.session.mesh.stage == 1
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        if self.where == "optimizer" and self.trainer.strategy.session.mesh.stage == 1:
+            optimizer.register_step_pre_hook(lambda *_: self._pass())
         return optimizer
 
-    def _late(self) -> None:
-        self.forwards += 1
-        if self.forwards == WHEN:
+    def _pass(self) -> None:
+        self.passed += 1
+        if self.passed == WHEN:
             raise ArithmeticError(MISTAKE)
 
 
@@ -130,14 +98,12 @@ def main() -> None:
 
 
 def train(folder: str, where: str, timeout: str) -> None:
-    first_stage = where == "loader" and os.environ.get("LOCAL_RANK") == "2"
-    samples = (FailingSamples if first_stage else Samples)(80_000)
     trainer = L.Trainer(
         accelerator="cpu", devices=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         strategy=lightning_asyncpp.AsyncPipelineStrategy(timeout=timedelta(seconds=float(timeout))),
         callbacks=[Reports(Path(folder), where)],
     )  # fmt: skip
-    trainer.fit(Fails(Run(Net), where), torch.utils.data.DataLoader(samples, batch_size=8))
+    trainer.fit(Fails(Run(Net), where), torch.utils.data.DataLoader(Samples(80_000), batch_size=8))
 
 
 if __name__ == "__main__":
