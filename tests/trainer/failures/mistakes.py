@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import PipelineModule
 from tests.helpers.cases import DIM
 from tests.helpers.trainer import Net, Run, Samples
 
@@ -16,12 +15,6 @@ from tests.helpers.trainer import Net, Run, Samples
 class TwoOptimizers(Net):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.model.parameters(), 0.1), torch.optim.SGD(self.model.parameters(), 0.1)]
-
-
-class ParameterOutside(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.temperature = nn.Parameter(torch.ones(()))
 
 
 class CallsTwice(Net):
@@ -32,19 +25,6 @@ class CallsTwice(Net):
 class NeverCalls(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return batch["x"].sum()
-
-
-class Uncuttable(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model = nn.Bilinear(DIM, DIM, 1)
-
-
-class NoModel(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.first, self.rest = self.model[:1], self.model[1:]
-        del self.model
 
 
 class OtherOrder(Net):
@@ -70,36 +50,9 @@ class OtherSize(Net):
             self.model = nn.Sequential(*list(self.model)[:-1], nn.Linear(DIM, 2))
 
 
-class Uninitialised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class NoInitialiser(PipelineModule):
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-
-    def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(DIM, DIM), Uninitialised(), nn.Linear(DIM, 1))
-
-    training_step = Net.training_step
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 class ReturnsNone(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
-
-
-class NoTensors(Net):
-    def train_dataloader(self) -> Any:
-        return DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=lambda items: [str(item) for item in items])
 
 
 class Named(NamedTuple):
