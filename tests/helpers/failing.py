@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.microbatch import UserHooks, split_batch
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Staleness
@@ -92,7 +92,6 @@ class Run:
 
     mesh: Mesh
     microbatches: int = 3
-    split_batch: Callable[[Any, int], list[Any]] = split_batch
     staleness: Staleness = "uniform"
     engine: Engine = field(init=False)
 
@@ -104,7 +103,7 @@ class Run:
             microbatches=self.microbatches, data_parallel_size=mesh.num_replicas, staleness=self.staleness
         )
         self.case = Case(self.microbatches, batch_sizes=(6,) * 40)
-        hooks = UserHooks(split_batch=self.split_batch, microbatch_weight=self.case.weight)
+        hooks = UserHooks(microbatch_weight=self.case.weight)
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.updates.apply = lambda _: self.optimizer.step() and None
