@@ -67,7 +67,7 @@ def test_it_does_not_hang(stages: int, replicas: int) -> None:
 @pytest.mark.parametrize("waits", WAITS)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_it_does_not_hang_with_any_queues(rule: tuple[Staleness, Slack], waits: str, replicas: int) -> None:
-    for number, stages in enumerate(range(2, MOST_STAGES + 1)):
+    for number, stages in enumerate((4, 6, MOST_STAGES)):
         turns = itertools.islice(itertools.cycle((QUEUES | PAIRS).values()), number, None)
         for case, queues in zip(cases(stages, rule, replicas), turns):
             case = case._replace(slowdown=SLOWDOWN)
@@ -75,7 +75,7 @@ def test_it_does_not_hang_with_any_queues(rule: tuple[Staleness, Slack], waits: 
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, 1500), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds", [range(60), pytest.param(range(60, 600), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_random_cases_do_not_hang(seeds: range) -> None:
     """Any drains and staleness, up to three replicas, and any streams that share queues."""

@@ -152,7 +152,7 @@ def mini_batches_of(actions: list[Action], microbatches: int) -> list[list[tuple
 
 
 FEW = [(2, 5), (3, 4), (3, 9), (5, 6)]
-MANY = [(p, m) for p in (*range(2, 9), 12, 20) for m in sorted({p, p + 1, 2 * p - 1, 2 * p + 3})]
+MANY = [(p, m) for p in range(2, 7) for m in sorted({p, p + 1, 2 * p - 1, 2 * p + 3})]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -162,7 +162,9 @@ def test_drains_after_any_microbatch_keep_the_rules(
     rule: Rule, num_replicas: int, shapes: list[tuple[int, int]]
 ) -> None:
     for num_stages, count in shapes:
-        for lookahead, start in itertools.product(admitted(rule, num_stages, count, num_replicas), {0, 1, 2}):
+        extremes = {0, num_stages - 1, largest_lookahead(num_stages, count, num_replicas)}
+        lookaheads = extremes & set(admitted(rule, num_stages, count, num_replicas))
+        for lookahead, start in itertools.product(lookaheads, {0, 1, 2}):
             schedules = pipeline(num_stages, lookahead, rule, start)
             for drained in range(1, (start + 2) * count + 1):
                 found = check(schedules, count, num_replicas, {drained})
