@@ -1,4 +1,4 @@
-"""Trainings in which something goes wrong: by the Trainer, by Fabric, and with the emulated delay; all save often."""
+"""Trainings in which something goes wrong: by the Trainer and by Fabric; all save often."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.faults.places import Places, watch_layers
 from tests.helpers.cases import Case
 from tests.helpers.fabric import Run as FabricRun
 from tests.helpers.resumable import NumberedSamples, Showing, fit_showing
-from tests.helpers.trainer import ListLogger, Run
+from tests.helpers.trainer import Run
 
-TIMEOUT_SECONDS = 25.0
+TIMEOUT_SECONDS = 10.0
 SAVING = {"save_last": True, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2}
 
 
@@ -47,14 +47,12 @@ class Job:
         train: trains, from the last checkpoint if there is one, and returns what this rank came to: ``weights``,
             ``trails`` (what happened, in order, by sort), ``start`` and ``step`` (with which it began and ended).
         save_every: steps between checkpoints.
-        watched: whether ranks watch over each other.
     """
 
     name: str
     processes: int
     train: Callable[[Here], dict[str, Any]]
     save_every: int = 2
-    watched: bool = True
 
 
 # -- the Trainer --------------------------------------------------------------------------------------------------
@@ -88,18 +86,6 @@ class Placed(L.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self._here.places.stop()
-
-
-class PlacedLogger(ListLogger):
-    """Lets what is logged be a place, on rank 0."""
-
-    def __init__(self, places: Places) -> None:
-        super().__init__()
-        self._places = places
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self._places.here("logger")
-        super().log_metrics(metrics, step)
 
 
 class PlacedModule(Showing):
@@ -154,10 +140,8 @@ class ByTrainer:
         callbacks: tuple[Any, ...] = ((ModelCheckpoint, saving),)
         if self.on_exception:
             callbacks += ((OnExceptionCheckpoint, {"dirpath": here.checkpoints}),)
-        options = dict(self.run.options)
-        if self.run.strategy != "delayed":
-            options |= {"timeout": timedelta(seconds=TIMEOUT_SECONDS)}
-        trainer = {"enable_checkpointing": True, **self.run.trainer, "logger": PlacedLogger(here.places)}
+        options = self.run.options | {"timeout": timedelta(seconds=TIMEOUT_SECONDS)}
+        trainer = {"enable_checkpointing": True, **self.run.trainer, "logger": "list"}
         run = replace(self.run, callbacks=callbacks, options=options, trainer=trainer, ckpt_path="last")
         placed = Placed(here)
         report = fit_showing(
@@ -174,40 +158,17 @@ class ByTrainer:
 
 
 @dataclass(frozen=True)
-class PlacedCase(Case):
-    """A case whose layers and steps are places of this process."""
-
-    def make_model(self) -> Any:
-        model = super().make_model()
-        watch_layers(model, PLACES[0])
-        return model
-
-    def step(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        step = super().step(call)
-
-        def placed(*args: Any) -> Tensor:
-            PLACES[0].here("step")
-            return step(*args)
-
-        return placed
-
-
-PLACES: list[Places] = []
-"""Of this process; a case that holds them could not be sent to it."""
-
-
-@dataclass(frozen=True)
 class ByFabric:
     """A loop of the user's own, which saves ``last.ckpt`` and begins from it."""
 
-    case: PlacedCase
+    case: Case
     options: dict[str, Any] = field(default_factory=dict)
     save_every: int = 2
 
     def __call__(self, here: Here) -> dict[str, Any]:
-        PLACES[:] = [here.places]
         options = self.options | {"timeout": timedelta(seconds=TIMEOUT_SECONDS)}
         run = FabricRun(self.case, options=options)
+        watch_layers([unit.module for unit in run.strategy.session.stage.units], here.places)  # type: ignore[union-attr]
         run.optimizer.register_step_pre_hook(lambda *_: here.places.here("optimizer"))
         last = here.checkpoints / "last.ckpt"
         start = 0
@@ -239,17 +200,13 @@ _RUN = Run(
 _VALIDATED = {**_RUN.trainer, "val_check_interval": 2, "num_sanity_val_steps": 1}
 _SHARDED = {"state_dict_type": "sharded"}
 _BEHIND = {"async_checkpoints": True}
-_CASE = PlacedCase(
-    4, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, dropout=0.2, batch_sizes=(8,) * 12
-)
+_CASE = Case(4, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, dropout=0.2, batch_sizes=(8,) * 12)
 
 
 def _trainer(name: str, processes: int, kind: str, run: Run = _RUN, every: int = 2, **more: Any) -> Job:
     more["saving"] = {"every_n_train_steps": every} | more.get("saving", {})
     run = replace(run, shuffle="stateful" not in kind)
-    return Job(
-        name, processes, ByTrainer(run, kind, **more), every, watched=run.strategy != "delayed" and processes > 1
-    )
+    return Job(name, processes, ByTrainer(run, kind, **more), every)
 
 
 JOBS = {
@@ -264,7 +221,6 @@ JOBS = {
         _trainer("sync", 3, "stateful noisy", replace(_RUN, strategy="sync", options={"lookahead": 1})),
         _trainer("replicas", 4, "litdata", replace(_RUN, options={"data_parallel_size": 2} | _SHARDED)),
         _trainer("workers", 2, "stateful workers", replace(_RUN, options={"staleness": "least"}), every=3),
-        _trainer("emulated", 1, "stateful noisy", replace(_RUN, strategy="delayed", options={"microbatches": 2})),
         Job("fabric", 2, ByFabric(_CASE)),
         Job("fabric-sharded", 3, ByFabric(replace(_CASE, tied=True, routed=True), _SHARDED | _BEHIND)),
     )

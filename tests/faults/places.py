@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -169,7 +170,7 @@ class _Backward(torch.autograd.Function):
         return ctx.places.spoilt("backward", gradient), None
 
 
-def watch_layers(model: torch.nn.Sequential, places: Places) -> None:
+def watch_layers(layers: Iterable[torch.nn.Module], places: Places) -> None:
     """Let the forwards and backwards of all layers be places; forwards without gradients are one of their own."""
 
     def passed(_: Any, __: Any, output: Tensor) -> Tensor:
@@ -178,5 +179,5 @@ def watch_layers(model: torch.nn.Sequential, places: Places) -> None:
             return output
         return _Backward.apply(places.spoilt("forward", output), places)  # type: ignore[no-any-return]
 
-    for layer in model:
+    for layer in layers:
         layer.register_forward_hook(passed)

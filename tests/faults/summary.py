@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 
 WORDS = {
     "kill": "killed (SIGKILL)",
-    "stop": "stopped (SIGSTOP), timeout 25 s",
+    "stop": "stopped (SIGSTOP), timeout 10 s",
     "leave": "process ends without an error",
     "raise": "an exception",
     "memory": "out of memory",
     "nan": "NaN in an activation or a gradient",
     "full": "a disk that fails (ENOSPC)",
     "small": "a small disk",
-    "cut": "link between two hosts cut, timeout 25 s",
+    "cut": "link between two hosts cut, timeout 10 s",
     "term": "SIGTERM",
 }
 

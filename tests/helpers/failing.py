@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.microbatch import UserHooks, split_batch
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Staleness
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.errors import NonFiniteGradientError, PeerLostError
-from tests.helpers.cases import DIM, Case, make_model
+from lightning_asyncpp.errors import NonFiniteGradientError
+from tests.helpers.cases import Case, make_model
 from tests.helpers.workers import free_port, worker_context
 from tests.nccl_rules.late import know_on_device_alone
 
@@ -92,7 +92,6 @@ class Run:
 
     mesh: Mesh
     microbatches: int = 3
-    split_batch: Callable[[Any, int], list[Any]] = split_batch
     staleness: Staleness = "uniform"
     engine: Engine = field(init=False)
 
@@ -104,7 +103,7 @@ class Run:
             microbatches=self.microbatches, data_parallel_size=mesh.num_replicas, staleness=self.staleness
         )
         self.case = Case(self.microbatches, batch_sizes=(6,) * 40)
-        hooks = UserHooks(split_batch=self.split_batch, microbatch_weight=self.case.weight)
+        hooks = UserHooks(microbatch_weight=self.case.weight)
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.updates.apply = lambda _: self.optimizer.step() and None
@@ -135,11 +134,6 @@ def error_of_user(mesh: Mesh, stage: int, when: int) -> None:
         run.train(index, step=step)
 
 
-def model_called_twice(mesh: Mesh) -> None:
-    run = Run(mesh)
-    run.train(0, step=lambda microbatch, weight: run.step(microbatch) + run.step(microbatch))
-
-
 def layer_returns_text(mesh: Mesh) -> None:
     run = Run(mesh)
     if mesh.is_first:
@@ -157,12 +151,11 @@ def other_batch(mesh: Mesh, when: int) -> None:
         run.train(index, batch)
 
 
-def shorter_batch(mesh: Mesh, stage: int, own_split: bool) -> None:
-    """The first microbatches are the same, the last one is missing on one stage."""
-    run = Run(mesh, split_batch=(lambda *given: split_batch(*given)) if own_split else split_batch)
-    batch = run.case.batch(0)
+def shorter_batch(mesh: Mesh, stage: int) -> None:
+    """A batch has fewer samples on one stage."""
+    run = Run(mesh)
     length = 2 if mesh.stage == stage else 3
-    run.train(0, {name: value[:length] for name, value in batch.items()})
+    run.train(0, {name: value[:length] for name, value in run.case.batch(0).items()})
 
 
 def ends_early(mesh: Mesh, stage: int, evaluates: bool) -> None:
@@ -192,15 +185,6 @@ def killed(mesh: Mesh, rank: int) -> None:
     run.drain()
 
 
-def killed_and_tried_again(mesh: Mesh) -> str:
-    """The last stage does not give up when the first is gone."""
-    try:
-        killed(mesh, mesh.rank_of(0))
-    except PeerLostError:
-        ALIVE[-1].train(4)
-    return "went on"
-
-
 def stopped(mesh: Mesh, rank: int, flag: str) -> list[int]:
     """The mini-batches whose updates told this rank that one of all asks to stop."""
     run, told = Run(mesh), []
@@ -210,54 +194,35 @@ def stopped(mesh: Mesh, rank: int, flag: str) -> list[int]:
         updates = run.train(index)
         if getattr(run.engine.updates.agreed, flag):
             told += [update.mini_batch for update in updates]
-    assert not run.engine.updates.agreed.interrupted or not run.engine.updates.agreed.finished, (
-        "the other flag was not set"
-    )
     return told
 
 
-def not_a_number(mesh: Mesh, replica: int) -> Any:
-    run = Run(mesh)
+def not_a_number(mesh: Mesh, late: bool) -> tuple[int, str, bool] | None:
+    """The gradient of a weight of the first stage, of the last replica, at mini-batch 2; losses stay numbers.
+
+    Args:
+        mesh: this rank's.
+        late: stages step ahead of the others, and of their devices.
+
+    Returns:
+        in which batch the error came, its text, and whether all weights are numbers.
+    """
+    if late:
+        know_on_device_alone()
+    run = Run(mesh, staleness="least" if late else "uniform")
     for index in range(6):
-        batch = run.case.batch(index, mesh.replica)
-        if index == 2 and mesh.replica == replica:
-            batch["x"] = batch["x"] + torch.tensor([float("nan")] * DIM)
-        try:
-            run.train(index, batch)
-        except Exception as error:
-            return type(error).__name__, str(error), index, run.engine.weights.newest
-    return None
-
-
-def not_a_number_on_one_stage(mesh: Mesh, stage: int) -> tuple[str, str, int]:
-    """The gradient of one weight of one stage at mini-batch 2; losses and activations stay numbers."""
-    run = Run(mesh)
-    for index in range(6):
-        if (mesh.stage, index) == (stage, 2):
-            _spoil_gradient(run.engine.stage.units[0].module)
-        try:
-            run.train(index)
-        except Exception as error:
-            return type(error).__name__, str(error), run.engine.weights.newest
-    return "", "", 0
-
-
-def not_a_number_that_the_device_alone_knows(mesh: Mesh, stage: int) -> tuple[str, bool]:
-    """The same where stages step ahead of the others, and of their devices; and whether weights stay numbers."""
-    know_on_device_alone()
-    run = Run(mesh, staleness="least")
-    for index in range(6):
-        if (mesh.stage, index) == (stage, 2):
+        if (mesh.stage, mesh.replica, index) == (0, mesh.num_replicas - 1, 2):
             _spoil_gradient(run.engine.stage.units[0].module)
         try:
             run.train(index)
         except NonFiniteGradientError as error:
             weights = run.engine.stage.parameters.values()
-            return f"{index} {error}", all(bool(weight.isfinite().all()) for weight in weights)
-    return "", False
+            return index, str(error), all(bool(weight.isfinite().all()) for weight in weights)
+    return None
 
 
 def _spoil_gradient(module: torch.nn.Module) -> None:
+    """Let a gradient of its next backward be NaN."""
     forward = module.forward
 
     def spoiled(x: Tensor) -> Tensor:

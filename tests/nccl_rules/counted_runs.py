@@ -7,8 +7,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import lightning as L
@@ -53,15 +54,8 @@ class Counted:
     saves: bool = False
 
 
-@dataclass(frozen=True)
-class Found:
-    """What was counted on a rank.
-
-    Attributes:
-        waits: place -> waits per mini-batch.
-        mixed: places that a GPU refuses.
-        early: places that read what is being copied.
-    """
+class Found(NamedTuple):
+    """What was counted on a rank: waits per mini-batch, what a GPU refuses, and reads of what is being copied."""
 
     waits: dict[Wait, float]
     mixed: dict[Wait, int]
@@ -76,30 +70,21 @@ class _Sync(SyncPipelineStrategy):
     root_device = DEVICE  # type: ignore[assignment]
 
 
-class _Window(L.Callback):
-    """Counts from the end of a mini-batch to the end of another one.
+class _Counting(L.Callback):
+    """Counts from the end of a mini-batch to the end of another one, or while checkpoints are saved between them.
 
     Args:
         waits: that count.
         batches: per mini-batch.
+        saves: whether it is the checkpoints.
     """
 
-    def __init__(self, waits: HostWaits, batches: int) -> None:
-        self._waits, self._batches = waits, batches
+    def __init__(self, waits: HostWaits, batches: int, saves: bool) -> None:
+        self._waits, self._batches, self._saves = waits, batches, saves
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._waits.counting = FIRST <= (batch_idx + 1) // self._batches <= LAST
-
-
-class _Saving(L.Callback):
-    """Saves amid the training, and counts meanwhile."""
-
-    def __init__(self, waits: HostWaits) -> None:
-        self._waits = waits
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (FIRST, LAST):
-            self._waits.counting = True
+        if self._saves and self._waits.counting:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / f"{batch_idx}.ckpt")
             self._waits.counting = False
 
@@ -107,21 +92,13 @@ class _Saving(L.Callback):
 def count(counted: Counted) -> Found:
     """Train, and return what was counted on this rank."""
     dataset = "tokens" if counted.module in ("gpt", "experts", "tied") else "samples"
-    run = Run(
-        MODULES[counted.module],
-        optimizer=counted.optimizer,
-        correction=counted.correction,
-        dataset=dataset,
-        batch_size=8,
-    )
+    run = Run(MODULES[counted.module], optimizer=counted.optimizer, correction=counted.correction, dataset=dataset,
+              batch_size=8)  # fmt: skip
     waits, kind = HostWaits(), _Sync if counted.synchronous else _Async
     world, quiet = int(os.environ["WORLD_SIZE"]), {"enable_checkpointing": False, "enable_model_summary": False}
     batches = counted.trainer.get("accumulate_grad_batches", 1)
-    monitor = PipelineMonitor(every_n_batches=1)
-    callbacks = [
-        _Saving(waits) if counted.saves else _Window(waits, batches),
-        *([monitor] if dataset == "tokens" else []),
-    ]
+    callbacks: list[L.Callback] = [_Counting(waits, batches, counted.saves)]
+    callbacks += [PipelineMonitor(every_n_batches=1)] if dataset == "tokens" else []
     with waits.watching(), _received_on_device(), tempfile.TemporaryDirectory() as folder:
         L.seed_everything(5, verbose=False)
         strategy = kind(**{"microbatches": MICROBATCHES, **counted.options})
@@ -166,13 +143,7 @@ def _gpt(run: Run, moe: MoEConfig | None = None, tied: bool = False) -> GPTModul
     return GPTModule(config, optimizer=run.make_optimizer, decay="constant")
 
 
-def _experts(run: Run) -> GPTModule:
-    return _gpt(run, MoEConfig(num_experts=4, top_k=2, expert_dim=8, router="sigmoid", balance_loss=0.1,
-                               balance_bias_rate=0.01))  # fmt: skip
-
-
-def _tied(run: Run) -> GPTModule:
-    return _gpt(run, tied=True)
+EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_dim=8, router="sigmoid", balance_loss=0.1, balance_bias_rate=0.01)
 
 
 class Waits(Net):
@@ -195,14 +166,7 @@ class Weighted(Net):
         return (microbatch["y"] > -9).sum()
 
 
-class Prepares(Weighted):
-    """Changes a batch when it has been moved."""
-
-    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-        return {**batch, "y": batch["y"] * 0.5}
-
-
 MODULES: dict[str, Callable[[Run], L.LightningModule]] = {
-    "net": Net, "waits": Waits, "weighted": Weighted, "prepares": Prepares, "gpt": _gpt, "experts": _experts,
-    "tied": _tied,
+    "net": Net, "waits": Waits, "weighted": Weighted, "gpt": _gpt,
+    "experts": partial(_gpt, moe=EXPERTS), "tied": partial(_gpt, tied=True),
 }  # fmt: skip

@@ -1,22 +1,53 @@
-"""The engine equals the oracle, and never hangs, where its tensors travel by NCCL's rules."""
+"""The engine equals the oracle, and never hangs, where its tensors travel by NCCL's rules.
+
+Once with numbers that the host has at once, and once with numbers that come long after they were computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.helpers.cases import Case
+from tests.helpers.cases import DIM, Case
 from tests.helpers.compare import assert_same_norms, assert_same_weights, check_random_case
 from tests.helpers.engine import run_oracle
 from tests.helpers.engine_pool import EnginePools, Prepare
 from tests.helpers.workers import opened
 from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once
 from tests.nccl_rules.emulated import emulate
-from tests.nccl_rules.short_numbers import with_short_numbers
+from tests.nccl_rules.late import read_late
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Numbered(nn.Module):
+    """Adds an embedding of numbers of two bytes, a dtype that NCCL does not know, and hands the next ones on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, DIM)
+
+    def forward(self, given: Tensor | Pair) -> Pair:
+        x, numbers = given if isinstance(given, tuple) else (given, torch.arange(len(given), dtype=torch.int16) % 8)
+        return torch.tanh(x + self.embedding(numbers.long())), (numbers + 1) % 8
+
+
+class Last(nn.Linear):
+    """Has no use for the numbers."""
+
+    def forward(self, given: Pair) -> Tensor:  # type: ignore[override]
+        return super().forward(given[0])
+
+
+def with_short_numbers(dropout: float) -> nn.Sequential:
+    torch.manual_seed(12)
+    return nn.Sequential(*[Numbered() for _ in range(4)], Last(DIM, 1))
+
 
 CASES = {
     "clip": Case(7, lookahead=2, max_norm=0.3, scheduler=True),
@@ -34,48 +65,37 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[EnginePools]:
-    with opened(EnginePools(emulate)) as engine_pools:
+# Over three stages, and one over five, between whose middle ones a rule may be broken that three cannot break.
+USUAL = [(name, 3) for name in ("partial", "tied", "routed", "least", "least-exact", "int16")] + [("drains", 5)]
+OTHERS = [(name, stages) for name in CASES for stages in (2, 3, 5) if (name, stages) not in USUAL]
+
+
+@pytest.fixture(scope="module", params=[emulate, read_late], ids=["at once", "late"])
+def by_the_rules(request: pytest.FixtureRequest) -> Iterator[EnginePools]:
+    with opened(EnginePools(request.param)) as engine_pools:
         yield engine_pools
 
 
-# Over five stages, between whose middle ones a rule may be broken that two or three cannot break; the rest over three.
-OF_FIVE = ("drains", "routed", "least")
-ALIKE = ("clip", "no-lookahead", "far-ahead", "synchronous")  # whose options other cases have, too
-
-
-def over_few_stages() -> list[Any]:
-    usual = {name: 5 if name in OF_FIVE else 3 for name in CASES}
-    return [
-        pytest.param(name, stages, marks=[] if stages == usual[name] and name not in ALIKE else pytest.mark.slow)
-        for name in CASES
-        for stages in (5, 2, 3, 4)
-    ]
-
-
-@pytest.mark.parametrize(("name", "stages"), over_few_stages())
-def test_it_equals_the_oracle(emulated: EnginePools, name: str, stages: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "stages"), [*USUAL, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
+)
+def test_it_equals_the_oracle(by_the_rules: EnginePools, name: str, stages: int) -> None:
     case = CASES[name]
-    results = emulated.run(case, stages)
+    results = by_the_rules.run(case, stages)
     expected, _ = run_oracle(case, stages)
     assert_same_weights(results, expected)
     assert_same_norms(results)
 
 
-USUAL = (1001, 1029)  # the last with replicas
-
-
-@pytest.mark.parametrize("seed", USUAL)
-def test_random_case(emulated: EnginePools, seed: int) -> None:
-    """With replicas, too, whose reductions are then NCCL's."""
-    check_random_case(emulated, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [seed for seed in range(1000, 1100) if seed not in USUAL])
-def test_more_random_cases(emulated: EnginePools, seed: int) -> None:
-    check_random_case(emulated, seed)
+@pytest.mark.parametrize(
+    "seeds",
+    [(1003,), (1029,), pytest.param(range(1030, 1060), marks=pytest.mark.slow)],
+    ids=["pipeline", "replicas", "more"],
+)
+def test_random_cases(by_the_rules: EnginePools, seeds: Iterable[int]) -> None:
+    """The reductions of replicas are then NCCL's."""
+    for seed in seeds:
+        check_random_case(by_the_rules, seed)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +107,5 @@ def test_more_random_cases(emulated: EnginePools, seed: int) -> None:
     ],
 )
 def test_a_broken_rule_is_found(broken: Prepare, found: str) -> None:
-    engine_pools = EnginePools(broken)
-    try:
-        with pytest.raises(AssertionError, match=found):
-            engine_pools.run(Case(5), 3)
-    finally:
-        engine_pools.close()
+    with opened(EnginePools(broken)) as engine_pools, pytest.raises(AssertionError, match=found):
+        engine_pools.run(Case(5), 3)

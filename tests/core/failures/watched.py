@@ -14,7 +14,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.errors import PeerLostError
 
 SOON = 25.0
-SERVES_SECONDS = 4.0  # these processes end without the calls at their end, in which rank 0 serves the store
+SERVES_SECONDS = 3.0  # these processes end without the calls at their end, in which rank 0 serves the store
 KEPT: list[FailureWatch] = []
 
 
@@ -43,36 +43,20 @@ def killed(mesh: Mesh, rank: int) -> None:
     wait_for_others(mesh, watch)
 
 
-def error_of_one(mesh: Mesh, rank: int) -> str:
-    """A rank fails; the others wait for it, and its process lives on."""
+def error_of_one(mesh: Mesh, rank: int, waits: bool) -> str:
+    """A rank fails, and its process lives on; the others wait for it, or compute and are told by the watch alone."""
     watch = begun(mesh)
     dist.barrier()
     try:
         if mesh.rank == rank:
             raise ValueError("the user's own mistake")
-        wait_for_others(mesh, watch)
-    except (ValueError, PeerLostError) as error:
-        watch.fail(error)
-        time.sleep(SERVES_SECONDS)
-        return str(error)
-    return "nothing happened"
-
-
-def error_of_one_while_others_compute(mesh: Mesh, rank: int) -> str:
-    """A rank fails; the others wait for nobody, and are told by the watch alone."""
-    watch = begun(mesh)
-    dist.barrier()
-    if mesh.rank == rank:
-        error = ValueError("the user's own mistake")
-        watch.fail(error)
-        time.sleep(SERVES_SECONDS)
-        return str(error)
-    end = time.monotonic() + SOON
-    while watch.failure is None and time.monotonic() < end:
-        time.sleep(0.01)
-    try:
+        if waits:
+            wait_for_others(mesh, watch)
+        end = time.monotonic() + SOON
+        while watch.failure is None and time.monotonic() < end:
+            time.sleep(0.01)
         watch.check()
-    except PeerLostError as error:
+    except (ValueError, PeerLostError) as error:
         watch.fail(error)
         time.sleep(SERVES_SECONDS)
         return str(error)
@@ -85,7 +69,7 @@ def ends_early(mesh: Mesh) -> str:
     dist.barrier()
     if mesh.rank == 0:
         os._exit(0)
-    time.sleep(4.0)
+    time.sleep(2.5)  # of which a look at the store takes one
     watch.check()
     os._exit(7)  # past the barrier for which these scenarios wait
 

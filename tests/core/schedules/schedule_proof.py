@@ -124,23 +124,21 @@ def check(
     microbatches: int,
     num_replicas: int = 1,
     drains: Collection[int] = (),
-    mini_batches: int | None = None,
 ) -> list[str]:
-    """Check the lists that schedules make.
+    """Check the lists that schedules make, of four mini-batches after a synchronous start: see above.
 
     Args:
         schedules: of each stage, the first stage first.
         microbatches: per update.
         num_replicas: of the pipeline; several need room for their reduction.
         drains: numbers of microbatches, counted over the run, after which the pipeline is drained.
-        mini_batches: how many to look at; default: four, after a synchronous start; see above why they are enough.
 
     Returns:
         Violations in words; none if the schedules are right.
     """
     after = tuple(sorted(set(drains)))
     rules = [schedule.stage_rule for schedule in schedules]
-    count = MINI_BATCHES + max(rule.synchronous_start for rule in rules) if mini_batches is None else mini_batches
+    count = MINI_BATCHES + max(rule.synchronous_start for rule in rules)
     readings = [
         _reading_of(
             OfDepth(schedule.depth, _plain(rule, microbatches), schedule.agrees_first, schedule.shares_with),

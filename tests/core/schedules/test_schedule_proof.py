@@ -4,102 +4,96 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asyncpp.core.schedule import Action, Kind, Schedule, StalenessRule, largest_lookahead
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule, StalenessRule, depth, largest_lookahead
 from lightning_asyncpp.core.settings import PipelineSettings
-from tests.core.schedules.schedule_proof import OfDepth, StageList, check, check_lists
+from tests.core.schedules.schedule_proof import MINI_BATCHES, OfDepth, StageList, check, check_lists
 
 MOST_STAGES, MOST_MICROBATCHES = 32, 64
 Lists = list[StageList]
+# Uniform staleness, a flush after every mini-batch, or the least staleness with that slack.
+Rule = Literal["uniform", "flush", 0, 1, 2, "exact"]
+SLACKS: tuple[Rule, ...] = (0, 1, 2, "exact")
+RULES: tuple[Rule, ...] = ("uniform", "flush", *SLACKS)
 
 
-def pipeline(num_stages: int, lookahead: int, delay: int = 1) -> list[Schedule]:
-    return [Schedule(stage, num_stages, lookahead, StalenessRule(delay)) for stage in range(num_stages)]
+def pipeline(num_stages: int, lookahead: int, rule: Rule = "uniform", start: int | None = None) -> list[Schedule]:
+    """As settings resolve it: a stage that steps ahead needs the norm of a mini-batch without delay."""
+    steps_ahead = isinstance(rule, int)
+    stage_rule = StalenessRule(int(rule != "flush"), int(steps_ahead) if start is None else start)
+    if rule in ("uniform", "flush"):
+        return [Schedule(stage, num_stages, lookahead, stage_rule) for stage in range(num_stages)]
+    return [Schedule(stage, num_stages, lookahead, stage_rule, "least", rule) for stage in range(num_stages)]
 
 
-def starting(schedules: list[Schedule], start: int) -> list[Schedule]:
-    """The same with a synchronous start."""
-    return [replace(schedule, pipeline_rule=StalenessRule(1, start)) for schedule in schedules]
+def lists_of(schedules: Sequence[Schedule | OfDepth], microbatches: int, drains: Collection[int] = ()) -> Lists:
+    return [StageList.of(schedule, microbatches, drains) for schedule in schedules]
 
 
-def lists_of(num_stages: int, microbatches: int, lookahead: int = 0, drains: Collection[int] = ()) -> Lists:
-    return [StageList.of(schedule, microbatches, drains) for schedule in pipeline(num_stages, lookahead)]
+def of_depths(depths: Sequence[int], microbatches: int) -> Lists:
+    return lists_of([OfDepth(depth, StalenessRule()) for depth in depths], microbatches)
 
 
 def rules(violations: list[str]) -> set[str]:
     return {violation.partition(":")[0] for violation in violations}
 
 
-def admitted(num_stages: int, microbatches: int, num_replicas: int = 1) -> Iterator[int]:
-    """Lookaheads that the settings admit, up to 3 P."""
-    for lookahead in range(min(3 * num_stages, microbatches) + 1):
-        wanted = PipelineSettings(microbatches, lookahead, num_replicas)
-        if wanted.resolve(num_stages * num_replicas)[0] is not None:
-            yield lookahead
+def admitted(rule: Rule, num_stages: int, microbatches: int, num_replicas: int = 1) -> Iterable[int]:
+    """Lookaheads that the settings admit: of uniform staleness all up to 3 P, otherwise the extremes.
+
+    Those are the smallest, the largest, and that with which every hop has one microbatch to hide behind.
+    """
+    if rule == "flush":
+        return {0, num_stages - 1}
+    most = largest_lookahead(num_stages, microbatches, num_replicas)
+    if rule == "uniform":
+        return range(min(3 * num_stages, most) + 1)
+    return {0, min(num_stages - 1, most), most} if most >= 0 and num_stages > 1 else set()
 
 
-FEW = range(1, 21)
-MANY = pytest.param(range(21, MOST_MICROBATCHES + 1), marks=pytest.mark.slow)
+def keeps_the_rules(shapes: Iterable[tuple[int, int]], rule: Rule, num_replicas: int) -> None:
+    for num_stages, count in shapes:
+        for lookahead in admitted(rule, num_stages, count, num_replicas):
+            found = check(pipeline(num_stages, lookahead, rule), count, num_replicas)
+            assert found == [], (num_stages, count, lookahead)
 
 
-@pytest.mark.parametrize("microbatches", [FEW, MANY], ids=str)
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_every_shape_that_is_admitted_keeps_the_rules(microbatches: range, num_replicas: int) -> None:
-    for count, num_stages in itertools.product(microbatches, range(1, MOST_STAGES + 1)):
-        for lookahead in admitted(num_stages, count, num_replicas):
-            assert check(pipeline(num_stages, lookahead), count, num_replicas) == [], (num_stages, count, lookahead)
-
-
-@pytest.mark.parametrize("microbatches", [FEW, MANY], ids=str)
-def test_every_shape_with_a_flush_keeps_the_rules(microbatches: range) -> None:
-    for count, num_stages in itertools.product(microbatches, range(1, MOST_STAGES + 1)):
-        for lookahead in {0, num_stages - 1}:
-            assert check(pipeline(num_stages, lookahead, delay=0), count, 2) == [], (num_stages, count, lookahead)
+@pytest.mark.parametrize("rule", RULES)
+def test_shapes_that_are_admitted_keep_the_rules(rule: Rule, num_replicas: int) -> None:
+    keeps_the_rules(itertools.product(range(1, 18), (1, 2, 3, 5, 8, 13, 17)), rule, num_replicas)
+    keeps_the_rules([(3, MOST_MICROBATCHES), (MOST_STAGES, MOST_MICROBATCHES)], rule, num_replicas)
 
 
 @pytest.mark.slow
-def test_every_shape_with_a_flush_and_any_lookahead_keeps_the_rules() -> None:
-    for count, num_stages in itertools.product(range(1, MOST_MICROBATCHES + 1), range(1, MOST_STAGES + 1)):
-        for lookahead in range(num_stages):
-            assert check(pipeline(num_stages, lookahead, delay=0), count, 2) == [], (num_stages, count, lookahead)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_shape_that_is_admitted_keeps_the_rules(rule: Rule, num_replicas: int) -> None:
+    shapes = itertools.product(range(1, MOST_STAGES + 1), range(1, MOST_MICROBATCHES + 1))
+    keeps_the_rules(shapes, rule, num_replicas)
 
 
-def test_a_synchronous_start_keeps_the_rules() -> None:
-    for count, num_stages in itertools.product(range(2, MOST_MICROBATCHES + 1, 13), range(2, MOST_STAGES + 1, 3)):
-        for lookahead in {0, largest_lookahead(num_stages, count, 1)} if count >= num_stages else set():
-            for start in (1, 2, 3):
-                schedules = starting(pipeline(num_stages, lookahead), start)
-                assert check(schedules, count) == [], (num_stages, count, lookahead, start)
-
-
-@pytest.mark.parametrize("drained", [1, 4, 5, 8, 9, 11])
-def test_drains_about_the_end_of_a_synchronous_start_keep_the_rules(drained: int) -> None:
-    schedules = starting(pipeline(4, 1), 2)
-    assert check(schedules, 5, 1, {drained}) == []
-
-
-def test_a_synchronous_start_that_ends_too_late_or_keeps_the_delay_is_caught() -> None:
-    class Early(StalenessRule):
-        def version(self, mini_batch: int, place: int = 0) -> int:
-            return max(mini_batch - self.delay, 0)
-
-    early = Schedule(0, 1, pipeline_rule=Early(1, 2))
-    assert check([early], 2)[0] == "delay: stage 0 runs microbatch 0 of mini-batch 1 on W_0, not on W_1"
-    too_far_ahead = starting(pipeline(4, 2), 4)
-    assert {"versions", "gradient"} <= rules(check(too_far_ahead, 4)), "what comes after a long start is looked at"
-    without_flush = [replace(stage, synchronous_start=2) for stage in lists_of(3, 3)]
-    assert {"delay", "deadlock"} <= rules(check_lists(without_flush, 3))
+@pytest.mark.parametrize("rule", RULES)
+def test_the_settings_make_these_schedules(rule: Rule) -> None:
+    for num_stages, extra in itertools.product((2, 3, 4, 8), (0, 1, 7)):
+        wanted = PipelineSettings(num_stages + extra, 1 if extra else 0, delay=int(rule != "flush"))
+        if rule in SLACKS:
+            wanted = replace(wanted, staleness="least", slack=rule)
+        resolved = wanted.resolved(num_stages)
+        schedules = pipeline(num_stages, 1 if extra else 0, rule)
+        assert [resolved.schedule(stage) for stage in range(num_stages)] == schedules
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: int) -> None:
-    """Beyond the largest lookahead, with one exception, which is refused although no rule forbids it."""
+    """Beyond the largest lookahead, with one exception, which is refused although no rule forbids it: m = P - 1."""
     spared = []
     for count, num_stages in itertools.product(range(1, MOST_MICROBATCHES + 1), range(2, MOST_STAGES + 1)):
         refused = largest_lookahead(num_stages, count, num_replicas) + 1 if count >= num_stages else 0
@@ -115,31 +109,32 @@ def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: in
     assert sorted(spared) == (exceptions if num_replicas == 1 else [])
 
 
-def test_one_microbatch_less_than_stages_would_keep_the_rules() -> None:
-    """The refusal of m = P - 1 protects none: d(0) = P - 1 = m as with m = P and a lookahead of 1."""
-    for num_stages in range(2, MOST_STAGES + 1):
-        assert check(pipeline(num_stages, 0), num_stages - 1) == []
-        assert PipelineSettings(num_stages - 1, 0).resolve(num_stages)[0] is None
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "flush"])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_a_synchronous_start_keeps_the_rules(rule: Rule, start: int) -> None:
+    for count, num_stages in itertools.product((2, 4, 5, 9, 16, 41), (2, 3, 5, 8, 20)):
+        for lookahead in set(admitted(rule, num_stages, count)) & {0, largest_lookahead(num_stages, count, 1)}:
+            assert check(pipeline(num_stages, lookahead, rule, start), count) == [], (num_stages, count, lookahead)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("start", [0, 2])
-def test_a_list_depends_on_depth_and_rule_alone(delay: int, start: int) -> None:
-    for num_stages, microbatches in itertools.product(range(1, 9), range(1, 12)):
-        for plain in pipeline(num_stages, num_stages // 2, delay):
-            for staleness in ("uniform", "least"):
-                schedule = replace(plain, pipeline_rule=StalenessRule(delay, start), staleness=staleness)
-                bare = OfDepth(schedule.depth, schedule.stage_rule)
-                assert bare.run(4, microbatches) == schedule.run(4, microbatches)
+# -- why so few lists tell about all, and drains ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_list_depends_on_depth_and_rule_alone(rule: Rule) -> None:
+    for num_stages, microbatches, start in itertools.product(range(1, 9), range(1, 12), (0, 2)):
+        for schedule in pipeline(num_stages, num_stages // 2, rule, start):
+            bare = OfDepth(schedule.depth, schedule.stage_rule)
+            assert bare.run(4, microbatches) == schedule.run(4, microbatches)
 
 
 @pytest.mark.parametrize("drained", [0, 5])
 def test_the_state_of_a_stage_repeats(drained: int) -> None:
     """Why four mini-batches tell about any number of them: each mini-batch is the one before with other numbers."""
     for count in range(5, 30, 3):
-        for depth in range(count + 1):
-            for held in {None, depth, depth + 2}:
-                schedule = OfDepth(depth, StalenessRule(held=held))
+        for ahead in range(count + 1):
+            for held in {None, ahead, ahead + 2}:
+                schedule = OfDepth(ahead, StalenessRule(held=held))
                 batches = mini_batches_of(schedule.run(6, count, {drained}), count)
                 usual = 2 if drained else 1
                 assert batches[usual:5] == batches[usual : usual + 1] * (5 - usual)
@@ -156,61 +151,47 @@ def mini_batches_of(actions: list[Action], microbatches: int) -> list[list[tuple
     return batches
 
 
-def chains(microbatches: int) -> Iterator[list[OfDepth]]:
-    """Pipelines whose stages and pairs of neighbours are those of every admitted shape.
-
-    Depths of neighbours differ by 1, as without lookahead, by 2, as with P - 1, or by more; up to the microbatches.
-    """
-    for hop in (1, 2, 3, 5):
-        for first in range(1, hop + 1):
-            depths = (0, *range(first, microbatches + 1, hop))
-            yield [OfDepth(depth, StalenessRule()) for depth in reversed(depths)]
+FEW = [(2, 5), (3, 4), (3, 9), (5, 6)]
+MANY = [(p, m) for p in range(2, 7) for m in sorted({p, p + 1, 2 * p - 1, 2 * p + 3})]
 
 
-def drained_after_every_microbatch(microbatches: Collection[int]) -> None:
-    for count in microbatches:
-        for schedules, drained in itertools.product(chains(count), range(1, 2 * count + 1)):
-            assert check(schedules, count, 1, {drained}) == [], (count, drained)
-            with_room = [schedule for schedule in schedules if schedule.depth < count]
-            assert check(with_room, count, 2, {drained}) == [], (count, drained)
-
-
-def test_drains_after_any_microbatch_keep_the_rules() -> None:
-    drained_after_every_microbatch(range(1, 15))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", range(15, MOST_MICROBATCHES + 1))
-def test_drains_after_any_microbatch_of_any_shape_keep_the_rules(microbatches: int) -> None:
-    drained_after_every_microbatch([microbatches])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shapes", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
+def test_drains_after_any_microbatch_keep_the_rules(
+    rule: Rule, num_replicas: int, shapes: list[tuple[int, int]]
+) -> None:
+    for num_stages, count in shapes:
+        extremes = {0, num_stages - 1, largest_lookahead(num_stages, count, num_replicas)}
+        lookaheads = extremes & set(admitted(rule, num_stages, count, num_replicas))
+        for lookahead, start in itertools.product(lookaheads, {0, 1, 2}):
+            schedules = pipeline(num_stages, lookahead, rule, start)
+            for drained in range(1, (start + 2) * count + 1):
+                found = check(schedules, count, num_replicas, {drained})
+                assert found == [], (num_stages, count, lookahead, start, drained)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(1, MOST_STAGES))
+    num_stages = data.draw(st.integers(2, MOST_STAGES))
     count = data.draw(st.integers(num_stages, MOST_MICROBATCHES))
     lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, 1)))
-    delay = data.draw(st.integers(0, 1))
-    drains = data.draw(st.sets(st.integers(1, 4 * count)))
-    assert check(pipeline(num_stages, lookahead, delay), count, 1, drains) == []
+    schedules = pipeline(num_stages, lookahead, data.draw(st.sampled_from(RULES)), data.draw(st.integers(0, 2)))
+    assert check(schedules, count, 1, data.draw(st.sets(st.integers(1, 4 * count)))) == []
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_drains_at_boundaries_keep_the_rules(delay: int) -> None:
-    for count, num_stages in itertools.product(range(1, MOST_MICROBATCHES + 1, 13), range(1, MOST_STAGES + 1, 2)):
-        for lookahead in admitted(num_stages, count) if delay else [0]:
-            for drains in ({count}, {2 * count}, {count, 2 * count, 3 * count}):
-                assert check(pipeline(num_stages, lookahead, delay), count, 1, drains) == []
-
-
-def test_shapes_with_drains_run_to_their_end() -> None:
-    """The same without the argument that stages can go in step: by running the lists."""
+@pytest.mark.parametrize("rule", RULES)
+def test_shapes_with_drains_run_to_their_end(rule: Rule) -> None:
+    """The same without the argument that stages can go in step, and where all have to agree with those updates."""
     generator = random.Random(0)
-    for num_stages, count in itertools.product(range(1, 7), range(1, 14)):
-        for lookahead in admitted(num_stages, count):
+    for num_stages, count in itertools.product(range(1, 7), range(2, 14)):
+        for lookahead in admitted(rule, num_stages, count):
             drains = generator.sample(range(1, 4 * count + 1), generator.randint(0, 3))
-            run_to_the_end(lists_of(num_stages, count, lookahead, drains), count)
+            lists = lists_of(pipeline(num_stages, lookahead, rule), count, drains)
+            if isinstance(rule, int):
+                lists = [replace(s, actions=[a for a in s.actions if a.kind is not Kind.UPDATE]) for s in lists]
+            run_to_the_end(lists, count)
 
 
 def run_to_the_end(stages: Lists, microbatches: int) -> None:
@@ -233,18 +214,89 @@ def run_to_the_end(stages: Lists, microbatches: int) -> None:
     assert left == 0
 
 
-def edited(stages: Lists, stage: int, edit: Callable[[list[str]], list[str]]) -> Lists:
+# -- how early an update of the least staleness is, counted in the lists ---------------------------------------------
+
+
+def forwards_before_updates(actions: Sequence[Action], microbatches: int) -> list[int]:
+    """How many forwards come between the last backward of each mini-batch and its update, but for the last one."""
+    at = {str(action): place for place, action in enumerate(actions)}
+    spans = [(at[f"B{(t + 1) * microbatches - 1}"], at[f"U{t}"]) for t in range(MINI_BATCHES - 1)]
+    return [sum(action.kind is Kind.FORWARD for action in actions[begin:end]) for begin, end in spans]
+
+
+@pytest.mark.parametrize("slack", [0, 1, 2])
+def test_an_update_comes_as_soon_as_its_gradient_and_the_slack(slack: Rule) -> None:
+    for num_stages, count in itertools.product(range(2, 9), range(2, 20)):
+        for lookahead in admitted(slack, num_stages, count):
+            for schedule in pipeline(num_stages, lookahead, slack, start=0):
+                most = count - schedule.depth  # as late as with uniform staleness
+                waited = forwards_before_updates(schedule.run(MINI_BATCHES, count), count)
+                assert waited == [min(slack, most)] * len(waited), (num_stages, count, lookahead, schedule.stage)
+
+
+def test_holding_back_fewer_than_are_under_way_is_caught_on_any_stage() -> None:
+    for num_stages, lookahead in itertools.product(range(2, 9), (0, 1, 3)):
+        lists = pipeline(num_stages, lookahead, 0, start=0)
+        count = lists[0].depth + 3
+        for stage in range(num_stages - 1):
+            bare = [OfDepth(s.depth, replace(s.stage_rule, held=s.depth - (s.stage == stage)), False) for s in lists]
+            assert {"gradient", "deadlock"} <= rules(check(bare, count)), (num_stages, lookahead, stage)
+
+
+def ancestors(num_stages: int, lookahead: int, actions: Sequence[Sequence[Action]]) -> dict[tuple[int, str], set]:
+    """What must be done before each action, whatever it lasts: what the stage does before, and messages."""
+    before: dict[tuple[int, str], set] = {}
+    todo = [list(stage)[::-1] for stage in actions]
+    latest: list[tuple[int, str] | None] = [None] * num_stages
+    while any(todo):
+        for stage, left in enumerate(todo):
+            while left:
+                peer = stage + (-1 if left[-1].kind is Kind.FORWARD else 1)
+                needed = (peer, str(left[-1]))
+                if 0 <= peer < num_stages and needed not in before:
+                    break
+                key = stage, str(left.pop())
+                reasons = [r for r in (needed if 0 <= peer < num_stages else None, latest[stage]) if r is not None]
+                before[key] = set(reasons).union(*(before[reason] for reason in reasons))
+                latest[stage] = key
+    return before
+
+
+@pytest.mark.parametrize(("num_stages", "lookahead"), [(2, 0), (2, 5), (3, 1), (4, 0), (4, 9), (6, 5)])
+def test_the_exact_slack_is_the_smallest_with_which_no_stage_waits_for_the_agreement(
+    num_stages: int, lookahead: int
+) -> None:
+    """Whatever actions last, if an update before forward number h adds no wait: that forward comes after the last
+    backwards of all stages anyway. Fewer, and there are durations with which some stage waits."""
+    most = depth(0, num_stages, lookahead)
+    count = most + 2
+    schedules = pipeline(num_stages, lookahead, "exact")
+    assert [schedule.stage_rule.held for schedule in schedules] == [most] * num_stages
+    plain = [[a for a in s.run(4, count) if a.kind is not Kind.UPDATE] for s in schedules]
+    before = ancestors(num_stages, lookahead, plain)
+    complete = {(stage, f"B{2 * count - 1}") for stage in range(num_stages)}
+    for stage in range(num_stages):
+        known = [complete <= before[stage, f"F{2 * count + held}"] for held in range(count)]
+        assert known == [held >= most for held in range(count)], stage
+
+
+# -- lists that break a rule -----------------------------------------------------------------------------------------
+
+Edit = Callable[[list[str]], list[str]]
+
+
+def edited(stages: Lists, stage: int, edit: Edit) -> Lists:
     """Lists of which one is changed, as words."""
     words = edit([str(action) for action in stages[stage].actions])
     actions = [Action(Kind(word[0]), int(word[1:])) for word in words]
     return [*stages[:stage], replace(stages[stage], actions=actions), *stages[stage + 1 :]]
 
 
-def swapped(one: str, other: str) -> Callable[[list[str]], list[str]]:
+def swapped(one: str, other: str) -> Edit:
     return lambda words: [{one: other, other: one}.get(word, word) for word in words]
 
 
-def moved(*words_before: str) -> Callable[[list[str]], list[str]]:
+def moved(*words_before: str) -> Edit:
     """Each first word of a pair moved before the second."""
 
     def edit(words: list[str]) -> list[str]:
@@ -256,54 +308,86 @@ def moved(*words_before: str) -> Callable[[list[str]], list[str]]:
     return edit
 
 
-def without(word: str) -> Callable[[list[str]], list[str]]:
+def without(word: str) -> Edit:
     return lambda words: [other for other in words if other != word]
 
 
-# Four stages of depths 4, 3, 2, 0, eight microbatches. Stage 1 in mini-batch 1: F8 B5 F9 B6 ... F15 B12 U0 F16 B13.
-MUTATIONS: list[tuple[str, int, Callable[[list[str]], list[str]], set[str]]] = [
-    ("two forwards swapped", 1, swapped("F9", "F10"), {"order"}),
-    ("two backwards swapped", 1, swapped("B9", "B10"), {"order"}),
-    ("backward before its forward", 3, swapped("F9", "B9"), {"order"}),
-    ("forward left out", 1, without("F9"), {"order", "deadlock"}),
-    ("backward left out", 1, without("B9"), {"order", "deadlock"}),
-    ("backward twice", 1, lambda words: [*words, "B31"], {"order"}),
-    ("backward one forward early", 1, moved("B9", "F12"), {"depth"}),
-    ("two backwards early", 1, moved("B8", "F11", "B9", "F11"), {"depth", "deadlock"}),
-    ("backward one forward late", 1, moved("B9", "B10"), {"in flight", "depth"}),
-    ("first update early", 0, moved("U0", "B7"), {"gradient", "deadlock"}),
-    ("update early", 0, moved("U1", "B15"), {"gradient", "versions", "deadlock"}),
-    ("update a mini-batch early", 3, swapped("U1", "U0"), {"order"}),
-    ("update a forward late", 2, moved("U0", "B14"), {"delay"}),
-    ("update a mini-batch late", 2, moved("U0", "U1"), {"delay"}),
-    ("update left out", 2, without("U1"), {"order", "delay"}),
+# Four stages, eight microbatches. With uniform staleness their depths are 4, 3, 2, 0; stage 1 runs in mini-batch 1
+# F8 B5 F9 B6 ... F15 B12 U0 F16 B13. With the least they are 4, 3, 1, 0; with a slack of 1 they hold back 5, 4, 2, 1:
+# stage 1 runs ... F10 B7 F11 B8 U0 F12 B9 ...; with "exact" all hold back 4.
+MUTATIONS: list[tuple[str, Rule, int, Edit, set[str]]] = [
+    ("two forwards swapped", "uniform", 1, swapped("F9", "F10"), {"order"}),
+    ("two backwards swapped", "uniform", 1, swapped("B9", "B10"), {"order"}),
+    ("backward before its forward", "uniform", 3, swapped("F9", "B9"), {"order"}),
+    ("forward left out", "uniform", 1, without("F9"), {"order", "deadlock"}),
+    ("backward left out", "uniform", 1, without("B9"), {"order", "deadlock"}),
+    ("backward twice", "uniform", 1, lambda words: [*words, "B31"], {"order"}),
+    ("backward one forward early", "uniform", 1, moved("B9", "F12"), {"depth"}),
+    ("two backwards early", "uniform", 1, moved("B8", "F11", "B9", "F11"), {"depth", "deadlock"}),
+    ("backward one forward late", "uniform", 1, moved("B9", "B10"), {"in flight", "depth"}),
+    ("first update early", "uniform", 0, moved("U0", "B7"), {"gradient", "deadlock"}),
+    ("update early", "uniform", 0, moved("U1", "B15"), {"gradient", "versions", "deadlock"}),
+    ("update a mini-batch early", "uniform", 3, swapped("U1", "U0"), {"order"}),
+    ("update a forward late", "uniform", 2, moved("U0", "B14"), {"delay"}),
+    ("update left out", "uniform", 2, without("U1"), {"order", "delay"}),
+    ("update late with slack", 1, 1, moved("F12", "U0"), {"delay"}),
+    ("update early with slack", 1, 1, moved("U0", "F11"), {"early"}),
+    ("update before its gradient", 0, 1, moved("U0", "B7"), {"gradient", "deadlock"}),
+    ("update before the others agree", "exact", 2, moved("U0", "F11"), {"early"}),
+    ("update before the others can agree", "exact", 0, moved("U0", "B7"), {"gradient", "deadlock"}),
+    ("update after a forward on its weights", "exact", 3, moved("F12", "U0"), {"delay"}),
 ]
 
 
-@pytest.mark.parametrize(("name", "stage", "edit", "broken"), MUTATIONS, ids=[name for name, *_ in MUTATIONS])
+@pytest.mark.parametrize(("name", "rule", "stage", "edit", "broken"), MUTATIONS, ids=[name for name, *_ in MUTATIONS])
 def test_a_changed_list_is_caught_by_the_name_of_the_rule(
-    name: str, stage: int, edit: Callable[[list[str]], list[str]], broken: set[str]
+    name: str, rule: Rule, stage: int, edit: Edit, broken: set[str]
 ) -> None:
-    good = of_depths([4, 3, 2, 0], 8)
-    assert check_lists(good, 8, 2) == []
-    found = check_lists(edited(good, stage, edit), 8)
-    assert broken <= rules(found), found
+    good = of_depths([4, 3, 2, 0], 8) if rule == "uniform" else lists_of(pipeline(4, 1, rule, start=0), 8)
+    assert check_lists(good, 8) == []
+    found = rules(check_lists(edited(good, stage, edit), 8))
+    assert broken <= found if rule == "uniform" else broken == found
 
 
-def test_a_lookahead_too_large_breaks_versions_gradients_and_ends_in_a_deadlock() -> None:
-    found = check(pipeline(4, 2), 4)
-    assert rules(found) == {"gradient", "versions", "deadlock"}
-    assert found[0] == "gradient: stage 0: U0 before B3"
-    assert check(pipeline(4, 2), 5) == []
-    assert rules(check(pipeline(4, 2), 5, num_replicas=2)) == {"room"}
+def named(version: Callable[[StalenessRule, int, int], int]) -> type[StalenessRule]:
+    """A rule that names other versions."""
+
+    class Other(StalenessRule):
+        def version(self, mini_batch: int, place: int = 0) -> int:
+            return version(self, mini_batch, place)
+
+    return Other
 
 
-def of_depths(depths: list[int], microbatches: int) -> Lists:
-    return [StageList.of(Schedule(0, depth + 1), microbatches) for depth in depths]
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("step", [-1, 1])
+@pytest.mark.parametrize("slack", SLACKS)
+def test_a_version_that_is_off_by_a_microbatch_on_one_stage_is_caught(slack: Rule, step: int, stage: int) -> None:
+    schedules: list[Schedule | OfDepth] = list(pipeline(4, 1, slack))
+    good = schedules[stage]
+    off = named(lambda rule, t, place: StalenessRule.version(rule, t, place + step))
+    rule = off(good.stage_rule.delay, good.stage_rule.synchronous_start, good.stage_rule.held)
+    schedules[stage] = OfDepth(good.depth, rule, good.agrees_first, stage=stage)
+    (found,) = check(schedules, 8)
+    place = (good.stage_rule.held or 0) - (step > 0)
+    assert found.startswith(f"delay: stage {stage} runs microbatch {place} of mini-batch {rule.synchronous_start + 1}")
+
+
+def test_another_delay_is_caught() -> None:
+    older = Schedule(0, 1, pipeline_rule=named(lambda rule, t, place: max(t - 2, 0))())
+    assert check([older], 2)[0] == "delay: stage 0 runs microbatch 0 of mini-batch 2 on W_0, not on W_1"
+    early = Schedule(0, 1, pipeline_rule=named(lambda rule, t, place: max(t - rule.delay, 0))(1, 2))
+    assert check([early], 2)[0] == "delay: stage 0 runs microbatch 0 of mini-batch 1 on W_0, not on W_1"
+
+
+def test_a_synchronous_start_without_a_flush_is_caught() -> None:
+    without_flush = [replace(stage, synchronous_start=2) for stage in lists_of(pipeline(3, 0), 3)]
+    assert {"delay", "deadlock"} <= rules(check_lists(without_flush, 3))
+    too_far_ahead = pipeline(4, 2, start=4)
+    assert {"versions", "gradient"} <= rules(check(too_far_ahead, 4)), "what comes after a long start is looked at"
 
 
 def test_equal_depths_lock_neighbours_and_growing_ones_are_a_deadlock() -> None:
-    assert check_lists(of_depths([3, 2, 1, 0], 6), 6) == []
     assert check_lists(of_depths([6, 3, 2, 0], 6), 6) == []
     locked = check_lists(of_depths([3, 2, 2, 0], 6), 6)
     assert locked == ["depth: B0 has as many forwards before it on stage 2 as on stage 1"]
@@ -311,18 +395,17 @@ def test_equal_depths_lock_neighbours_and_growing_ones_are_a_deadlock() -> None:
 
 
 def test_a_drain_that_one_stage_leaves_out_is_a_deadlock() -> None:
-    drained = lists_of(3, 5, 1, {7})
-    assert check_lists(drained, 5) == []
-    assert "deadlock" in rules(check_lists([drained[0], *lists_of(3, 5, 1)[1:]], 5))
+    drained, undrained = (lists_of(pipeline(3, 1), 5, drains) for drains in ({7}, ()))
+    assert "deadlock" in rules(check_lists([drained[0], *undrained[1:]], 5))
 
 
-def test_another_delay_is_caught() -> None:
-    class Older(StalenessRule):
-        def version(self, mini_batch: int, place: int = 0) -> int:
-            return max(mini_batch - 2, 0)
-
-    found = check([Schedule(0, 1, pipeline_rule=Older())], 2)
-    assert found[0] == "delay: stage 0 runs microbatch 0 of mini-batch 2 on W_0, not on W_1"
+def test_a_stage_that_shares_a_parameter_holds_back_as_many_as_the_first_with_it() -> None:
+    schedules = [replace(s, shares_with=0 if s.stage == 3 else None) for s in pipeline(4, 0, 0)]
+    assert [schedule.stage_rule.held for schedule in schedules] == [3, 2, 1, 3]
+    assert check(schedules, 6) == []
+    waits = lists_of([*schedules[:3], replace(schedules[3], shares_with=None)], 6)
+    waits[3] = replace(waits[3], shares_with=0)
+    assert check_lists(waits, 6) == [], "no deadlock, but the last stage waits for the first"
 
 
 @settings(max_examples=300, deadline=None)
@@ -330,7 +413,7 @@ def test_another_delay_is_caught() -> None:
 def test_lists_without_a_violation_run_to_their_end(data: st.DataObject) -> None:
     """Whatever was changed: what the check does not object to does not block."""
     num_stages, count = data.draw(st.integers(2, 4)), data.draw(st.integers(4, 6))
-    stages = lists_of(num_stages, count, data.draw(st.integers(0, 1)))
+    stages = lists_of(pipeline(num_stages, data.draw(st.integers(0, 1))), count)
     for _ in range(data.draw(st.integers(1, 3))):
         stage = data.draw(st.integers(0, num_stages - 1))
         at = data.draw(st.integers(1, len(stages[stage].actions) - 1))

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from tests.core.schedules.schedule_proof import StageList, check_lists
-from tests.core.schedules.slack import (
+from research.theory.slack import (
     TRAVELLING,
     WORK,
     actions_of,
@@ -17,6 +16,7 @@ from tests.core.schedules.slack import (
     spread,
     utilisation,
 )
+from tests.core.schedules.schedule_proof import StageList, check_lists
 
 
 @pytest.mark.parametrize(("extra", "microbatches"), [(0, 8), (1, 8), (3, 12), (7, 16)])
@@ -25,6 +25,19 @@ def test_the_formula_of_the_period_is_that_of_a_simulation(extra: int, microbatc
         depths = place(8, extra)
         simulated = utilisation([[d] * microbatches for d in depths], hop)
         assert simulated == pytest.approx(WORK / period(depths, hop), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("hop", "times"),
+    [  # hops in forwards and backwards; lookahead -> time over the ideal, as research/notes/lookahead.md has it
+        (1.0, {0: 2.5, 3: 1.43, 6: 1.0}),
+        (2.0, {0: 4.0, 3: 2.28, 12: 1.0}),
+    ],
+)
+def test_lookahead_hides_hops(hop: float, times: dict[int, float]) -> None:
+    for lookahead, expected in times.items():
+        used = utilisation([[d] * 16 for d in spread(4, lookahead)], hop * WORK)
+        assert 1 / used == pytest.approx(expected, abs=0.01)
 
 
 def test_spreading_the_extra_microbatches_hides_more_with_fewer_in_flight() -> None:

@@ -1,6 +1,6 @@
 """How much of the time that messages take a schedule hides: exactly for constant depths, by simulation for any order.
 
-    python -m tests.core.schedules.slack          the tables of research/notes/performance.md, a minute
+    python -m research.theory.slack          the tables of research/notes/performance.md, a minute
 
 Times are in units of a forward; a backward takes two. An order is given by leads: ``leads[s][j]`` is the number of
 forwards beyond microbatch j of a mini-batch that stage s has done when its backward comes.
