@@ -1,4 +1,4 @@
-"""A Fabric loop trains to the weights of the oracle, bitwise in fp32: all stages in this process, and over processes."""
+"""A Fabric loop trains to the oracle's weights, bitwise in fp32: all stages in this process, and over processes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from tests.helpers.fabric import go_through
 from tests.helpers.pool import Pools
 from tests.helpers.random_resumes import Leg, chains, expected_case
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
 

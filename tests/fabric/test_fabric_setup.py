@@ -157,24 +157,19 @@ def test_middle_stages_read_nothing(pools: Pools) -> None:
     assert middle["stream"] == first["stream"], "a loader without a length is read to know when it ends"
 
 
-def local_state() -> dict[str, Any]:
-    """``state_dict`` on the last stage alone, which must not wait for anybody, and scheduler warnings."""
+def local_state() -> list[str]:
+    """Keys of ``state_dict`` on the last stage alone, which must not wait for anybody."""
     run = Run(Case(3, scheduler=True))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step")
         run.train(stop=2)
-    state = {**run.model.state_dict(), **run.optimizer.state_dict()} if run.mesh.is_last else {}
-    run.strategy.flush()
-    norm = run.strategy.gradient_norm
-    return {"keys": list(state), "warnings": [str(w.message) for w in caught], "norm": norm}
+    return list({**run.model.state_dict(), **run.optimizer.state_dict()}) if run.mesh.is_last else []
 
 
 def test_state_dicts_are_local(pools: Pools) -> None:
-    last, first = pools.run(2, local_state)
-    assert "state" in last["keys"]
-    assert any(key.endswith("weight") for key in last["keys"])
-    assert last["norm"] == first["norm"] > 0
-    assert not [text for text in last["warnings"] + first["warnings"] if "lr_scheduler.step" in text]
+    last, _ = pools.run(2, local_state)
+    assert "state" in last
+    assert any(key.endswith("weight") for key in last)
 
 
 def tokens_of_stages(folder: str, sampling: Sampling) -> list[int]:
