@@ -30,8 +30,7 @@ class Resumable(Net):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         output = self.model(batch["x"])
-        noise = 1 + 0.1 * torch.rand(())
-        self.log("val_loss", noise * F.mse_loss(output, batch["y"]), prog_bar=True)
+        self.log("val_loss", (1 + 0.1 * torch.rand(())) * F.mse_loss(output, batch["y"]), prog_bar=True)
         if dataloader_idx == 0:
             self.val_mse(output, batch["y"])
             self.log("val_mse", self.val_mse)
@@ -43,7 +42,7 @@ class Signals(L.Callback):
 
     Attributes:
         ranks: on which.
-        hook: in which.
+        hook: in which; ``"on_sanity"``: in a batch of the sanity check.
         index: of the call, counted over the run from 0.
         number: of the signal.
     """
@@ -54,71 +53,34 @@ class Signals(L.Callback):
     number: int = signal.SIGTERM
     calls: int = 0
 
-    def _called(self, trainer: L.Trainer, hook: str) -> None:
-        if hook != self.hook or trainer.sanity_checking != (hook == "on_sanity"):
+    def __post_init__(self) -> None:
+        hook = "on_validation_batch_end" if self.hook == "on_sanity" else self.hook
+        setattr(self, hook, self._called)
+
+    def _called(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.sanity_checking != (self.hook == "on_sanity"):
             return
         if self.calls == self.index and trainer.global_rank in self.ranks:
             os.kill(os.getpid(), self.number)
             os.kill(os.getpid(), self.number)  # the second one changes nothing
         self.calls += 1
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_train_batch_end")
-
-    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_train_epoch_start")
-
-    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_validation_start")
-
-    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_validation_end")
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_sanity" if trainer.sanity_checking else "on_validation_batch_end")
-
-    def on_test_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_test_batch_end")
-
-    def on_predict_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_predict_batch_end")
-
-    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_save_checkpoint")
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._called(trainer, "on_train_end")
-
 
 class Records(L.Callback):
-    """What was logged, kept although the run ends with an exception."""
+    """What was seen, kept although the run ends with an exception."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {"records": [], "steps": [], "batches": 0, "best": {}, "validations": 0}
+        self.steps: list[int] = []
+        self.validations = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen["steps"].append(trainer.global_step)
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen["batches"] += not trainer.sanity_checking
+        self.steps.append(trainer.global_step)
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen["validations"] += not trainer.sanity_checking
-
-    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
-        self._finish(trainer)
-
-    def on_fit_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._finish(trainer)
-
-    def _finish(self, trainer: L.Trainer) -> None:
-        self.seen["records"] = [record for log in trainer.loggers for record in getattr(log, "records", [])]
-        best = getattr(trainer.checkpoint_callback, "best_k_models", {})
-        self.seen["best"] = {os.path.basename(path): float(score) for path, score in best.items()}
-        self.seen["step"] = trainer.global_step
+        self.validations += not trainer.sanity_checking
 
 
-def under_slurm(run: Run, folder: str, **options: Any) -> dict[str, Any]:
+def under_slurm(run: Run, folder: str) -> dict[str, Any]:
     """:func:`preempted` as a task of a SLURM job, whose ``scontrol`` lies in a folder."""
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     before = dict(os.environ)
@@ -127,7 +89,7 @@ def under_slurm(run: Run, folder: str, **options: Any) -> dict[str, Any]:
         SLURM_JOB_ID="4711", SLURM_JOB_NAME="train", PATH=f"{folder}:{os.environ['PATH']}",
     )  # fmt: skip
     try:
-        return preempted(replace(run, trainer={**run.trainer, "plugins": SLURMEnvironment(**options)}))
+        return preempted(replace(run, trainer={**run.trainer, "plugins": SLURMEnvironment()}))
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -143,4 +105,4 @@ def preempted(run: Run, what: str = "fit") -> dict[str, Any]:
         result = fit(run) if what == "fit" else evaluate(run, what)
     except SystemExit as end:
         code = end.code
-    return {**result, "code": code, "seen": records.seen}
+    return {**result, "code": code, "steps": records.steps, "validations": records.validations}
