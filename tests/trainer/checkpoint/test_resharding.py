@@ -15,8 +15,8 @@ from lightning_asyncpp.storage import load
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, RESUMABLE_TRAINER, OneProcess, ResumableNet
-from tests.helpers.same import assert_same
 from tests.helpers.trainer import Run, arrays, fit
+from tests.storage.saves import assert_same
 
 FOUR = {"microbatches": 4}
 SHARDED = {"state_dict_type": "sharded"}
