@@ -1,4 +1,4 @@
-"""Scenarios in a process of their own that starts the ranks itself, as a notebook does, and what it has afterwards."""
+"""Scenarios in a process of their own that starts the ranks itself, as a notebook does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import lightning as L
 import torch
 
 from tests.helpers.pool import Outcome
-from tests.helpers.trainer import Run, arrays, loader, make_trainer, plain_metrics, val_loaders
+from tests.helpers.trainer import Run, make_trainer
 from tests.helpers.workers import free_port, worker_context
 
 
@@ -53,23 +53,7 @@ def _work(results: Any, scenario: Callable[..., Any], args: tuple) -> None:
     results.put(outcome)
 
 
-def starting(run: Run, devices: int, method: str = "fork", nodes: int = 1, **more: Any) -> L.Trainer:
+def starting(run: Run, devices: int, method: str = "fork", **more: Any) -> L.Trainer:
     """A Trainer that starts its ranks itself."""
-    os.environ.update(WORLD_SIZE=str(devices * nodes), LOCAL_WORLD_SIZE=str(devices))
+    os.environ.update(WORLD_SIZE=str(devices), LOCAL_WORLD_SIZE=str(devices))
     return make_trainer(replace(run, options=run.options | {"start_method": method}), **more)
-
-
-def fit_from_outside(run: Run, devices: int, method: str = "fork") -> dict[str, Any]:
-    """Train; what the process that is no rank has then."""
-    L.seed_everything(run.seed, verbose=False)
-    module = run.module(run)
-    trainer = starting(run, devices, method)
-    own = "train_dataloader" in vars(type(module))
-    trainer.fit(module, None if own else loader(run), val_loaders(run) or None)
-    return {
-        "state": arrays(module.state_dict()),
-        "full": arrays(trainer.strategy.full_state_dict()),  # type: ignore[attr-defined]
-        "callback_metrics": plain_metrics(trainer),
-        "best": getattr(trainer.checkpoint_callback, "best_model_path", ""),
-        "devices": {str(tensor.device) for tensor in module.state_dict().values()},
-    }
