@@ -14,14 +14,9 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.helpers.cases import DIM
-from tests.helpers.trainer import Net, Run, Samples, arrays, loader, make_trainer, plain_metrics
+from tests.helpers.trainer import Net, Run, Samples, loader, make_trainer, plain_metrics
 
 CLASSES = 3
-
-
-def classes(batch: dict[str, Tensor]) -> Tensor:
-    """(samples,) int64: classes that the inputs decide on."""
-    return (batch["x"][:, :2] > 0).sum(1)
 
 
 class ClassifierNet(Net):
@@ -30,33 +25,23 @@ class ClassifierNet(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         torch.manual_seed(4)
-        self.model = nn.Sequential(
-            nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Dropout(run.dropout), nn.Linear(DIM, DIM), nn.Tanh(),
-            nn.Linear(DIM, CLASSES),
-        )  # fmt: skip
+        layers = [nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, CLASSES)]
+        self.model = nn.Sequential(*layers)
         self.mean = MeanMetric()
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         scores = {"accuracy": MulticlassAccuracy(CLASSES), "f1": MulticlassF1Score(CLASSES)}
         self.scores = MetricCollection(scores, prefix="val_")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = F.cross_entropy(self.model(batch["x"]), classes(batch))
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return F.cross_entropy(self.model(batch["x"]), (batch["x"][:, :2] > 0).sum(1))
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._measure(batch, "val_loss")
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._measure(batch, "test_loss")
-
-    def _measure(self, batch: dict[str, Tensor], name: str) -> None:
-        logits, target = self.model(batch["x"]), classes(batch)
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits, target = self.model(batch["x"]), (batch["x"][:, :2] > 0).sum(1)
         losses = F.cross_entropy(logits, target, reduction="none")
         self.mean.update(losses)
         self.accuracy.update(logits, target)
         self.scores.update(logits, target)
-        self.log(name, losses.mean())
+        self.log("val_loss", losses.mean())
         self.log("logged_accuracy", self.accuracy)
 
     def on_validation_epoch_end(self) -> None:
@@ -65,50 +50,39 @@ class ClassifierNet(Net):
         self.mean.reset()
         self.scores.reset()
 
-    on_test_epoch_end = on_validation_epoch_end
+
+def val_loader(run: Run) -> DataLoader:
+    return DataLoader(Samples(run.val_samples[0], 1), batch_size=run.batch_size)
 
 
 def fit_measured(run: Run, folder: str) -> dict[str, Any]:
     """Train with callbacks that decide on what torchmetrics objects say; what they decided, on this rank."""
     L.seed_everything(run.seed, verbose=False)
-    module = run.module(run)
     best = ModelCheckpoint(folder, monitor="val_accuracy", mode="max", save_top_k=2, filename="{step}")
     patient = EarlyStopping("mean_loss", patience=0, min_delta=0.5)
-    trainer = make_trainer(run, callbacks=[best, patient], enable_checkpointing=True, logger="list")
-    trainer.fit(
-        module, loader(run, shuffle=run.shuffle), DataLoader(Samples(run.val_samples[0], 1), batch_size=run.batch_size)
-    )
+    trainer = make_trainer(run, callbacks=[best, patient], enable_checkpointing=True)
+    trainer.fit(run.module(run), loader(run, shuffle=run.shuffle), val_loader(run))
     return {
-        "callback_metrics": plain_metrics(trainer), "step": trainer.global_step, "best": best.best_model_path,
+        "metrics": plain_metrics(trainer), "step": trainer.global_step, "best": best.best_model_path,
         "kept": sorted(best.best_k_models), "stopped": patient.stopped_epoch, "best_score": float(patient.best_score),
-        "weights": arrays(dict(module.named_parameters())),
     }  # fmt: skip
 
 
 def fit_and_save(run: Run, path: str) -> None:
     """Train, and save at the end."""
     L.seed_everything(run.seed, verbose=False)
-    trainer = make_trainer(run, logger="list")
+    trainer = make_trainer(run)
     trainer.fit(run.module(run), loader(run, shuffle=run.shuffle))
     trainer.save_checkpoint(path)
 
 
-def evaluate_checkpoints(run: Run, paths: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """``validate``, ``test`` and ``predict`` of each checkpoint, by a module with other weights."""
-    found = {}
-    for writer, path in paths.items():
-        L.seed_everything(run.seed + 1, verbose=False)
-        module = run.module(run)
-        for parameter in module.parameters():
-            torch.nn.init.constant_(parameter, 3.0)
-        trainer = make_trainer(run, logger=False)
-        data = DataLoader(Samples(run.val_samples[0], 1), batch_size=run.batch_size)
-        metrics = [
-            getattr(trainer, what)(module, data, ckpt_path=path, weights_only=True, verbose=False)[0]
-            for what in ("validate", "test")
-        ]
-        predicted = trainer.predict(module, data, ckpt_path=path, weights_only=True)
-        # Replicas have a part each, and stages before the last one nothing.
-        parts = [batch.numpy() for batch in predicted or [] if batch is not None]
-        found[writer] = {"metrics": metrics, "predicted": parts}
-    return found
+def evaluate_checkpoint(run: Run, path: str) -> dict[str, Any]:
+    """``validate`` and ``predict`` of a checkpoint, by a module with other weights."""
+    L.seed_everything(run.seed + 1, verbose=False)
+    module, trainer = run.module(run), make_trainer(run)
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, 3.0)
+    metrics = trainer.validate(module, val_loader(run), ckpt_path=path, weights_only=True, verbose=False)
+    predicted = trainer.predict(module, val_loader(run), ckpt_path=path, weights_only=True)
+    # Replicas have a part each, and stages before the last one nothing.
+    return {"metrics": metrics[0], "predicted": [batch.numpy() for batch in predicted or [] if batch is not None]}
