@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_asyncpp.fabric import DelayedGradientStrategy
 from lightning_asyncpp.storage import merged
 from tests.helpers.cases import Case, frozen_in_front, make_model
 from tests.helpers.compare import assert_same_norms, assert_same_weights, weights_of
@@ -232,36 +230,3 @@ def test_second_names_of_parameters_hold_the_trained_values(tmp_path: Path) -> N
     for name, second in (("scale", "begin.scale"), ("shared.weight", "end.weight")):
         assert np.array_equal(whole[name], whole[second])
     Second(nn.LayerNorm).load_state_dict({name: torch.from_numpy(array) for name, array in whole.items()})
-
-
-class Twice(nn.Module):
-    """Called twice in a step, which no pipeline could cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh()
-
-
-def test_a_model_that_is_not_cut_is_one_stage_whose_gradients_are_one_update_old() -> None:
-    strategy = DelayedGradientStrategy()
-    fabric = L.Fabric(strategy=strategy, devices=1, accelerator="cpu")
-    fabric.launch()
-    plain, given = Twice(), Twice()
-    plain.load_state_dict(given.state_dict())
-    model = fabric.setup_module(given)
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-    versions = [[p.detach().clone() for p in plain.parameters()]]
-    for t, batch in enumerate(torch.randn(5, 3, 4)):
-        strategy.training_step(lambda x: model(model(x)).square().mean(), batch)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(list(plain.parameters()), versions[max(t - 1, 0)])
-        plain.zero_grad()
-        plain(plain(batch)).square().mean().backward()
-        versions.append([w - 0.1 * p.grad for w, p in zip(versions[t], plain.parameters())])
-    strategy.flush()
-    for actual, expected in zip(given.parameters(), versions[-1]):
-        torch.testing.assert_close(actual, expected)

@@ -64,14 +64,3 @@ def test_evaluation_runs_on_the_trained_weights_of_the_copy() -> None:
     run.evaluate()
     assert seen
     assert all(weight.dtype == newest.dtype and torch.equal(weight, newest) for weight in seen)
-
-
-def test_masters_written_by_a_hook_are_the_copys_at_once() -> None:
-    run = Run(Case(4, tied=True, bf16=True), stages=2)
-    run.train(0, 3)
-    run.strategy.flush()
-    with torch.no_grad():
-        for parameter in run.model.parameters():
-            parameter.mul_(0.5)
-    run.strategy.session.running().weights.adopt()
-    check_copies(run)

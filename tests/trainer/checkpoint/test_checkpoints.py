@@ -17,7 +17,6 @@ from tests.helpers.oracle import (
     assert_equal_weights,
     joined_parts,
     joined_weights,
-    loss_after,
     mini_batches_of,
     oracle,
     plain_module,
@@ -122,23 +121,3 @@ def test_checkpoints_by_time(pools: Pools, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == sorted(f"step={step}.ckpt" for step in range(1, 11))
     content = torch.load(tmp_path / "step=7.ckpt", weights_only=True)
     assert_equal_weights(arrays(content["state_dict"]), oracle(run, 2, list(mini_batches_of(run, 2))[:7])[0])
-
-
-@pytest.mark.parametrize(
-    ("trainer", "validated"),
-    [
-        ({"val_check_interval": 0.5, "max_epochs": 2}, [2, 4, 7, 9]),
-        ({"check_val_every_n_epoch": None, "val_check_interval": 4, "max_epochs": 2}, [4, 8]),
-    ],
-    ids=["within epochs", "over epochs"],
-)
-def test_when_it_validates(trainer: dict[str, Any], validated: list[int]) -> None:
-    """After the same batches as a plain run, on the weights of all updates so far, without a trace in training."""
-    run = Run(Net, val_samples=(9,), dropout=0.3, trainer=trainer | {"logger": "list"})
-    (result,), plain = ONE_PROCESS.run(2, fit, run), fit(replace(run, strategy="plain"))
-    logged = {step + 1: metrics["val_loss"] for step, metrics in result["records"] if "val_loss" in metrics}
-    assert [step + 1 for step, metrics in plain["records"] if "val_loss" in metrics] == list(logged) == validated
-    batches = list(mini_batches_of(run, trainer["max_epochs"]))
-    assert_equal_weights(result["weights"], oracle(run, 2, batches)[0])
-    for step, loss in logged.items():
-        assert loss == pytest.approx(loss_after(run, batches[:step], 9), rel=1e-5)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS
@@ -45,17 +45,22 @@ class LogsEverywhere(L.Callback):
 
 
 class UsesMetric(Net):
-    """Logs a torchmetrics object, and computes with it and with what steps collected where an epoch ends."""
+    """Logs torchmetrics objects and collections, and computes where an epoch ends, also with what steps collected."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.train_error, self.val_error = MeanSquaredError(), MeanSquaredError()
+        errors = {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError()}
+        self.seen = MetricCollection(errors, prefix="train_")
+        self.validated = self.seen.clone(prefix="val_")
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         predictions = self.model(batch["x"])
         self.train_error(predictions, batch["y"])
         self.log("train_error", self.train_error, on_step=True, on_epoch=True)
+        self.seen(predictions, batch["y"])
+        self.log_dict(self.seen, on_step=False, on_epoch=True)
         return F.mse_loss(predictions, batch["y"])
 
     def on_train_epoch_end(self) -> None:
@@ -66,6 +71,8 @@ class UsesMetric(Net):
         self.losses.append(F.mse_loss(predictions, batch["y"], reduction="none"))
         self.val_error.update(predictions, batch["y"])
         self.log("val_error", self.val_error)
+        self.validated.update(predictions, batch["y"])
+        self.log_dict(self.validated)
 
     def on_validation_epoch_end(self) -> None:
         self.log("val_root", self.val_error.compute().sqrt())
@@ -84,7 +91,9 @@ def test_hooks_log_what_they_log_in_plain_lightning(pools: Pools) -> None:
     plain, results = fit(replace(run, strategy="plain", options={})), pools.run(STAGES, fit, run)
     for result in results:
         assert result["callback_metrics"] == pytest.approx(plain["callback_metrics"], rel=1e-5)
-    assert {"collected", "train_root", "val_root", "val_once", "epoch_end"} <= plain["callback_metrics"].keys()
+    assert {"collected", "train_root", "val_root", "val_once", "epoch_end", "train_mae", "val_rmse"} <= plain[
+        "callback_metrics"
+    ].keys()
     steps = [metrics["batch_end_step"] for _, metrics in results[0]["records"] if "batch_end_step" in metrics]
     assert steps == [0.0, 1.0, 4.0, 9.0, 16.0] * 2, "a value was lost, or logged twice"
 

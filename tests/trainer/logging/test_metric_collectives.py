@@ -10,42 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import functional as F
-from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Net, Run, evaluate, fit, loader, make_trainer, val_loaders
-
-
-class CollectionNet(Net):
-    """Logs collections of metrics with ``log_dict``; in validation two of them share their state."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.seen = MetricCollection({"mse": MeanSquaredError(), "mae": MeanAbsoluteError()}, prefix="train_")
-        errors = {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError()}
-        self.validated = MetricCollection(errors, prefix="val_")
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        out = self.model(batch["x"])
-        self.seen(out, batch["y"])
-        self.log_dict(self.seen, on_step=False, on_epoch=True)
-        return F.mse_loss(out, batch["y"])
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.validated.update(self.model(batch["x"]), batch["y"])
-        self.log_dict(self.validated)
-
-
-def test_metric_collection(pools: Pools) -> None:
-    """The values of every epoch are those of a plain run, on all ranks."""
-    run = Run(CollectionNet, "sync", optimizer="sgd", samples=37, val_samples=(13,), trainer={"max_epochs": 2})
-    plain = fit(replace(run, strategy="plain"))["callback_metrics"]
-    assert {"train_mse", "train_mae", "val_mse", "val_rmse", "val_mae"} <= plain.keys()
-    for result in pools.run(2, fit, run):
-        assert result["callback_metrics"] == pytest.approx(plain, rel=1e-4)
-
+from tests.helpers.trainer import Net, Run, evaluate, loader, make_trainer, val_loaders
 
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast",
