@@ -48,7 +48,7 @@ RESUMED = Case(
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_the_oracles(name: str) -> None:
     case = CASES[name]
-    result = train(case, (1, 2), stages=3)
+    result = train(case, (1, 2), stages=3, at_once=case.routed)
     weights, losses = run_oracle(case, 3)
     assert_same_weights([result], weights)
     if case.accumulate == 1:
@@ -57,7 +57,7 @@ def test_weights_are_the_oracles(name: str) -> None:
 
 def in_processes(case: Case) -> dict[str, Any]:
     """All stages are drained for an evaluation within a mini-batch, also the last, which has nothing in flight."""
-    return train(case, (1, 2), evaluates_each=case.accumulate > 1)
+    return train(case, (1, 2), evaluates_each=case.accumulate > 1, at_once=case.routed)
 
 
 @pytest.mark.parametrize("name", OVER_PROCESSES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -94,20 +93,6 @@ def test_saved_again_before_a_batch_was_read(taken: int) -> None:
         assert numbers_of(once_more) == rest
         if state is saved[0]:
             assert numbers_of(once_more) == following
-
-
-def test_an_iteration_that_is_given_up_late_ends_no_newer_one() -> None:
-    loader = fabric_loader("stateful")
-    first = iter(loader)
-    next(first)
-    second = iter(loader)
-    next(second)
-    del first
-    gc.collect()
-    assert not loader.state_dict()["is_over"]
-    del second
-    gc.collect()
-    assert loader.state_dict()["is_over"]
 
 
 def test_moved_data(tmp_path: Path) -> None:

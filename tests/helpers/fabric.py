@@ -37,6 +37,7 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)  # more of the strategy's
     stages: int = 0  # all in this process, if there are any
     evaluates_each: bool = False  # after every batch, also where no step follows it
+    at_once: bool = False  # the optimizer is made before the model is set up, and both are by one call
 
     def __post_init__(self) -> None:
         case = self.case
@@ -58,12 +59,17 @@ class Run:
         if self.spoilt:
             torch.nn.init.constant_(next(model.parameters()), 3.0)
         model.microbatch_weight = case.weight
-        self.model = self.fabric.setup_module(model)
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = self.fabric.setup_optimizers(case.make_optimizer(trained))
+        if self.at_once:
+            self.model, self.optimizer = self.fabric.setup(model, case.make_optimizer(self._trained(model)))
+        else:
+            self.model = self.fabric.setup_module(model)
+            self.optimizer = self.fabric.setup_optimizers(case.make_optimizer(self._trained(self.model)))
         self.scheduler = case.make_scheduler(self.optimizer)
         self.losses: list[float] = []
         self.norms: list[float | None] = []
+
+    def _trained(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @property
     def state(self) -> dict[str, Any]:

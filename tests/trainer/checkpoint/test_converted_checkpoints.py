@@ -99,17 +99,3 @@ def test_what_is_there_is_not_written_over(saved: dict[str, Any], command: Comma
     error = command("convert", saved["parts"], tmp_path / "folder", "--to", "full", "--force", code=2)
     assert "holds something else (file)" in error
     assert (tmp_path / "folder/file").exists()
-
-
-def test_entries_of_fabrics_checkpoints_have_their_own_names(command: Command, tmp_path: Path) -> None:
-    model = {"weight": torch.ones(2, 3), "bias": torch.zeros(2).bfloat16()}
-    optimizer = {"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
-    pipeline = {"num_stages": 2, "older_weights": {"weight": torch.ones(2, 3)}, "partition": [1, 1]}
-    content = {"net": model, "other": {"w": torch.ones(1)}, "optimizer": optimizer, "pipeline": pipeline, "step": 7}
-    torch.save(content, tmp_path / "x.pt")
-    facts = json.loads(command("info", tmp_path / "x.pt", "--json"))
-    assert (facts["writer"], facts["num_stages"], facts["parameters"]) == ("Fabric", 2, 9)
-    error = command("convert", tmp_path / "x.pt", tmp_path / "w.pt", "--to", "weights", code=2)
-    assert "its models are: net, other; name one: --entry NAME" in error
-    command("convert", tmp_path / "x.pt", tmp_path / "w.pt", "--to", "weights", "--entry", "net")
-    assert torch.load(tmp_path / "w.pt", weights_only=True).keys() == model.keys()

@@ -30,7 +30,6 @@ from tests.helpers.workers import free_port
 
 ROOT = Path(__file__).parents[3]
 PLAIN = [sys.executable, __file__]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
 LOOPBACK, EVERYWHERE = {"127.0.0.1", "::1"}, {"::", "0.0.0.0"}
 ADDRESS = "10.9.8.7"
 NAMESPACE = [
@@ -150,15 +149,6 @@ def run_script(command: list[str], folder: Path, **variables: str) -> None:
 def test_an_interface_that_is_named_is_the_only_one(tmp_path: Path) -> None:
     run_script([*NAMESPACE, *PLAIN], tmp_path, GLOO_SOCKET_IFNAME="wire0")
     check(tmp_path, 2, {ADDRESS}, "wire0")
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    """Its own process, which has the store, is not ours."""
-    run_script(TORCHRUN, tmp_path)
-    for path in tmp_path.glob("*.json"):
-        seen = json.loads(path.read_text())
-        assert {*seen["in training"], *seen["at setup"]} <= LOOPBACK | EVERYWHERE
 
 
 if __name__ == "__main__":

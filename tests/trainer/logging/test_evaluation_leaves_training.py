@@ -62,13 +62,6 @@ def test_over_processes(pools: Pools, name: str, stages: int, replicas: int) -> 
     check(pools, CASES[name], stages, replicas)
 
 
-def test_an_emulated_pipeline_draws_as_the_pipeline_does(pools: Pools) -> None:
-    evaluations = CASES["torch's own shuffling"]
-    found, expected = (where.run(2, trajectory, RUN, evaluations, evaluations)[0] for where in (ONE_PROCESS, pools))
-    for name in ("losses", "epochs", "counted"):
-        assert found[name] == expected[name]
-
-
 def test_a_checkpoint_of_a_validation_holds_the_generators_of_the_training(tmp_path: Path) -> None:
     """It is saved where the validation's generators are in place; those are taken up, too, by the next validation."""
     evaluations = Evaluations(shuffled=True)
