@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import OptimizerCallable
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Beside, Wait
 from lightning_asyncpp.storage import merged
+from lightning_asyncpp.tools.recorded_run import read_run
+from lightning_asyncpp.tools.trace_summary import summarise
 from tests.helpers.cases import Case, frozen_in_front, make_model
 from tests.helpers.compare import assert_same_norms, assert_same_weights, weights_of
 from tests.helpers.engine import run_oracle
@@ -22,6 +28,7 @@ from tests.helpers.fabric import Run, go_through, train
 from tests.helpers.modules import Second
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
+from tests.helpers.recorded import off_schedule
 from tests.helpers.trainer import arrays
 
 BATCHES = (8, 8, 8, 8, 5)
@@ -117,7 +124,7 @@ def test_evaluation_sees_the_newest_weights(pools: Pools) -> None:
     ("stages", "changed"),
     [
         pytest.param((3, 3), {}, id="the-same"),
-        pytest.param((2, 1), {"tied": True, "routed": True}, id="shared-routed"),
+        pytest.param((2, 1), {"tied": True, "routed": True, "cut": "back"}, id="shared-routed"),
         pytest.param((1, 3), {"bf16": True}, id="masters"),
         pytest.param((3, 3), {"staleness": "least", "microbatches": 6, "lookahead": 0}, id="least-staleness"),
     ],
@@ -136,7 +143,7 @@ def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
 
 def test_processes_go_on_as_other_processes(pools: Pools, tmp_path: Path) -> None:
     """From parts that were written while training went on."""
-    path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, tied=True, routed=True)
+    path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, tied=True, routed=True, cut="back")  # tied across stages
     expected, saving = run_oracle(case)[0], {"state_dict_type": "sharded", "async_checkpoints": True}
     assert_same_weights(pools.run(2, go_through, case, None, path, 3, (), saving), expected)
     assert_same_weights(pools.run(3, go_through, case, path), expected)
@@ -230,3 +237,50 @@ def test_second_names_of_parameters_hold_the_trained_values(tmp_path: Path) -> N
     for name, second in (("scale", "begin.scale"), ("shared.weight", "end.weight")):
         assert np.array_equal(whole[name], whole[second])
     Second(nn.LayerNorm).load_state_dict({name: torch.from_numpy(array) for name, array in whole.items()})
+
+
+def train_without_a_batch(stages: int, accumulate: int, skip: bool) -> dict[str, np.ndarray]:
+    """A mini-batch is left out of the data (``skip``), or trained and its gradient thrown away."""
+    run = Run(Case(3, delay=0, accumulate=accumulate, batch_sizes=(6,) * 7 * accumulate), stages=stages)
+    run.train(stop=3)
+    for index in () if skip else run.case.mini_batches[3]:
+        run.strategy.training_step(run.case.step(run.model), run.case.batch(index))
+    run.optimizer.zero_grad()
+    run.train(start=4)
+    return run.result()["weights"]
+
+
+@pytest.mark.parametrize(("stages", "accumulate"), [(1, 2), (3, 1)])
+def test_zero_grad_in_the_place_of_a_step_leaves_the_batch_out(stages: int, accumulate: int) -> None:
+    assert_equal_weights(*(train_without_a_batch(stages, accumulate, skip) for skip in (False, True)))
+
+
+def test_the_command_line_still_finds_an_optimizer_by_its_name() -> None:
+    """Fabric gets an optimizer of another class of that name, whose ``zero_grad`` throws gradients away."""
+    run = Run(Case(3), stages=2)
+    assert isinstance(run.optimizer.optimizer, torch.optim.AdamW)
+    parser = ArgumentParser()
+    parser.add_argument("--optimizer", type=OptimizerCallable)
+    assert parser.parse_args(["--optimizer=AdamW"]).optimizer.class_path == "torch.optim.AdamW"
+
+
+def recorded(folder: str) -> None:
+    """Train while it is recorded; afterwards nobody pays for it any more."""
+    run = Run(Case(microbatches=4, batch_sizes=(8,) * 6))
+    with run.strategy.record_trace(folder):
+        run.train(evaluate_after=(2,))
+        run.strategy.flush()
+    assert run.strategy.session.running().runner.trace is None
+
+
+def test_a_loop_is_recorded(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, recorded, str(tmp_path / "trace"))
+    run = read_run(tmp_path / "trace")
+    assert not off_schedule(run)
+    assert summarise(run).total.staleness == 1
+    for rank in run.ranks:
+        kinds = {kind: [s.index for s in rank.spans if s.kind is kind] for kind in (*Kind, *Wait, *Beside)}
+        assert kinds[Kind.UPDATE] == list(range(6))
+        assert sorted(kinds[Kind.FORWARD]) == sorted(kinds[Kind.BACKWARD])
+        assert kinds[Wait.DATA] == [1, 2, 3, 3, 4, 5]
+        assert kinds[Beside.EVALUATE] == [3]

@@ -7,13 +7,14 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_asyncpp.storage import is_sharded, read_index, remove_sharded
-from tests.storage.faults import BROKEN, FAIL, KILL, NO_SPACE, Call, Ended, Fault, run
+from tests.storage.faults import BROKEN, FAIL, KILL, NO_SPACE, Call, Ended, Fault, build, run, why_not
 from tests.storage.saves import SAVES, save_sharded, version_of
 
 OLD, NEW, NEXT = 1, 2, 3
@@ -21,6 +22,26 @@ WAYS = pytest.mark.parametrize(
     ("save", "before"), [(save, before) for save in ("full", "sharded") for before in ("", save)]
 )
 EVERYTHING = pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@pytest.fixture(scope="session")
+def fault_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the library that lets system calls fail."""
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("faults")
+    try:
+        library = build(folder)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"what traps system calls cannot be compiled here: {error.stderr.decode().strip()[-300:]}")
+    ended = run(Fault(library, str(folder)), nothing)
+    if ended.code != 0:
+        pytest.skip(f"system calls cannot be trapped here (seccomp): {ended.raised.splitlines()[:1]}")
+    return library
+
+
+def nothing() -> None:
+    """Tells whether a process with trapped calls gets anywhere."""
 
 
 def prepared(folder: Path, before: str) -> Path:

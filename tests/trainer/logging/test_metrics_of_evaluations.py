@@ -6,35 +6,92 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from tests.helpers.cases import DIM
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import ONE_PROCESS
-from tests.helpers.trainer import Run
-from tests.trainer.logging.measured import ClassifierNet, evaluate_checkpoint, fit_and_save, fit_measured
+from tests.helpers.resumable import ONE_PROCESS, saving
+from tests.helpers.trainer import Net, Run, fit, make_trainer, val_loaders
+
+CLASSES = 3
+
+
+class ClassifierNet(Net):
+    """Measures its validations with torchmetrics objects: some are logged, some computed where the epoch ends."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        layers = [nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, CLASSES)]
+        self.model = nn.Sequential(*layers)
+        self.mean = MeanMetric()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        scores = {"accuracy": MulticlassAccuracy(CLASSES), "f1": MulticlassF1Score(CLASSES)}
+        self.scores = MetricCollection(scores, prefix="val_")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return F.cross_entropy(self.model(batch["x"]), (batch["x"][:, :2] > 0).sum(1))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits, target = self.model(batch["x"]), (batch["x"][:, :2] > 0).sum(1)
+        losses = F.cross_entropy(logits, target, reduction="none")
+        self.mean.update(losses)
+        self.accuracy.update(logits, target)
+        self.scores.update(logits, target)
+        self.log("val_loss", losses.mean())
+        self.log("logged_accuracy", self.accuracy)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean_loss", self.mean.compute())
+        self.log_dict(self.scores.compute())
+        self.mean.reset()
+        self.scores.reset()
+
 
 RUN = Run(
-    ClassifierNet, "sync", {"microbatches": 2}, samples=48, batch_size=12, val_samples=(36,), shuffle=True
+    ClassifierNet, "sync", {"microbatches": 2}, {"enable_checkpointing": True, "max_epochs": 4},
+    samples=48, batch_size=12, val_samples=(36,),
 )  # fmt: skip
-REPLICAS = replace(RUN, options={"microbatches": 3, "data_parallel_size": 2}, batch_size=6)
+REPLICAS = replace(RUN, options={"microbatches": 3, "data_parallel_size": 2}, batch_size=6, shuffle=True)
 
 
 def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(pools: Pools, tmp_path: Path) -> None:
-    run = replace(REPLICAS, strategy="default", trainer={"max_epochs": 4})
-    first, *others = pools.run(4, fit_measured, run, str(tmp_path))
-    assert {"mean_loss", "val_accuracy", "val_f1", "logged_accuracy", "val_loss"} <= first["metrics"].keys()
-    assert all(rank == first for rank in others)
-    assert first["kept"]
-    assert all(Path(path).is_file() for path in first["kept"])
-    assert first["step"] == 8, "the second epoch is not half a unit better: training ends there, on every rank"
-    assert first["metrics"]["mean_loss"] == pytest.approx(first["metrics"]["val_loss"], rel=1e-6)
+    best = saving(tmp_path, monitor="val_accuracy", mode="max", save_top_k=2)
+    patient = (EarlyStopping, {"monitor": "mean_loss", "patience": 0, "min_delta": 0.5})
+    first, *others = pools.run(4, fit, replace(REPLICAS, strategy="default", callbacks=(best, patient)))
+    names = {"mean_loss", "val_accuracy", "val_f1", "logged_accuracy", "val_loss"}
+    assert names <= first["callback_metrics"].keys()
+    for rank in others:
+        assert {rank["best"]} == {first["best"]} != {""}
+        assert rank["callback_metrics"] == first["callback_metrics"]
+        assert rank["global_step"] == first["global_step"]
+    assert first["global_step"] == 8, "the second epoch is not half a unit better: training ends there, on every rank"
+    assert first["callback_metrics"]["mean_loss"] == pytest.approx(first["callback_metrics"]["val_loss"], rel=1e-6)
+
+
+def evaluate_checkpoint(run: Run, path: str) -> dict[str, Any]:
+    """``validate`` and ``predict`` of a checkpoint, by a module with other weights."""
+    L.seed_everything(run.seed + 1, verbose=False)
+    module, trainer = run.module(run), make_trainer(run, enable_checkpointing=False)
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, 3.0)
+    metrics = trainer.validate(module, val_loaders(run), ckpt_path=path, weights_only=True, verbose=False)
+    predicted = trainer.predict(module, val_loaders(run), ckpt_path=path, weights_only=True)
+    # Replicas have a part each, and stages before the last one nothing.
+    return {"metrics": metrics[0], "predicted": [batch.numpy() for batch in predicted or [] if batch is not None]}
 
 
 def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools, tmp_path: Path) -> None:
     """To the bit where the same microbatches run; whole batches, and sums over replicas, are rounded otherwise."""
     path = str(tmp_path / "written.ckpt")
-    pools.run(2, fit_and_save, RUN, path)
+    pools.run(2, fit, replace(RUN, callbacks=(saving(tmp_path, filename="written", save_top_k=1),)))
     (expected,) = ONE_PROCESS.run(1, evaluate_checkpoint, RUN, path)
     wanted = np.concatenate(expected["predicted"])
     assert len(wanted) == 36
@@ -50,11 +107,7 @@ def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools
         for rank in ranks:
             assert rank["metrics"] == ranks[0]["metrics"], reader
             assert rank["metrics"] == (expected["metrics"] if exact else pytest.approx(expected["metrics"], rel=1e-6))
-        assert_same(found, wanted, reader, exact)
-
-
-def assert_same(found: Any, wanted: Any, reader: str, exact: bool) -> None:
-    """Predictions are those of the samples; each replica has every other one."""
-    if reader == "replicas":
-        found, wanted = np.sort(found, axis=0), np.sort(wanted, axis=0)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=0 if exact else 1e-6, err_msg=reader)
+        if reader == "replicas":  # each has every other sample
+            found, wanted = np.sort(found, axis=0), np.sort(wanted, axis=0)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=0 if exact else 1e-6, err_msg=reader)
+        wanted = np.concatenate(expected["predicted"])
