@@ -13,7 +13,7 @@ from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from tests.helpers.cases import Case, make_model
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.trainer import arrays
-from tests.trainer.launching.main_process import outcome_of
+from tests.trainer.launching.test_main_process import outcome_of
 
 
 def train(fabric: L.Fabric, model: torch.nn.Module, path: Path, fails: bool) -> dict[str, np.ndarray]:

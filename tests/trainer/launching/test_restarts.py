@@ -21,7 +21,7 @@ import torch
 from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, saving
 from tests.helpers.trainer import Run, arrays, fit, make_trainer, val_loaders
-from tests.trainer.checkpoint.preempted import Resumable
+from tests.trainer.checkpoint.test_preemption import Resumable
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
 KILLED_AT = 7
