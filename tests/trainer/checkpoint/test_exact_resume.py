@@ -85,10 +85,10 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.dirpath / f"step={trainer.global_step}.ckpt")
 
 
-def test_saved_by_a_callback_of_ones_own(pools: Pools, tmp_path: Path) -> None:
+def test_saved_by_a_callback_of_ones_own(tmp_path: Path) -> None:
     """What the save finishes counts for the epoch's metrics, and was logged: a run that goes on does not see it."""
     run = replace(run_of(tmp_path, "stateful", TWO_EPOCHS), callbacks=((Saves, {"dirpath": tmp_path}),))
-    check_resumed(pools, run, "stateful", tmp_path, [4])
+    check_resumed(ONE_PROCESS, run, "stateful", tmp_path, [4])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_loader_without_a_state_begins_its_epoch_again_and_says_so(
     kind: str, then: str, reason: str, pools: Pools, tmp_path: Path
 ) -> None:
     run = saving_after(run_of(tmp_path, kind, TWO_EPOCHS), 3)
-    pools.run(2, fit_showing, run, kind, "")
+    ONE_PROCESS.run(2, fit_showing, run, kind, "")
     again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
     (first, steps), (second, _) = pools.run(2, fit_warned, again, then)
     (warning,) = first

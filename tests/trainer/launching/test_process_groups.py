@@ -31,6 +31,5 @@ def threads_after(kind: str) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 def test_no_thread_outlives_its_run(pools: Pools, kind: str) -> None:
-    pools.run(2, threads_after, kind)
-    first, *others = [pools.run(2, threads_after, kind) for _ in range(2)]
-    assert all(now <= then for later in others for then, now in zip(first, later))
+    _, before, after = (pools.run(2, threads_after, kind) for _ in range(3))
+    assert all(now <= then for then, now in zip(before, after))

@@ -78,11 +78,11 @@ def numbers_of_collectives(what: str, samples: int) -> list[int]:
         return fit_and_count(run)
     run = replace(run, callbacks=((BarrierPerBatch, {}),) if what == "barriers" else ())
     with counted_collectives() as called:
-        evaluate(run, "predict" if what == "predict" else "validate")
+        evaluate(run, "validate")
     return [len(called)]
 
 
-@pytest.mark.parametrize("what", ["validate", "predict", "fit", "barriers"])
+@pytest.mark.parametrize("what", ["validate", "fit", "barriers"])
 def test_collectives_of_an_evaluation_do_not_grow_with_its_batches(pools: Pools, what: str) -> None:
     few, many = (pools.run(2, numbers_of_collectives, what, 8 * batches) for batches in (2, 12))
     growth = 10 if what == "barriers" else 0  # which would be seen
