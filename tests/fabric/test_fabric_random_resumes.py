@@ -1,10 +1,12 @@
 """Chains of resumes of Fabric loops, drawn at random: the end is the oracle's.
 
-pytest -m slow tests/fabric/test_fabric_random_resumes.py      # 150 chains
+pytest -m slow tests/fabric/test_fabric_random_resumes.py      # 150 chains over processes
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,15 @@ from tests.helpers.fabric import go_through
 from tests.helpers.pool import Pools
 from tests.helpers.random_resumes import Leg, chains, expected_case
 
-
-def drawn(examples: int) -> settings:
-    """No shrinking: an example takes seconds."""
-    return settings(
-        max_examples=examples, phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )  # fmt: skip
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
 
-def check(pools: Pools, legs: tuple[Leg, ...], folder: Path) -> None:
-    """Weights are the oracle's, losses those of the run that was not interrupted."""
-    whole = run(pools, legs[0], None, folder / "0.ckpt")
+def check(legs: tuple[Leg, ...], folder: Path, pools: Pools | None = None) -> None:
+    """Weights are the oracle's, losses those of the run that was not interrupted; without pools, in this process."""
+    whole = run(legs[0], None, folder / "0.ckpt", pools)
     delay = legs[0].case.delay
     for number, leg in enumerate(legs[1:], 1):
-        results = run(pools, leg, folder / f"{number - 1}.ckpt", folder / f"{number}.ckpt")
+        results = run(leg, folder / f"{number - 1}.ckpt", folder / f"{number}.ckpt", pools)
         if leg.case.delay == delay:
             assert repr(results[0]["losses"]) == repr(whole[0]["losses"][-len(results[0]["losses"]) :])  # NaN, too
             assert_same_weights(results, {name: np.asarray(w) for name, w in weights_of(whole).items()})
@@ -47,13 +40,13 @@ def check(pools: Pools, legs: tuple[Leg, ...], folder: Path) -> None:
     assert_same_weights(whole, {name: weight.numpy() for name, weight in expected.items()})
 
 
-def run(pools: Pools, leg: Leg, loads: Path | None, saves: Path) -> list[dict[str, Any]]:
-    """Run a leg; all ranks agree."""
+def run(leg: Leg, loads: Path | None, saves: Path, pools: Pools | None) -> list[dict[str, Any]]:
+    """Run a leg; all ranks agree. Replicas, which read the same data, need processes."""
+    saving = (loads and str(loads), str(saves) if leg.saves_at else None, leg.saves_at or 0, leg.evaluates)
+    if pools is None:
+        return [go_through(replace(leg.case, data_parallel_size=1), *saving, stages=leg.stages)]
     processes = leg.stages * leg.case.data_parallel_size
-    results = pools.run(
-        processes, go_through, leg.case, loads and str(loads), str(saves) if leg.saves_at else None,
-        leg.saves_at or 0, leg.evaluates, leg.options, timeout=120.0,
-    )  # fmt: skip
+    results = pools.run(processes, go_through, leg.case, *saving, leg.options, timeout=120.0)
     assert_same_norms(results)
     return results
 
@@ -66,15 +59,18 @@ def assert_same_weights(results: list[dict[str, Any]], expected: dict[str, np.nd
         assert not different, f"not bitwise equal: {different}"
 
 
-@drawn(4)
-@given(legs=chains())
-def test_the_end_is_the_oracles(pools: Pools, tmp_path_factory: pytest.TempPathFactory, legs: tuple[Leg, ...]) -> None:
-    check(pools, legs, tmp_path_factory.mktemp("chain"))
+@pytest.mark.parametrize(
+    ("processes", "count"),
+    [(False, 25), (True, 2), pytest.param(True, 150, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
+)
+def test_the_end_is_the_oracles(pools: Pools, tmp_path: Path, processes: bool, count: int) -> None:
+    numbers = itertools.count()
 
+    @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=[HealthCheck.data_too_large])
+    @given(legs=chains())
+    def go_on(legs: tuple[Leg, ...]) -> None:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        check(legs, folder, pools if processes else None)
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@drawn(150)
-@given(legs=chains())
-def test_more_chains(pools: Pools, tmp_path_factory: pytest.TempPathFactory, legs: tuple[Leg, ...]) -> None:
-    check(pools, legs, tmp_path_factory.mktemp("chain"))
+    go_on()

@@ -2,126 +2,128 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import random
+import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import lightning_asyncpp  # noqa: F401  (registers the names)
 from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
-from lightning_asyncpp.models import GPT
-from tests.fabric import refused, setups
-from tests.helpers.compare import assert_same_weights, weights_of
+from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
+from lightning_asyncpp.models import GPT, GPTConfig
+from tests.helpers.cases import Case, make_model
+from tests.helpers.fabric import Run, make_fabric
+from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
+from tests.helpers.trainer import arrays
+
+CONFIG = GPTConfig(vocab_size=11, context_length=4, num_layers=3, dim=8, num_heads=2)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_meta_layers_are_initialised_from_the_seed(pools: Pools, num_stages: int) -> None:
-    results = pools.run(num_stages, setups.initial_weights, True)
+def initial_weights(empty_init: bool) -> tuple[dict[str, np.ndarray], int, str, int]:
+    """The gathered initial weights, this rank's number of parameters, where they were built, and the run's seed."""
+    strategy = AsyncPipelineStrategy()
+    fabric = make_fabric(strategy, seed=3)
+    with fabric.init_module(empty_init=empty_init):
+        model = GPT(CONFIG)
+    device = next(model.parameters()).device.type
+    if not empty_init:
+        os.environ.pop("PL_GLOBAL_SEED")
+    wrapped = fabric.setup_module(model)
+    own = sum(1 for p in wrapped.parameters() if p.stride() != (0,) * p.ndim)
+    return arrays(strategy.full_state_dict()), own, device, strategy.session.seed
+
+
+def test_meta_layers_are_initialised_from_the_seed(pools: Pools) -> None:
+    results = pools.run(3, initial_weights, True)
     with torch.device("meta"):
-        expected = GPT(setups.CONFIG)
-    materialize(pipeline_units(expected), range(4), 3, torch.device("cpu"))
-    state = expected.state_dict()
-    assert results[0][0].keys() == state.keys()
-    assert all(np.array_equal(results[0][0][name], value.numpy()) for name, value in state.items())
-    assert sum(count for _, count, _ in results) == len(list(expected.parameters()))
-    assert {device for _, _, device in results} == {"meta"}
+        expected = GPT(CONFIG)
+    materialize(pipeline_units(expected), range(5), 3, torch.device("cpu"))
+    assert_equal_weights(results[0][0], arrays(expected.state_dict()))
+    assert sum(count for _, count, _, _ in results) == len(list(expected.parameters()))
+    assert {device for _, _, device, _ in results} == {"meta"}
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_real_weights_are_kept(pools: Pools, num_stages: int) -> None:
-    results = pools.run(num_stages, setups.initial_weights, False)
+def test_real_weights_are_kept_and_ranks_share_a_drawn_seed_if_there_is_none(pools: Pools) -> None:
+    results = pools.run(2, initial_weights, False)
     torch.manual_seed(3)
-    state = GPT(setups.CONFIG).state_dict()
-    assert all(np.array_equal(results[0][0][name], value.numpy()) for name, value in state.items())
-    assert {device for _, _, device in results} == {"cpu"}
+    assert_equal_weights(results[0][0], arrays(GPT(CONFIG).state_dict()))
+    assert {device for _, _, device, _ in results} == {"cpu"}
+    assert results[0][3] == results[1][3]
 
 
-def test_layers_are_measured_with_an_example(pools: Pools) -> None:
-    assert pools.run(2, setups.measured_layers) == [((1, 4), "by measured times")] * 2
+def test_clip_val_bounds_every_element() -> None:
+    strategy = DelayedGradientStrategy(2, delay=0)
+    fabric = make_fabric(strategy)
+    model = fabric.setup_module(make_model())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    strategy.training_step(Case(2).step(model), Case(2).batch(0))
+    fabric.clip_gradients(model, optimizer, clip_val=1e-3)
+    optimizer.step()
+    changes = torch.cat([(p.detach() - b).abs().flatten() for p, b in zip(model.parameters(), before)])
+    assert changes.max().item() == pytest.approx(1e-3, rel=1e-3)
+    assert changes.median().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_without_seed_everything_all_ranks_share_a_drawn_seed(pools: Pools) -> None:
-    seeds = pools.run(3, setups.seed_without_seed_everything)
-    assert len(set(seeds)) == 1
+class Endless(IterableDataset):
+    """A stream without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(12.0).view(6, 2))
 
 
-def test_the_step_may_call_the_original_module(pools: Pools) -> None:
-    wrapped, original = (pools.run(2, setups.original_module_in_the_step, flag) for flag in (True, False))
-    assert_same_weights(wrapped, {name: torch.tensor(value) for name, value in weights_of(original).items()})
-
-
-@pytest.mark.slow
-def test_a_model_that_was_compiled_trains_as_it_does_without(pools: Pools) -> None:
-    compiled, plain = (pools.run(2, setups.compiled_as_a_whole, flag) for flag in (True, False))
-    assert_same_weights(compiled, {name: torch.tensor(value) for name, value in weights_of(plain).items()})
-
-
-@pytest.mark.parametrize(("name", "delay"), [("async_pipeline", 1), ("sync_pipeline", 0)])
-def test_strategies_have_names(pools: Pools, name: str, delay: int) -> None:
-    assert name in STRATEGY_REGISTRY.available_strategies()
-    last, first = pools.run(2, setups.by_name, name)
-    assert last[1] == first[1] == delay
-    assert last[2][3] < last[2][0]
-    assert first[2] == []
-
-
-def test_clip_val_bounds_every_element(pools: Pools) -> None:
-    for largest, typical in pools.run(2, setups.clipped_by_value):
-        assert largest == pytest.approx(1e-3, rel=1e-3)
-        assert typical == pytest.approx(1e-3, rel=1e-3)
-
-
-def test_hooks_are_taken_from_the_model(pools: Pools) -> None:
-    last, first = pools.run(2, setups.hooks_of_the_model)
-    assert first is None
-    assert last == pytest.approx(4 * 4 * 15.0 / (2 * 4))
+def loaders(replicas: int) -> dict[str, Any]:
+    """What this rank reads from a shuffled loader in two epochs and from a stream, and what its workers draw."""
+    strategy = AsyncPipelineStrategy(data_parallel_size=replicas)
+    fabric = make_fabric(strategy, seed=3)
+    torch.manual_seed(7)
+    shuffled: Any = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(24)), batch_size=4, shuffle=True))
+    stream = fabric.setup_dataloaders(DataLoader(Endless(), batch_size=2))
+    read = {
+        "length": (len(shuffled), len(shuffled.dataset), shuffled.batch_size),
+        "epochs": [[repr(batch) for batch in shuffled] for _ in range(2)],
+        "stream": [repr(batch) for batch in stream],
+    }
+    torch.manual_seed(1)
+    shuffled.worker_init_fn(0)
+    return {**read, "augmentation": random.random()}
 
 
 def test_loaders_give_all_stages_of_a_replica_the_same(pools: Pools) -> None:
-    ranks = pools.run(4, setups.loaders, 2)
-    for replica in (0, 1):
-        first, last = (rank for rank in ranks if rank["replica"] == replica)
-        for key in ("length", "epochs", "stream", "augmentation"):
-            assert first[key] == last[key]
-        assert first["epochs"][0] != first["epochs"][1], "shuffled anew in every epoch"
+    ranks = pools.run(4, loaders, 2)
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
     assert ranks[0]["length"] == (3, 24, 4)
-    assert ranks[0]["epochs"] != ranks[2]["epochs"]
-    assert ranks[0]["augmentation"] != ranks[2]["augmentation"]
+    for key in ("epochs", "augmentation"):
+        assert ranks[0][key] != ranks[2][key]
+    for rank in ranks:
+        assert rank["epochs"][0] != rank["epochs"][1], "shuffled anew in every epoch"
 
 
 def test_middle_stages_read_nothing(pools: Pools) -> None:
-    last, middle, first = pools.run(3, setups.loaders, 1)
-    assert (last["reads"], middle["reads"], first["reads"]) == (True, False, True)
+    last, middle, first = pools.run(3, loaders, 1)
     assert last["epochs"] == first["epochs"]
     assert middle["length"] == first["length"]
     assert all("no batch" in batch for epoch in middle["epochs"] for batch in epoch)
     assert middle["stream"] == first["stream"], "a loader without a length is read to know when it ends"
 
 
-@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_training_from_loaders_does_not_depend_on_the_number_of_stages(pools: Pools, num_stages: int) -> None:
-    expected = pools.run(1, setups.train_from_loaders)[0]
-    assert pools.run(num_stages, setups.train_from_loaders)[0] == pytest.approx(expected, rel=1e-6)
+def local_state() -> list[str]:
+    """Keys of ``state_dict`` on the last stage alone, which must not wait for anybody."""
+    run = Run(Case(3, scheduler=True))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step")
+        run.train(stop=2)
+    return list({**run.model.state_dict(), **run.optimizer.state_dict()}) if run.mesh.is_last else []
 
 
 def test_state_dicts_are_local(pools: Pools) -> None:
-    last, first = pools.run(2, setups.local_state)
-    assert "state" in last["keys"]
-    assert any(key.endswith("weight") for key in last["keys"])
-    assert first["keys"] == []
-    assert last["norm"] == first["norm"] > 0
-    assert not [text for text in last["warnings"] + first["warnings"] if "lr_scheduler.step" in text]
-
-
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_weights_alone_load_into_any_number_of_stages(pools: Pools, tmp_path: Path, num_stages: int) -> None:
-    path = str(tmp_path / "two.ckpt")
-    pools.run(2, refused.save, path)
-    loaded = pools.run(num_stages, setups.load_weights_alone, path)[0]
-    saved = torch.load(path, weights_only=True)["model"]
-    assert loaded.keys() == saved.keys()
-    assert all(np.array_equal(loaded[name], value.numpy()) for name, value in saved.items())
+    last, _ = pools.run(2, local_state)
+    assert "state" in last
+    assert any(key.endswith("weight") for key in last)

@@ -60,13 +60,11 @@ def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bo
         loaders = [training_loader(each, kind.replace("two", ""), folder, samples) for each in (run, few)]
         return CombinedLoader(loaders, "max_size")
     workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"} if "workers" in kind else {}
-    if "generator" in kind:
-        workers["generator"] = torch.Generator().manual_seed(5)
     if "litdata" in kind:
         data: Any = StreamingDataset(folder, shuffle=True, drop_last=False)
         if "combined" in kind:
             again = StreamingDataset(folder, shuffle=True, drop_last=False, seed=7)
-            data = CombinedStreamingDataset([data, again], seed=3, iterate_over_all="all" in kind)
+            data = CombinedStreamingDataset([data, again], seed=3, iterate_over_all=True)
         return StreamingDataLoader(data, batch_size=run.batch_size, **workers)
     make = StatefulDataLoader if "stateful" in kind else DataLoader
     data = samples(run.samples, "noisy" in kind)
@@ -207,15 +205,23 @@ def of_steps(report: dict[str, Any]) -> dict[int, list[float]]:
     return {step: values for step, values in found.items() if values}
 
 
+class OneProcess:
+    """Stands in the place of pools: all stages are in this process."""
+
+    def run(self, stages: int, scenario: Any, run: Run, *args: Any) -> list[Any]:
+        """What the scenario returned, for a strategy that emulates so many stages."""
+        kinds = {"sync": {"delay": 0}, "async": {"staleness": "uniform"}, "default": {}}
+        options = {"microbatches": stages} | kinds[run.strategy] | run.options | {"stages": stages}
+        return [scenario(replace(run, strategy="delayed", options=options), *args)]
+
+
+ONE_PROCESS = OneProcess()
+
+
 def check_resumed(
-    pools: Pools,
-    run: Run,
-    kind: str,
-    folder: Path,
-    steps: list[int],
-    stages: int = 2,
+    pools: Pools | OneProcess, run: Run, kind: str, folder: Path, steps: Sequence[int], stages: int = 2,
     fit: Any = fit_showing,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Resumed after each of the steps, the rest equals that of the whole run, which is returned."""
     if "litdata" in kind:
         write_litdata(folder / "data", run.samples)

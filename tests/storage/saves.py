@@ -1,4 +1,4 @@
-"""Checkpoints that tests save, in one file and sharded, and what they hold."""
+"""Checkpoints that tests save, in one file and sharded, what they hold, and comparing it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_asyncpp.storage import commit, give_up, load, new_target, save_file, write_part
 
@@ -63,3 +64,22 @@ def version_of(path: Path) -> int:
     for name, tensor in expected["state_dict"].items():
         assert torch.equal(found["state_dict"][name], tensor), name
     return version
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal to the last bit, types and orders included."""
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        assert [type(key) for key in one] == [type(key) for key in other]
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for pair in zip(one, other):
+            assert_same(*pair)
+    else:
+        assert one == other

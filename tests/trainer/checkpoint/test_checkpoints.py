@@ -1,8 +1,9 @@
-"""Checkpoints: what they hold, and a run that goes on as if it had never been interrupted."""
+"""What checkpoints hold, and when they are taken."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,88 +13,21 @@ import torch
 from torch import nn
 
 from tests.helpers.cases import DIM
-from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights, plain_module
-from tests.helpers.pool import Pools
-from tests.helpers.resumable import RESUMABLE_RUN, RESUMABLE_TRAINER, ResumableNet, saving
-from tests.helpers.trainer import Net, Run, arrays, fit
-
-
-@pytest.mark.parametrize("strategy", ["default", pytest.param("sync", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_resumed_at_an_epochs_end(pools: Pools, stages: int, strategy: str, tmp_path: Path) -> None:
-    callbacks = (saving(tmp_path, every_n_epochs=1, save_on_train_epoch_end=True),)
-    run = replace(RESUMABLE_RUN, strategy=strategy, shuffle=True, callbacks=callbacks, trainer=RESUMABLE_TRAINER)
-    whole = pools.run(stages, fit, run)
-    resumed = pools.run(stages, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=5.ckpt")))
-    assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
-    assert resumed[0]["global_step"] == whole[0]["global_step"] == 15
-    assert resumed[0]["rates"] == whole[0]["rates"][5:]
-    losses = [(step, m["train_loss_step"]) for step, m in whole[0]["records"] if "train_loss_step" in m]
-    assert [(step, m["train_loss_step"]) for step, m in resumed[0]["records"] if "train_loss_step" in m] == losses[5:]
-
-
-@pytest.mark.parametrize(
-    ("stages", "options"),
-    [
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(3, {}, marks=pytest.mark.slow),  # by default in test_exact_resume.py
-        (3, {"staleness": "least"}),
-        pytest.param(3, {"staleness": "least", "slack": "exact"}, marks=pytest.mark.slow),
-        pytest.param(2, {"staleness": "least", "slack": 1}, marks=pytest.mark.slow),
-    ],
+from tests.helpers.oracle import (
+    assert_equal_weights,
+    joined_parts,
+    joined_weights,
+    mini_batches_of,
+    oracle,
+    plain_module,
 )
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_resumed_in_mid_epoch(pools: Pools, stages: int, every: int, options: dict[str, Any], tmp_path: Path) -> None:
-    """The mini-batch after the checkpoint runs on the older weights, which the checkpoint holds too."""
-    run = replace(
-        RESUMABLE_RUN,
-        options=options,
-        module=ResumableNet,
-        callbacks=(saving(tmp_path, every_n_train_steps=every),),
-        trainer=RESUMABLE_TRAINER,
-    )
-    whole = pools.run(stages, fit, run)
-    for step in (3, 9):
-        resumed = pools.run(stages, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / f"step={step}.ckpt")))
-        assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
-        assert resumed[0]["steps"] == list(range(step + 1, 16))
-
-
-def test_resumed_before_validation(pools: Pools, tmp_path: Path) -> None:
-    """Saved by validation in mid-epoch, on its metric."""
-    callbacks = (saving(tmp_path, monitor="val_loss"),)
-    run = replace(
-        RESUMABLE_RUN,
-        module=ResumableNet,
-        callbacks=callbacks,
-        val_samples=(9,),
-        trainer=RESUMABLE_TRAINER | {"val_check_interval": 2},
-    )
-    whole = pools.run(2, fit, run)
-    resumed = pools.run(2, fit, replace(run, ckpt_path=str(tmp_path / "step=7.ckpt")))
-    assert_equal_weights(joined_weights(resumed, 2), joined_weights(whole, 2))
-
-
-def test_contents(pools: Pools, tmp_path: Path) -> None:
-    """No code in it; the weights are the whole model's, in the order of the plain module."""
-    run = replace(
-        RESUMABLE_RUN, callbacks=(saving(tmp_path, save_last=True),), trainer=RESUMABLE_TRAINER | {"max_epochs": 1}
-    )
-    results = pools.run(3, fit, run)
-    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert_equal_weights(arrays(checkpoint["state_dict"]), joined_weights(results, 3))
-    module = plain_module(run, arrays(checkpoint["state_dict"]))
-    assert list(checkpoint["state_dict"]) == list(module.state_dict())
-    assert {"num_stages": 3, "delay": 1, "microbatches": 3}.items() <= checkpoint["pipeline"].items()
-    names = [name for name, _ in module.named_parameters()]
-    assert sorted(checkpoint["pipeline"]["older_weights"]) == sorted(n.removeprefix("model.") for n in names)
-    assert len(checkpoint["optimizer_states"]) == 1
+from tests.helpers.pool import Pools
+from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, ResumableNet, saving
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, report, val_loaders
 
 
 def save_afterwards(run: Run, path: str) -> dict[str, Any]:
     """``trainer.save_checkpoint`` after ``fit``, as scripts do, and a second run on the same Trainer."""
-    from tests.helpers.trainer import loader, make_trainer
-
     L.seed_everything(run.seed, verbose=False)
     module, trainer = run.module(run), make_trainer(run)
     trainer.fit(module, loader(run))
@@ -107,16 +41,20 @@ def save_afterwards(run: Run, path: str) -> dict[str, Any]:
 
 
 def test_saved_after_the_end(pools: Pools, tmp_path: Path) -> None:
-    results = pools.run(
-        3, save_afterwards, replace(RESUMABLE_RUN, trainer={"max_epochs": 1}), str(tmp_path / "end.ckpt")
-    )
-    for name in ("end.ckpt", "end.ckpt.validated"):
+    """No code in it; the weights are the whole model's, in the order of the plain module."""
+    run, path = replace(RESUMABLE_RUN, trainer={"max_epochs": 1}), tmp_path / "end.ckpt"
+    results = pools.run(3, save_afterwards, run, str(path))
+    for name in ("end.ckpt.validated", "end.ckpt"):
         checkpoint = torch.load(tmp_path / name, weights_only=True)
         assert_equal_weights(arrays(checkpoint["state_dict"]), joined_parts([result["weights"] for result in results]))
-    whole = pools.run(3, fit, replace(RESUMABLE_RUN, trainer={"max_epochs": 2}))
-    ckpt_path = str(tmp_path / "end.ckpt")
-    resumed = pools.run(3, fit, replace(RESUMABLE_RUN, trainer={"max_epochs": 2}, ckpt_path=ckpt_path))
-    assert_equal_weights(joined_weights(resumed, 3), joined_weights(whole, 3))
+    module = plain_module(run, arrays(checkpoint["state_dict"]))
+    assert list(checkpoint["state_dict"]) == list(module.state_dict())
+    assert {"num_stages": 3, "delay": 1, "microbatches": 3}.items() <= checkpoint["pipeline"].items()
+    names = [name for name, _ in module.named_parameters()]
+    assert sorted(checkpoint["pipeline"]["older_weights"]) == sorted(n.removeprefix("model.") for n in names)
+    run = replace(run, trainer={"max_epochs": 2})
+    (whole,), (resumed,) = (ONE_PROCESS.run(3, fit, replace(run, ckpt_path=p)) for p in (None, str(path)))
+    assert_equal_weights(resumed["weights"], whole["weights"])
     assert {result["step"] for result in results} == {10}
 
 
@@ -129,14 +67,57 @@ class Longer(Net):
         self.model = nn.Sequential(*layers[:-1], nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), layers[-1])
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(Longer, Net), (Net, Longer)])
-def test_the_checkpoint_of_another_model_is_refused_on_every_rank(
-    pools: Pools, saved: Any, loaded: Any, tmp_path: Path
-) -> None:
-    run = Run(saved, callbacks=(saving(tmp_path),), trainer={"enable_checkpointing": True})
-    pools.run(2, fit, run)
-    path = str(next(tmp_path.glob("*.ckpt")))
-    outcomes = pools.outcomes(2, fit, Run(loaded, ckpt_path=path))
+def test_the_checkpoint_of_another_model_is_refused_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+    run = Run(Net, callbacks=(saving(tmp_path, filename="saved"),), trainer={"enable_checkpointing": True})
+    ONE_PROCESS.run(2, fit, run)
+    outcomes = pools.outcomes(2, fit, Run(Longer, ckpt_path=str(tmp_path / "saved.ckpt")))
     assert all(outcome.error for outcome in outcomes)
-    texts = ["unexpected ["] if saved is Longer else ["missing [", "size mismatch for model"]
-    assert any(text in outcome.message for text in texts for outcome in outcomes), outcomes
+    assert any("size mismatch for model" in outcome.message for outcome in outcomes), outcomes
+
+
+def test_resumed_from_last(tmp_path: Path) -> None:
+    """Another Trainer with the same ModelCheckpoint finds the newest file by itself, and goes on as if nothing was."""
+    run = Run(Net, dropout=0.2, scheduler="decay-step", shuffle=True)
+    (whole,) = ONE_PROCESS.run(2, fit, replace(run, trainer={"max_epochs": 3}))
+    run = replace(run, callbacks=(saving(tmp_path, save_top_k=1, save_last=True),), ckpt_path="last")
+    for epochs, first in ((1, 1), (3, 6)):
+        trainer = {"max_epochs": epochs, "enable_checkpointing": True}
+        (resumed,) = ONE_PROCESS.run(2, fit, replace(run, trainer=trainer))
+        assert resumed["steps"][0] == first
+    assert_equal_weights(resumed["weights"], whole["weights"])
+
+
+def fit_and_return_to_the_best(run: Run) -> dict[str, Any]:
+    """``validate(ckpt_path="best")`` after ``fit``, and more training from the best."""
+    L.seed_everything(run.seed, verbose=False)
+    module, trainer = run.module(run), make_trainer(run)
+    trainer.fit(module, loader(run), val_loaders(run))
+    (validated,) = trainer.validate(module, val_loaders(run), ckpt_path="best", verbose=False)
+    best = {name: array.copy() for name, array in arrays(dict(module.named_parameters())).items()}
+    score = float(trainer.checkpoint_callback.best_model_score)  # type: ignore[union-attr]
+    trainer.fit(module, loader(run), val_loaders(run), ckpt_path="best", weights_only=True)
+    return report(trainer, module) | {"score": score, "at_best": best, "val_loss": validated["val_loss"]}
+
+
+def test_back_to_the_best(pools: Pools, tmp_path: Path) -> None:
+    """The best is the first of three epochs: the targets are noise."""
+    run = Run(Net, callbacks=(saving(tmp_path, save_top_k=1, monitor="val_loss"),), val_samples=(8,))
+    run = replace(run, trainer={"max_epochs": 3, "enable_checkpointing": True})
+    results = pools.run(2, fit_and_return_to_the_best, run)
+    assert {Path(result["best"]).name for result in results} == {"step=5.ckpt"}
+    for name, epochs in (("at_best", 1), ("weights", 3)):
+        joined = joined_weights([{"weights": result[name]} for result in results], 2)
+        assert_equal_weights(joined, oracle(run, 2, list(mini_batches_of(run, epochs)))[0])
+    for result in results:
+        assert result["val_loss"] == pytest.approx(result["score"], rel=1e-6)
+        assert result["steps"] == [*range(1, 16), *range(6, 16)]
+
+
+def test_checkpoints_by_time(pools: Pools, tmp_path: Path) -> None:
+    """Rank 0's clock decides for all; a file that was saved in mid-epoch holds the weights of then."""
+    callbacks = (saving(tmp_path, train_time_interval=timedelta(microseconds=1)),)
+    run = Run(ResumableNet, dropout=0.2, trainer={"max_epochs": 2, "enable_checkpointing": True}, callbacks=callbacks)
+    pools.run(2, fit, run)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == sorted(f"step={step}.ckpt" for step in range(1, 11))
+    content = torch.load(tmp_path / "step=7.ckpt", weights_only=True)
+    assert_equal_weights(arrays(content["state_dict"]), oracle(run, 2, list(mini_batches_of(run, 2))[:7])[0])

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.nn import functional as F
 
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import (
     EPOCHS,
+    ONE_PROCESS,
     TWO_EPOCHS,
     Showing,
     check_resumed,
     fit_showing,
-    of_steps,
     run_of,
+    saving_after,
 )
 from tests.helpers.trainer import Run
 
 STEPS = {"max_steps": 12, "max_epochs": -1}
-
-
-@pytest.mark.parametrize(
-    ("kind", "trainer", "stages"),
-    [
-        pytest.param("litdata", EPOCHS, 2, marks=pytest.mark.slow),  # with an emulated delay by default
-        pytest.param("stateful noisy", STEPS, 3, marks=pytest.mark.slow),
-        ("stateful noisy own sampler", STEPS, 3),
-        pytest.param("plain", EPOCHS, 3, marks=pytest.mark.slow),
-        pytest.param("plain own sampler", EPOCHS, 2, marks=pytest.mark.slow),
-        pytest.param("plain generator", EPOCHS, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_after_any_batch(pools: Pools, kind: str, trainer: dict[str, Any], stages: int, tmp_path: Path) -> None:
-    """In mid-epoch and at an epoch's last batch, whose epoch's end is still to come; a plain loader at the latter."""
-    check_resumed(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10] if "plain" in kind else [3, 10], stages)
 
 
 class CountsBatches(Showing):
@@ -49,71 +38,41 @@ class CountsBatches(Showing):
         return super().configure_optimizers()
 
 
-def fit_counting(run: Run, kind: str, folder: str) -> dict[str, Any]:
-    return fit_showing(run, kind, folder, make=CountsBatches)
+class Paired(Showing):
+    """Fed by two loaders, of which the second ends before the first; what it was fed of both is noted."""
+
+    def training_step(self, batch: list[dict[str, Tensor] | None], batch_idx: int) -> Tensor:
+        first, second = batch
+        assert first is not None
+        loss = F.mse_loss(self.model(first["x"]), first["y"])  # the step of other stages ends here
+        self.numbers.append([first["number"].tolist(), None if second is None else second["number"].tolist()])
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(first["x"]))
+        return loss
 
 
-@pytest.mark.parametrize("kind", ["stateful", pytest.param("litdata", marks=pytest.mark.slow)])
-def test_with_loaders_that_were_made_before_the_checkpoint_was_read(pools: Pools, kind: str, tmp_path: Path) -> None:
-    check_resumed(pools, run_of(tmp_path, kind, EPOCHS), kind, tmp_path, [3, 10], fit=fit_counting)
+LOADERS: dict[str, tuple[str, dict[str, Any], list[int], Any, int]] = {
+    "of litdata, made before the checkpoint is read": ("litdata", EPOCHS, [3, 10], CountsBatches, 37),
+    "whose workers draw in the next epoch": ("stateful noisy workers", TWO_EPOCHS, [5], Showing, 37),
+    "of several streams": ("litdata combined", EPOCHS, [3, 9], Showing, 30),
+    "two, of which the shorter has ended": ("two stateful", EPOCHS, [1, 3], Paired, 32),
+    "made anew": ("stateful", EPOCHS | {"reload_dataloaders_every_n_epochs": 1}, [3, 5, 7], Showing, 37),
+    "plain, at an epoch's last batch": ("plain", EPOCHS, [10], Showing, 37),
+}
 
 
-@pytest.mark.parametrize(
-    "trainer", [{"max_steps": 10, "max_epochs": -1}, pytest.param({"max_epochs": 2}, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    ("strategy", "processes", "at_epoch_end"),
-    [
-        ("default", 2, False),
-        ("delayed", 1, True),
-        pytest.param("default", 2, True, marks=pytest.mark.slow),
-        pytest.param("delayed", 1, False, marks=pytest.mark.slow),
-    ],
-)
-def test_after_an_epochs_end(
-    pools: Pools, strategy: str, processes: int, at_epoch_end: bool, trainer: dict[str, Any], tmp_path: Path
-) -> None:
-    """Or after its validation: metrics were logged, and do not count for the next epoch."""
-    run = run_of(tmp_path, "plain", trainer, val_samples=(9,), strategy=strategy)
-    saving = {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": at_epoch_end}
-    whole = pools.run(processes, fit_showing, replace(run, callbacks=((ModelCheckpoint, saving),)), "plain", "")[0]
-    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=5.ckpt"))
-    resumed = pools.run(processes, fit_showing, again, "plain", "")[0]
-    assert of_steps(resumed) == {at: loss for at, loss in of_steps(whole).items() if at >= 5}
-    assert resumed["epoch"] == whole["epoch"]
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loaders(loader: str, tmp_path: Path) -> None:
+    kind, trainer, steps, make, samples = LOADERS[loader]
+    run = run_of(tmp_path, kind, trainer, samples=samples)
+    (whole,) = check_resumed(ONE_PROCESS, run, kind, tmp_path, steps, fit=partial(fit_showing, make=make))
+    if "two" not in kind:
+        assert {number for batch in whole["numbers"] for number in batch} == set(range(samples))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "trainer"), [("litdata", EPOCHS), ("plain", STEPS)], ids=["litdata", "plain"])
-def test_a_middle_stage_ends_the_epoch_with_the_others(
-    pools: Pools, kind: str, trainer: dict[str, Any], tmp_path: Path
-) -> None:
-    """It reads placeholders, of which there always are some, and which have a state if what is read elsewhere has."""
-    check_resumed(pools, run_of(tmp_path, kind, trainer), kind, tmp_path, [10], stages=3)
-
-
-@pytest.mark.parametrize("kind", ["litdata", pytest.param("stateful noisy", marks=pytest.mark.slow)])
-def test_an_emulated_delay_after_any_batch(pools: Pools, kind: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path, kind, EPOCHS, strategy="delayed", options={"microbatches": 2})
-    check_resumed(pools, run, kind, tmp_path, [3, 10], stages=1)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "at_the_end"),
-    [
-        (EPOCHS, True),
-        pytest.param(STEPS, False, marks=pytest.mark.slow),
-        pytest.param(EPOCHS, False, marks=pytest.mark.slow),
-        pytest.param(STEPS, True, marks=pytest.mark.slow),
-    ],
-    ids=["epochs, at their ends", "steps, at validations", "epochs, at validations", "steps, at ends of epochs"],
-)
-def test_saved_while_an_epoch_ends(pools: Pools, trainer: dict[str, Any], at_the_end: bool, tmp_path: Path) -> None:
-    """By its end, or by its validation."""
-    saving = {"save_top_k": -1, "filename": "{step}", "every_n_epochs": 1, "save_on_train_epoch_end": at_the_end}
-    run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="decay-epoch")
-    run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
-    check_resumed(pools, run, "plain", tmp_path, [5, 10])
+def test_over_processes(pools: Pools, tmp_path: Path) -> None:
+    """In mid-epoch and at an epoch's last batch, whose end is still to come; a middle stage goes on with the others."""
+    kind = "stateful noisy own sampler"
+    check_resumed(pools, run_of(tmp_path, kind, STEPS), kind, tmp_path, [3, 10], stages=3)
 
 
 class Saves(L.Callback):
@@ -126,38 +85,65 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.dirpath / f"step={trainer.global_step}.ckpt")
 
 
-@pytest.mark.parametrize("strategy", ["default", pytest.param("sync", marks=pytest.mark.slow)])
-def test_saved_by_a_callback_of_ones_own(strategy: str, pools: Pools, tmp_path: Path) -> None:
+def test_saved_by_a_callback_of_ones_own(tmp_path: Path) -> None:
     """What the save finishes counts for the epoch's metrics, and was logged: a run that goes on does not see it."""
-    run = run_of(tmp_path, "stateful", TWO_EPOCHS, strategy=strategy)
-    run = replace(run, callbacks=((Saves, {"dirpath": tmp_path}),))
-    check_resumed(pools, run, "stateful", tmp_path, [4, 8], 2)
+    run = replace(run_of(tmp_path, "stateful", TWO_EPOCHS), callbacks=((Saves, {"dirpath": tmp_path}),))
+    check_resumed(ONE_PROCESS, run, "stateful", tmp_path, [4])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "at_the_end"), [(EPOCHS, True), (STEPS, False)], ids=["epochs, at their ends", "steps, at validations"]
+)
+def test_saved_while_an_epoch_ends(trainer: dict[str, Any], at_the_end: bool, tmp_path: Path) -> None:
+    """By its end, or by its validation: metrics were logged, and do not count for the next epoch."""
+    saving = {"save_top_k": -1, "filename": "{step}", "every_n_epochs": 1, "save_on_train_epoch_end": at_the_end}
+    run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="decay-epoch")
+    run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
+    check_resumed(ONE_PROCESS, run, "plain", tmp_path, [5, 10])
+
+
+def test_a_loader_with_a_state_is_shuffled_as_one_without(tmp_path: Path) -> None:
+    run = replace(run_of(tmp_path, "plain", TWO_EPOCHS), callbacks=())
+    stateful, plain = (ONE_PROCESS.run(2, fit_showing, run, kind, "")[0] for kind in ("stateful", "plain"))
+    assert stateful["numbers"] == plain["numbers"]
+
+
+def fit_warned(run: Run, kind: str) -> tuple[list[str], list[int]]:
+    """Train; what was warned of, and after which steps a batch ended."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps = fit_showing(run, kind, "")["steps"]
+    texts = [str(warning.message) for warning in caught]
+    return [text for text in texts if "not read as without the interruption" in text], steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "then", "reason"),
+    [
+        ("plain", "plain", "a DataLoader cannot save its position"),
+        ("stateful", "stateful workers", "with another loader, or another num_workers"),
+    ],
+)
+def test_a_loader_without_a_state_begins_its_epoch_again_and_says_so(
+    kind: str, then: str, reason: str, pools: Pools, tmp_path: Path
+) -> None:
+    run = saving_after(run_of(tmp_path, kind, TWO_EPOCHS), 3)
+    ONE_PROCESS.run(2, fit_showing, run, kind, "")
+    again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    (first, steps), (second, _) = pools.run(2, fit_warned, again, then)
+    (warning,) = first
+    assert "after batch 3 of an epoch" in warning
+    assert reason in warning
+    assert not second
+    assert steps == list(range(4, 11))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "trainer", [EPOCHS, STEPS, EPOCHS | {"limit_train_batches": 4}], ids=["epochs", "steps", "limit"]
-)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "litdata",
-        "litdata workers",
-        "stateful",
-        "stateful workers",
-        "stateful own sampler",
-        "stateful noisy own sampler",
-        "stateful workers own sampler",
-    ],
-)
+@pytest.mark.parametrize("kind", ["litdata workers", "stateful"])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
-def test_after_every_batch(
-    pools: Pools, kind: str, trainer: dict[str, Any], stages: int, replicas: int, tmp_path: Path
-) -> None:
-    run = run_of(tmp_path, kind, trainer, options={"data_parallel_size": replicas})
-    if replicas > 1 and "own" in kind:
-        pytest.skip("the same data for both replicas")
-    check_resumed(pools, run, kind, tmp_path, list(range(1, 12 if replicas == 1 else 6)), stages)
+def test_after_every_batch(pools: Pools, kind: str, stages: int, replicas: int, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind, EPOCHS, options={"data_parallel_size": replicas})
+    check_resumed(pools, run, kind, tmp_path, range(1, 12 if replicas == 1 else 6), stages)
 
 
 @pytest.mark.slow
@@ -165,18 +151,6 @@ def test_after_every_batch(
 @pytest.mark.parametrize(
     "validating", [{"val_check_interval": 2}, {"check_val_every_n_epoch": None, "val_check_interval": 4}, {}]
 )
-def test_around_every_validation(
-    pools: Pools, trainer: dict[str, Any], validating: dict[str, Any], tmp_path: Path
-) -> None:
+def test_around_every_validation(trainer: dict[str, Any], validating: dict[str, Any], tmp_path: Path) -> None:
     run = run_of(tmp_path, "litdata", trainer | validating, val_samples=(9,), scheduler="decay-epoch")
-    check_resumed(pools, run, "litdata", tmp_path, list(range(1, 12)))
-
-
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_loader_with_a_state_is_shuffled_as_one_without(replicas: int, pools: Pools, tmp_path: Path) -> None:
-    run = run_of(tmp_path, "plain", TWO_EPOCHS, options={"data_parallel_size": replicas})
-    run = replace(run, callbacks=())
-    stateful, plain = (pools.run(2 * replicas, fit_showing, run, kind, "") for kind in ("stateful", "plain"))
-    assert [rank["numbers"] for rank in stateful] == [rank["numbers"] for rank in plain]
-    numbers = [number for rank in stateful for batch in rank["numbers"] for number in batch]
-    assert set(numbers) == set(range(run.samples))
+    check_resumed(ONE_PROCESS, run, "litdata", tmp_path, range(1, 12))

@@ -1,113 +1,155 @@
-"""On a single machine nothing listens on an address that others could reach; with an interface named, on that alone."""
+"""On a single machine nothing listens on an address that others could reach; with an interface named, on that alone.
+
+As a program, a training during which every rank writes what it listens on: FOLDER trainer|fabric DEVICES REPLICAS.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import ipaddress
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 
-from tests.helpers.workers import end_with_parent, free_port, worker_context
-from tests.trainer.launching.listening_script import train
+from lightning_asyncpp.core.wire.connect import Listener
+from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
+from lightning_asyncpp.trainer import AsyncPipelineStrategy
+from tests.helpers import forked
+from tests.helpers.cases import Case, make_model
+from tests.helpers.trainer import Net, Run, Samples
+from tests.helpers.workers import free_port
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = str(Path(__file__).with_name("listening_script.py"))
-PLAIN = [sys.executable, SCRIPT]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT]
-LOOPBACK = {"127.0.0.1", "::1"}
+PLAIN = [sys.executable, __file__]
+LOOPBACK, EVERYWHERE = {"127.0.0.1", "::1"}, {"::", "0.0.0.0"}
 ADDRESS = "10.9.8.7"
 NAMESPACE = [
     "unshare", "--net", "--", "sh", "-ec",
     "ip link set lo up; ip tuntap add dev wire0 mode tun; "
     f"ip address add {ADDRESS}/24 dev wire0; ip link set wire0 up; exec \"$@\"", "sh",
 ]  # fmt: skip
+AT_SETUP: list[str] = []  # what was listened on while the stages found each other
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads sockets in /proc")
 
 
-def found_by_rank(folder: Path, devices: int) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(devices)]
+def listening_addresses() -> list[str]:
+    """The addresses of the TCP sockets that this process listens on, such as ``127.0.0.1`` or ``0.0.0.0``."""
+    links = []
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(f"/proc/self/fd/{entry}"))
+    sockets = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
+    tables = [Path(f"/proc/self/net/{table}").read_text().splitlines() for table in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return sorted(_address(line[1].partition(":")[0]) for line in lines if line[3] == "0A" and line[9] in sockets)
 
 
-def rank_of_script(rank: int, port: int, folder: Path, kind: str, devices: int, arguments: dict[str, Any]) -> None:
-    """A rank that somebody started by hand: Lightning's own environment, whose store our strategies make."""
-    end_with_parent()
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.pop(name, None)
-    with open(folder / f"{rank}.log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        train(folder, kind, devices, arguments)
+def _address(hexadecimal: str) -> str:
+    # Words of four bytes, each in the machine's own order: little-endian wherever this runs.
+    words = [bytes.fromhex(hexadecimal[i : i + 8])[::-1] for i in range(0, len(hexadecimal), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-@pytest.mark.parametrize(
-    ("kind", "devices", "arguments"),
-    [("trainer", 2, {}), ("fabric", 2, {}), ("trainer", 4, {"data_parallel_size": 2})],
-    ids=["trainer", "fabric", "replicas"],
-)
-def test_on_one_machine_loopback_alone_is_listened_on(
-    tmp_path: Path, kind: str, devices: int, arguments: dict[str, Any]
-) -> None:
-    context, port = worker_context(), free_port()
-    ranks = [
-        context.Process(target=rank_of_script, args=(r, port, tmp_path, kind, devices, arguments), daemon=True)
-        for r in range(devices)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-        process.kill()
-    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
-    assert [process.exitcode for process in ranks] == [0] * devices, logs
-    check(found_by_rank(tmp_path, devices), LOOPBACK, "lo")
+class Writes(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 2:
+            self.write(trainer.global_rank)
+
+    def write(self, rank: int) -> None:
+        names = [os.environ.get(f"{kind}_SOCKET_IFNAME") for kind in ("GLOO", "NCCL")]
+        found = {"at setup": AT_SETUP, "in training": listening_addresses(), "names": names}
+        (self.folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-def check(found: list[dict[str, Any]], addresses: set[str], interface: str) -> None:
+def with_trainer(writes: Writes, devices: int, options: dict[str, Any]) -> None:
+    loader = torch.utils.data.DataLoader(Samples(64), batch_size=8)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=AsyncPipelineStrategy(**options), logger=False, max_steps=4,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=[writes],
+    )  # fmt: skip
+    trainer.fit(Net(Run(Net)), loader)
+
+
+def with_fabric(writes: Writes, devices: int, options: dict[str, Any]) -> None:
+    strategy = FabricStrategy(**options)
+    fabric = L.Fabric(strategy=strategy, devices=devices, accelerator="cpu")
+    fabric.launch()
+    model = fabric.setup_module(make_model())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
+    for index in range(3):
+        strategy.training_step(Case(devices).step(model), Case(devices).batch(index))
+        optimizer.step()
+    writes.write(fabric.global_rank)
+    strategy.flush()
+
+
+def main(folder: str, kind: str, devices: str, replicas: str) -> None:
+    answer = Listener.answer
+
+    def watched(self: Listener, *args: Any, **kwargs: Any) -> Any:
+        AT_SETUP[:] = listening_addresses()
+        return answer(self, *args, **kwargs)
+
+    Listener.answer = watched  # type: ignore[method-assign]
+    train = {"trainer": with_trainer, "fabric": with_fabric}[kind]
+    train(Writes(Path(folder)), int(devices), {"data_parallel_size": int(replicas)})
+
+
+def check(folder: Path, devices: int, addresses: set[str], interface: str) -> None:
     """Everything that was listened on; torch's store, on rank 0, listens everywhere."""
-    store = {"::", "0.0.0.0"}
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(devices)]
     for rank, seen in enumerate(found):
-        allowed = addresses | store if rank == 0 else addresses
-        assert set(seen["in training"]) <= allowed, (rank, seen)
-        assert set(seen["at setup"]) <= allowed, (rank, seen)
+        allowed = addresses | EVERYWHERE if rank == 0 else addresses
+        assert {*seen["in training"], *seen["at setup"]} <= allowed, (rank, seen)
         assert seen["in training"], "gloo listens"
-        assert (seen["gloo"], seen["nccl"]) == (interface, f"={interface}")
+        assert seen["names"][0] == interface
+        assert seen["names"][1] in (f"={interface}", None)
     listening = [len(seen["in training"]) for seen in found]
     assert listening[0] == max(listening) > min(listening), "the store listens on rank 0"
     assert any(len(seen["at setup"]) > len(seen["in training"]) for seen in found), "a stage listens for its neighbour"
 
 
-def run_script(command: list[str], folder: Path, arguments: dict[str, Any], **variables: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k not in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+@pytest.mark.parametrize(
+    ("kind", "devices", "replicas"), [("trainer", 2, 1), ("fabric", 2, 1), ("trainer", 4, 2)], ids=str
+)
+def test_on_one_machine_loopback_alone_is_listened_on(tmp_path: Path, kind: str, devices: int, replicas: int) -> None:
+    """By ranks that somebody started by hand: Lightning's own environment, whose store our strategies make."""
+    arguments = ("-m", "tests.trainer.launching.test_listening", str(tmp_path), kind, str(devices), str(replicas))
+    port = str(free_port())
+    ranks = [{"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_PORT": port} for rank in range(devices)]
+    ended = forked.run_ranks(arguments, tmp_path, ranks)
+    assert [rank.returncode for rank in ended] == [0] * devices, ended
+    check(tmp_path, devices, LOOPBACK, "lo")
+
+
+def run_script(command: list[str], folder: Path, **variables: str) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.endswith("SOCKET_IFNAME")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        ["timeout", "-k", "5", "150", *command, str(folder), "trainer", "2", json.dumps(arguments)],
-        env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = ["timeout", "-k", "5", "150", *command, str(folder), "trainer", "2", "1"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [PLAIN, TORCHRUN], ids=["lightning", "torchrun"])
-def test_launchers(tmp_path: Path, command: list[str]) -> None:
-    """Torchrun's own process, which has the store, is not ours."""
-    run_script(command, tmp_path, {})
-    found = found_by_rank(tmp_path, 2)
-    for seen in found:
-        assert set(seen["in training"]) | set(seen["at setup"]) <= LOOPBACK | {"::", "0.0.0.0"}
-    if command is PLAIN:
-        check(found, LOOPBACK, "lo")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip"))), reason="makes an interface")
 def test_an_interface_that_is_named_is_the_only_one(tmp_path: Path) -> None:
-    run_script([*NAMESPACE, *PLAIN], tmp_path, {}, GLOO_SOCKET_IFNAME="wire0")
-    found = [{**seen, "nccl": "=wire0"} for seen in found_by_rank(tmp_path, 2)]  # nothing was set about NCCL
-    check(found, {ADDRESS}, "wire0")
+    run_script([*NAMESPACE, *PLAIN], tmp_path, GLOO_SOCKET_IFNAME="wire0")
+    check(tmp_path, 2, {ADDRESS}, "wire0")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,14 +21,55 @@ from tests.helpers.cases import DIM
 from tests.helpers.modules import EMA, HasAverage
 from tests.helpers.modules import SECOND_NAMES_RUN as SECOND_NAMES
 from tests.helpers.oracle import assert_equal_weights
-from tests.helpers.pool import Pools
-from tests.helpers.resumable import saving
-from tests.helpers.trainer import Net, Run, arrays, fit, loader, val_loaders
-from tests.trainer.launching.main_process import fit_from_outside, run, starting
+from tests.helpers.pool import Outcome, Pools
+from tests.helpers.resumable import ONE_PROCESS, saving
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, plain_metrics, val_loaders
+from tests.helpers.workers import free_port, worker_context
 from tests.trainer.launching.test_several_trainers import RUN as SEVERAL
 from tests.trainer.launching.test_several_trainers import train_twice_and_validate
 
 PLAIN = Run(Net, options={"microbatches": 4}, samples=24, val_samples=(16,), trainer={"enable_checkpointing": True})
+
+
+def outcome_of(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Outcome:
+    """Run a scenario; a hang fails the test, and all of its processes end."""
+    context = worker_context()
+    results = context.Queue()
+    process = context.Process(target=_work, args=(results, scenario, args))
+    process.start()
+    try:
+        outcome: Outcome = results.get(timeout=timeout)
+        process.join(timeout)
+        return outcome
+    finally:
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def run(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Any:
+    """Run a scenario that must not fail."""
+    outcome = outcome_of(scenario, *args, timeout=timeout)
+    assert not outcome.error, outcome.trace
+    return outcome.value
+
+
+def _work(results: Any, scenario: Callable[..., Any], args: tuple) -> None:
+    os.setpgid(0, 0)
+    os.environ.update(OMP_NUM_THREADS="1", MASTER_PORT=str(free_port()))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        outcome = Outcome(scenario(*args))
+    except BaseException as error:
+        outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
+    results.put(outcome)
+
+
+def starting(run: Run, devices: int, method: str = "fork", **more: Any) -> L.Trainer:
+    """A Trainer that starts its ranks itself."""
+    os.environ.update(WORLD_SIZE=str(devices), LOCAL_WORLD_SIZE=str(devices))
+    return make_trainer(replace(run, options=run.options | {"start_method": method}), **more)
 
 
 class Lazy(PipelineModule, Net):
@@ -53,128 +96,92 @@ class Shift(nn.Module):
 
 
 CASES: dict[str, tuple[Run, int]] = {
-    "two stages": (PLAIN, 2),
-    "three stages, second names, buffers": (SECOND_NAMES, 3),
+    "second names, buffers": (SECOND_NAMES, 2),
+    "replicas": (replace(SECOND_NAMES, options={"microbatches": 4, "data_parallel_size": 2}), 4),
     "built by the ranks": (replace(PLAIN, module=Lazy), 3),
-}
-SLOW: dict[str, tuple[Run, int]] = {
     "an average in the module": (replace(PLAIN, module=HasAverage), 2),
-    "two replicas": (replace(SECOND_NAMES, options={"microbatches": 4, "data_parallel_size": 2}), 4),
     "a callback that averages": (replace(PLAIN, callbacks=EMA), 2),
-    "sharded checkpoints": (replace(PLAIN, options=PLAIN.options | {"state_dict_type": "sharded"}), 2),
-    "versions in bf16": (
-        replace(PLAIN, options=PLAIN.options | {"weight_dtype": "bf16"},
-                trainer=PLAIN.trainer | {"precision": "bf16-mixed"}), 3,
-    ),
-}  # fmt: skip
-PARAMETERS = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW or name == "two stages" else [])
-    for name in CASES | SLOW
-]
+    "sharded": (replace(PLAIN, options=PLAIN.options | {"state_dict_type": "sharded"}), 2),
+}
 
 
-def check(pools: Pools, of: Run, devices: int, folder: Path, method: str = "fork", timeout: float = 40.0) -> None:
-    """The same training by ranks that stay says what is right."""
-    of = replace(of, callbacks=(*of.callbacks, saving(folder / "kept")))
-    expected = pools.run(devices, fit, of)[0]
-    found = run(fit_from_outside, replace(of, callbacks=(*of.callbacks[:-1], saving(folder / "own"))), devices, method,
-                timeout=timeout)  # fmt: skip
+def fit_from_outside(run: Run, devices: int, method: str) -> dict[str, Any]:
+    """Train; what the process that is no rank has then."""
+    L.seed_everything(run.seed, verbose=False)
+    module = run.module(run)
+    trainer = starting(run, devices, method)
+    own = "train_dataloader" in vars(type(module))
+    trainer.fit(module, None if own else loader(run), val_loaders(run) or None)
+    return {
+        "state": arrays(module.state_dict()), "callback_metrics": plain_metrics(trainer),
+        "full": arrays(trainer.strategy.full_state_dict()),  # type: ignore[attr-defined]
+        "best": getattr(trainer.checkpoint_callback, "best_model_path", ""),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [*((case, "fork") for case in CASES), pytest.param("built by the ranks", "spawn", marks=pytest.mark.slow)],
+)
+def test_the_starting_process_has_the_trained_model(pools: Pools, case: str, method: str, tmp_path: Path) -> None:
+    """The same training in one process, or with replicas by ranks that stay, says what is right."""
+    of, devices = CASES[case]
+    kept, own = (replace(of, callbacks=(*of.callbacks, saving(tmp_path / name))) for name in ("kept", "own"))
+    if case == "sharded":  # one process has no parts
+        kept = replace(kept, options=PLAIN.options)
+    expected = (pools if case == "replicas" else ONE_PROCESS).run(devices, fit, kept)[0]
+    found = run(fit_from_outside, own, devices, method, timeout=200.0)
     assert_equal_weights(found["state"], expected["full_afterwards"])
     assert_equal_weights(found["full"], found["state"])
     assert found["callback_metrics"] == expected["callback_metrics"]
-    assert Path(found["best"]).relative_to(folder / "own") == Path(expected["best"]).relative_to(folder / "kept")
+    assert Path(found["best"]).relative_to(tmp_path / "own") == Path(expected["best"]).relative_to(tmp_path / "kept")
     if "sharded" not in of.options.values():
-        saved = torch.load(found["best"], weights_only=True)["state_dict"]
-        assert_equal_weights(found["state"], arrays(saved))
-
-
-@pytest.mark.parametrize("case", PARAMETERS)
-def test_the_starting_process_has_the_trained_model(pools: Pools, case: str, tmp_path: Path) -> None:
-    check(pools, *(CASES | SLOW)[case], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["two stages", "built by the ranks", "two replicas"])
-def test_spawned_ranks_give_it_back_alike(pools: Pools, case: str, tmp_path: Path) -> None:
-    check(pools, *(CASES | SLOW)[case], tmp_path, "spawn", timeout=200.0)
+        assert_equal_weights(found["state"], arrays(torch.load(found["best"], weights_only=True)["state_dict"]))
 
 
 def live_on() -> dict[str, Any]:
-    """What follows a fit in a notebook, with the same module: a validation, another fit, another Trainer."""
+    """What follows a fit in a notebook, with the same module: another fit, by another Trainer, and a validation."""
     L.seed_everything(SEVERAL.seed, verbose=False)
     module = SEVERAL.module(SEVERAL)
     first = starting(SEVERAL, 2, enable_checkpointing=True)
     first.fit(module, loader(SEVERAL))
-    errors = []
-    for again in (lambda: first.fit(module, loader(SEVERAL)), lambda: first.save_checkpoint("never.ckpt")):
-        try:
-            again()
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
+    with pytest.raises(Exception, match="this process started those that train"):
+        first.save_checkpoint("never.ckpt")
     starting(SEVERAL, 3).fit(module, loader(SEVERAL))
-    evaluated = starting(SEVERAL, 2)
-    losses = evaluated.validate(module, val_loaders(SEVERAL), verbose=False)
-    tested = evaluated.test(module, val_loaders(SEVERAL), verbose=False)
-    predicted = evaluated.predict(module, val_loaders(SEVERAL))
-    return {
-        "errors": errors, "weights": arrays(module.state_dict()), "losses": losses, "tested": tested,
-        "predicted": predicted,
-    }  # fmt: skip
+    losses = starting(SEVERAL, 2).validate(module, val_loaders(SEVERAL), verbose=False)
+    return {"weights": arrays(module.state_dict()), "losses": losses}
 
 
-def test_what_follows_goes_on_from_the_trained_model(pools: Pools) -> None:
+def test_what_follows_goes_on_from_the_trained_model() -> None:
     """On another number of stages, too: the module was never cut."""
-    expected = pools.run(1, train_twice_and_validate, SEVERAL)[0]
-    found = run(live_on)
+    (expected,), found = ONE_PROCESS.run(3, train_twice_and_validate, SEVERAL), run(live_on)
     assert_equal_weights(found["weights"], expected["weights"])
     assert found["losses"] == expected["losses"]
-    assert found["tested"][0]["test_loss"] == expected["losses"][0]["val_loss"]
-    assert found["predicted"] is None, "as in Lightning with processes that are forked"
-    assert "NotImplementedError: Calling `trainer.fit()` twice" in found["errors"][0]
-    assert "ConfigurationError: start_method='fork': this process started those that train" in found["errors"][1]
 
 
 class Fails(Net):
-    """Raises, or is killed, on one rank."""
+    """Raises on one rank."""
 
-    how, on_rank = "", -1
+    on_rank = 2
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 1 or self.trainer.global_rank != self.on_rank:
-            return
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("the user's own mistake")
+        if batch_idx == 1 and self.trainer.global_rank == self.on_rank:
+            raise ValueError("the user's own mistake")
 
 
-def fail_and_mend(how: str, on_rank: int) -> tuple[str, dict[str, np.ndarray]]:
-    """The error that a cell of a notebook shows, and the model after the same Trainer ran again."""
+def fail_and_mend() -> Any:
+    """The model after the same Trainer ran again: the error of a cell of a notebook changed nothing."""
     L.seed_everything(PLAIN.seed, verbose=False)
     module, trainer = Fails(PLAIN), starting(PLAIN, 3, enable_checkpointing=False)
-    module.how, module.on_rank = how, on_rank
     before = arrays({name: tensor.clone() for name, tensor in module.state_dict().items()})
-    try:
+    with pytest.raises(Exception, match="ValueError: the user's own mistake"):
         trainer.fit(module, loader(PLAIN), val_loaders(PLAIN))
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
     assert_equal_weights(arrays(module.state_dict()), before)
     module.on_rank = -1
     trainer.fit(module, loader(PLAIN), val_loaders(PLAIN))
-    return said, arrays(module.state_dict())
+    return arrays(module.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("how", "on_rank"),
-    [
-        ("raise", 2),
-        pytest.param("raise", 1, marks=pytest.mark.slow),
-        pytest.param("raise", 0, marks=pytest.mark.slow),
-        pytest.param("kill", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_a_failure_of_a_rank_reaches_the_starting_process(pools: Pools, how: str, on_rank: int) -> None:
-    expected = pools.run(3, fit, replace(PLAIN, trainer={}))[0]["full_afterwards"]
-    said, weights = run(fail_and_mend, how, on_rank)
-    told = ("ValueError: the user's own mistake",) if how == "raise" else ("SIGKILL", "rank 1 (stage 1) is gone")
-    assert any(text in said for text in told), said
-    assert_equal_weights(weights, expected)
+def test_a_failure_of_a_rank_reaches_the_starting_process() -> None:
+    (expected,) = ONE_PROCESS.run(3, fit, replace(PLAIN, trainer={}))
+    assert_equal_weights(run(fail_and_mend), expected["full_afterwards"])

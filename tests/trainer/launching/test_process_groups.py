@@ -8,35 +8,19 @@ import sys
 import time
 
 import pytest
-import torch
-from lightning.fabric import Fabric
-from torch import nn
 
 from lightning_asyncpp.core.ranks import mesh
-from lightning_asyncpp.fabric import AsyncPipelineStrategy
+from tests.helpers.cases import Case
+from tests.helpers.fabric import Run as FabricRun
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, fit
-
-
-def train_with_trainer() -> None:
-    fit(Run(Net, "async", {"microbatches": 2}))
-
-
-def set_up_fabric() -> None:
-    devices = torch.distributed.get_world_size()
-    fabric = Fabric(strategy=AsyncPipelineStrategy(microbatches=2), devices=devices, accelerator="cpu")
-    fabric.launch()
-    fabric.setup_module(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-
-
-TRAIN = {"trainer": train_with_trainer, "fabric": set_up_fabric}
 
 
 def threads_after(kind: str) -> int:
     """Threads of this rank, once what was trained is gone; those of its groups end when the next are made."""
     grace, mesh.GRACE_SECONDS = mesh.GRACE_SECONDS, 0.0
     try:
-        TRAIN[kind]()
+        fit(Run(Net, "async", {"microbatches": 2})) if kind == "trainer" else FabricRun(Case(2))
     finally:
         mesh.GRACE_SECONDS = grace  # this process runs other tests, too
     gc.collect()
@@ -45,8 +29,7 @@ def threads_after(kind: str) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
-@pytest.mark.parametrize("kind", TRAIN)
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
 def test_no_thread_outlives_its_run(pools: Pools, kind: str) -> None:
-    pools.run(2, threads_after, kind)
-    first, *others = [pools.run(2, threads_after, kind) for _ in range(3)]
-    assert all(now <= then for later in others for then, now in zip(first, later))
+    _, before, after = (pools.run(2, threads_after, kind) for _ in range(3))
+    assert all(now <= then for then, now in zip(before, after))

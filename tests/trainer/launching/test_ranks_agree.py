@@ -13,7 +13,6 @@ from tests.helpers.trainer import Net, Run, fit
 
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     # what the last rank is told otherwise -> what all ranks say
-    "policy": ({"nonfinite_gradients": "skip"}, "nonfinite_gradients is 'stop' on rank 0 and 'skip' on rank 1"),
     "replicas": ({"data_parallel_size": 2}, "data_parallel_size is 1 on rank 0 and 2 on rank 1"),
     "form": ({"state_dict_type": "sharded"}, "state_dict_type is full on rank 0 and sharded on rank 1"),
     "strategy": ({"strategy": "sync"}, "delay is 1 on rank 0 and 0 on rank 1"),

@@ -1,38 +1,81 @@
-"""torchrun brings a run back by itself, from its last checkpoint."""
+"""torchrun brings a run back by itself, from its last checkpoint.
+
+As a program, such a run: the folder for checkpoints and results, and the signal that rank 1 sends to itself, once.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
+import torch
 
-from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights
-from tests.helpers.pool import Pools
-from tests.helpers.trainer import fit
-from tests.trainer.failures.test_failures import ROOT, TORCHRUN
-from tests.trainer.launching.restarted_script import run_in
+from tests.helpers.oracle import assert_equal_weights, joined_parts
+from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, saving
+from tests.helpers.trainer import Run, arrays, fit, make_trainer, val_loaders
+from tests.trainer.checkpoint.test_preemption import Resumable
 
-SCRIPT = str(Path(__file__).with_name("restarted_script.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+KILLED_AT = 7
+
+
+def run_in(folder: Path) -> Run:
+    """12 mini-batches over epochs of 5, with a checkpoint after every second."""
+    trainer = {"max_epochs": -1, "max_steps": 12, "enable_checkpointing": True, "gradient_clip_val": 0.5}
+    callbacks = (saving(folder / "checkpoints", save_last=True, every_n_train_steps=2),)
+    return replace(RESUMABLE_RUN, module=Resumable, trainer=trainer, callbacks=callbacks, val_samples=(20,))
+
+
+class Killed(L.Callback):
+    """Notes how often the run was started, and sends the signal in the first of them."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.started, self.number = folder / "started", number
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            with self.started.open("a") as file:
+                file.write(f"{trainer.global_step}\n")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == KILLED_AT and len(self.started.read_text().split()) == 1:
+            os.kill(os.getpid(), self.number)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_torchrun_restarts_from_the_last_checkpoint(pools: Pools, number: int, tmp_path: Path) -> None:
+def test_torchrun_restarts_from_the_last_checkpoint(number: int, tmp_path: Path) -> None:
     """A killed rank loses what follows the last checkpoint, one that is told to end loses nothing."""
-    torchrun = [*TORCHRUN[:-2], "--nproc-per-node=2", "--max-restarts=1"]
-    command = ["timeout", "-k", "10", "250", *torchrun, SCRIPT, str(tmp_path), str(int(number))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = ["timeout", "-k", "10", "250", *TORCHRUN, __file__, str(tmp_path), str(int(number))]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
-    resumed_at = {signal.SIGKILL: (6,), signal.SIGTERM: (8, 9)}[signal.Signals(number)]
     started = [int(step) for step in (tmp_path / "started").read_text().split()]
     assert started[0] == 0
-    assert started[1] in resumed_at
+    assert started[1] in ((6,) if number == signal.SIGKILL else (8, 9))
     parts = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
-    whole = pools.run(2, fit, run_in(tmp_path / "whole"))
-    assert_equal_weights(joined_parts(parts), joined_weights(whole, 2))
+    (whole,) = ONE_PROCESS.run(2, fit, run_in(tmp_path / "whole"))
+    assert_equal_weights(joined_parts(parts), whole["weights"])
+
+
+def main(folder: Path, number: int) -> None:
+    torch.set_num_threads(1)
+    run = run_in(folder)
+    L.seed_everything(run.seed)
+    module = run.module(run)
+    trainer = make_trainer(run, callbacks=[Killed(folder, number)])
+    trainer.fit(module, None, val_loaders(run), ckpt_path="last", weights_only=True)
+    np.savez(folder / f"{trainer.global_rank}.npz", **arrays(dict(module.named_parameters())))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -12,11 +12,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from torch.nn import functional as F
 
-from tests.helpers.modules import ManyNames, MetricNet, SumsAndExtremes
-from tests.helpers.oracle import batches_of, joined_weights, mini_batches_of, oracle, plain_module
+from tests.helpers.modules import MetricNet, SumsAndExtremes
+from tests.helpers.oracle import batches_of, mini_batches_of, oracle
 from tests.helpers.pool import Pools
+from tests.helpers.resumable import ONE_PROCESS
 from tests.helpers.trainer import Net, Run, Samples, fit
 
 SAMPLES, SIZES = 37, (8, 8, 8, 8, 5)
@@ -26,102 +26,56 @@ def weighted(losses: list[float]) -> float:
     return sum(loss * size for loss, size in zip(losses, SIZES)) / SAMPLES
 
 
-@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_files_hold_every_step_once(pools: Pools, strategy: str, tmp_path: Path) -> None:
-    run = Run(
-        Net, strategy, samples=SAMPLES, trainer={"logger": "files", "default_root_dir": str(tmp_path), "max_epochs": 2}
-    )
-    pools.run(3, fit, run)
+def test_files_hold_every_step_once(pools: Pools, tmp_path: Path) -> None:
+    """On rank 0 callbacks see a batch's own metrics, on others those of the last drain."""
+    trainer = {"logger": "files", "default_root_dir": str(tmp_path), "max_epochs": 2}
+    run = Run(Net, samples=SAMPLES, trainer=trainer)
+    results = pools.run(3, fit, run)
     _, losses = oracle(run, 3, list(mini_batches_of(run, 2)))
     with next(tmp_path.glob("lightning_logs/version_*/metrics.csv")).open() as file:
         rows = list(csv.DictReader(file))
-    steps = [(int(row["step"]), float(row["train_loss_step"])) for row in rows if row["train_loss_step"]]
-    assert [step for step, _ in steps] == list(range(10))
-    assert [loss for _, loss in steps] == pytest.approx(losses, rel=1e-6)
+    steps = [row for row in rows if row["train_loss_step"]]
+    assert [(int(row["step"]), row["epoch"]) for row in steps] == [(step, str(step // 5)) for step in range(10)]
+    assert [float(row["train_loss_step"]) for row in steps] == pytest.approx(losses, rel=1e-6)
     epochs = [float(row["train_loss_epoch"]) for row in rows if row["train_loss_epoch"]]
     assert epochs == pytest.approx([weighted(losses[:5]), weighted(losses[5:])], rel=1e-6)
-    assert [row["epoch"] for row in rows if row["train_loss_step"]] == ["0"] * 5 + ["1"] * 5
     events = EventAccumulator(str(next(tmp_path.rglob("events.out.*")).parent))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train_loss_step")] == [
-        (step, pytest.approx(loss, rel=1e-6)) for step, loss in enumerate(losses)
-    ]
-    assert [e.value for e in events.Scalars("train_loss_epoch")] == pytest.approx(epochs, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("every", "accumulate"),
-    [(3, 2), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((1, 2), (3, 1), (1, 1)))],
-)
-def test_steps_that_are_logged_are_those_of_plain_lightning(pools: Pools, every: int, accumulate: int) -> None:
-    trainer = {"logger": "list", "log_every_n_steps": every, "max_epochs": 3, "accumulate_grad_batches": accumulate}
-    run = Run(Net, trainer=trainer, val_samples=(8,))
-    (plain,) = pools.run(1, fit, replace(run, strategy="plain"))
-    names = [(step, sorted(metrics)) for step, metrics in plain["records"]]
-    for strategy in ("async", "sync"):
-        result = pools.run(2, fit, replace(run, strategy=strategy))[0]
-        assert sorted((step, sorted(metrics)) for step, metrics in result["records"]) == sorted(names)
-        assert set(result["logged"]) - {"epoch"} == set(plain["logged"])
-
-
-@pytest.mark.parametrize(
-    ("module", "stages", "replicas"),
-    [
-        pytest.param(MetricNet, 3, 1, marks=pytest.mark.slow),
-        (SumsAndExtremes, 3, 1),
-        pytest.param(Net, 2, 2, marks=pytest.mark.slow),
-        (MetricNet, 2, 2),
-        pytest.param(ManyNames, 2, 2, marks=pytest.mark.slow),
-        pytest.param(Net, 3, 1, marks=pytest.mark.slow),
-        pytest.param(ManyNames, 3, 1, marks=pytest.mark.slow),
-        pytest.param(SumsAndExtremes, 2, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_all_ranks_know_the_same(pools: Pools, module: Any, stages: int, replicas: int) -> None:
-    options = {"data_parallel_size": replicas, "microbatches": 4}
-    run = Run(module, options=options, samples=44, val_samples=(13, 6), shuffle=True, batch_size=8 // replicas)
-    run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 2})
-    results = pools.run(stages * replicas, fit, run)
-    assert results[0]["callback_metrics"]
-    for result in results[1:]:
-        assert result["callback_metrics"] == results[0]["callback_metrics"]
-        assert result["metrics"][1::2] == results[0]["metrics"][1::2]  # before a validation
-    assert not any(math.isnan(value) for value in results[0]["callback_metrics"].values())
-    assert any("train_loss" in name for name in results[0]["metrics"][1])
-
-
-def test_rank_0_has_a_batch_s_own_metrics_and_others_those_of_the_last_drain(pools: Pools) -> None:
-    run = Run(Net, trainer={"max_epochs": 2})
-    results = pools.run(2, fit, run)
-    _, losses = oracle(run, 2, list(mini_batches_of(run, 2)))
-    first, other = ([metrics.get("train_loss_step") for metrics in result["metrics"]] for result in results)
+    found = [(e.step, e.value) for e in events.Scalars("train_loss_step")]
+    assert found == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in enumerate(losses)]
+    first, _, other = ([metrics.get("train_loss_step") for metrics in result["metrics"]] for result in results)
     assert first == pytest.approx(losses, rel=1e-6)
-    last = [pytest.approx(losses[4], rel=1e-6), pytest.approx(losses[9], rel=1e-6)]  # of an epoch
-    assert other == [None] * 4 + [last[0]] * 5 + [last[1]]
-    assert results[0]["losses"] == pytest.approx(losses, rel=1e-6)  # what the last stage returns is the batch's own
+    assert results[0]["losses"] == pytest.approx(losses, rel=1e-6)  # the last stage returns the batch's own
+    assert other == [None] * 4 + [first[4]] * 5 + [first[9]]
 
 
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_validation_loss_is_that_of_a_plain_evaluation(pools: Pools, stages: int) -> None:
-    run = Run(Net, val_samples=(13, 6), dropout=0.2)
-    results = pools.run(stages, fit, run)
-    module = plain_module(run, joined_weights(results, stages))
-    for seed, count in enumerate(run.val_samples, 1):
-        data = Samples(count, seed)
-        with torch.no_grad():
-            expected = float(F.mse_loss(module.model(data.x), data.y))
-        for result in results:
-            assert result["callback_metrics"][f"val_loss/dataloader_idx_{seed - 1}"] == pytest.approx(
-                expected, rel=1e-5
-            )
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_steps_that_are_logged_are_those_of_plain_lightning(strategy: str) -> None:
+    trainer = {"logger": "list", "log_every_n_steps": 3, "max_epochs": 3, "accumulate_grad_batches": 2}
+    run = Run(Net, strategy, trainer=trainer, val_samples=(8,))
+    (result,), plain = ONE_PROCESS.run(2, fit, run), fit(replace(run, strategy="plain"))
+    found, expected = (sorted((step, sorted(m)) for step, m in one["records"]) for one in (result, plain))
+    assert found == expected
+    assert set(result["logged"]) - {"epoch"} == set(plain["logged"])
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(3, 1), (2, 2)])
-def test_reductions_over_microbatches(pools: Pools, stages: int, replicas: int) -> None:
-    options = {"data_parallel_size": replicas, "microbatches": 3}
-    run = Run(SumsAndExtremes, options=options, samples=SAMPLES - 1, batch_size=8 // replicas, shuffle=True)
-    run = replace(run, trainer={"logger": "list", "max_epochs": 1})
-    records = pools.run(stages * replicas, fit, run)[0]["records"]
+def test_all_ranks_know_the_same(pools: Pools) -> None:
+    """Also of torchmetrics objects, whose value of an epoch is that over all samples of all replicas."""
+    options = {"data_parallel_size": 2, "microbatches": 4}
+    run = Run(MetricNet, options=options, samples=36, val_samples=(12,), shuffle=True, batch_size=4)
+    results = pools.run(4, fit, replace(run, trainer={"logger": "list", "max_epochs": 2}))
+    for result in results:
+        metrics = result["callback_metrics"]
+        assert metrics == results[0]["callback_metrics"]
+        assert not any(math.isnan(value) for value in metrics.values())
+        assert metrics["val_mse"] == pytest.approx(metrics["val_loss"], rel=1e-4)
+        assert metrics["train_mse"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-4)
+        assert metrics["by_attribute"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-4)
+    epochs = [metrics["train_mse"] for _, metrics in results[0]["records"] if "train_mse" in metrics]
+    assert epochs[0] != epochs[1]
+
+
+def check_reductions(records: list[Any], run: Run, replicas: int) -> None:
     parts = [batches_of(run, 0, replicas=replicas, replica=replica) for replica in range(replicas)]
     for step, batches in enumerate(zip(*parts)):
         x = batches[0]["x"]  # as under DDP, the values of a step are those of the first replica
@@ -132,21 +86,12 @@ def test_reductions_over_microbatches(pools: Pools, stages: int, replicas: int) 
         assert metrics["mean_step"] == pytest.approx(float(x.mean()), rel=1e-5)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
-def test_torchmetrics_objects(pools: Pools, stages: int, replicas: int) -> None:
-    """Logged in training and validation; the epoch's value is that over all samples of all replicas."""
-    options = {"data_parallel_size": replicas, "microbatches": 4}
-    run = Run(MetricNet, options=options, samples=36, val_samples=(12,), shuffle=True, batch_size=8 // replicas)
-    run = replace(run, trainer={"logger": "list", "max_epochs": 2})
-    results = pools.run(stages * replicas, fit, run)
-    for result in results:
-        metrics = result["callback_metrics"]
-        assert metrics["val_mse"] == pytest.approx(metrics["val_loss"], rel=1e-4)
-        assert metrics["train_mse"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-4)
-        assert metrics["by_attribute"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-4)
-    epochs = [metrics["train_mse"] for _, metrics in results[0]["records"] if "train_mse" in metrics]
-    assert len(epochs) == 2
-    assert epochs[0] != epochs[1]
+def test_reductions_over_microbatches(pools: Pools) -> None:
+    """The last batch is cut into microbatches of other sizes than the others are."""
+    run = Run(SumsAndExtremes, samples=SAMPLES, shuffle=True, options={"microbatches": 3}, trainer={"logger": "list"})
+    check_reductions(ONE_PROCESS.run(3, fit, run)[0]["records"], run, 1)
+    run = replace(run, options=run.options | {"data_parallel_size": 2}, samples=SAMPLES - 1, batch_size=4)
+    check_reductions(pools.run(4, fit, run)[0]["records"], run, 2)
 
 
 class LogsSometimes(Net):
@@ -167,18 +112,17 @@ def chosen_of(y: Tensor) -> dict[str, Tensor]:
     return {"high": y > 1.3, "low": y < -1.3, "never": y > 100}
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_a_name_that_only_some_batches_log(pools: Pools, stages: int, replicas: int) -> None:
+def test_a_name_that_only_some_batches_log(pools: Pools) -> None:
     """Also where one replica has such samples and the other has not: the mean over those that logged it."""
-    options = {"microbatches": 3, "data_parallel_size": replicas}
-    run = Run(LogsSometimes, options=options, batch_size=3, samples=36, shuffle=True, trainer={"logger": "list"})
-    results = pools.run(stages * replicas, fit, run)
+    run = Run(LogsSometimes, batch_size=3, samples=36, shuffle=True, trainer={"logger": "list"})
     data, module = Samples(36), LogsSometimes(run)
     with torch.no_grad():
         losses = (module.model(data.x) - data.y) ** 2
     means = {name: float(losses[chosen].mean()) for name, chosen in chosen_of(data.y).items() if chosen.any()}
     assert set(means) == {"high", "low"}
-    for result in results:
+    run = replace(run, options={"microbatches": 3})
+    replicas = replace(run, options=run.options | {"data_parallel_size": 2})
+    for result in (*ONE_PROCESS.run(3, fit, run), *pools.run(2, fit, replicas)):
         metrics = result["callback_metrics"]
         assert {name: metrics[f"{name}_epoch"] for name in means} == pytest.approx(means, rel=1e-5)
         assert not any("never" in name for name in metrics)

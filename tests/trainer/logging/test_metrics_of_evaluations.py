@@ -6,94 +6,108 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from tests.helpers.cases import DIM
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Run
-from tests.trainer.logging.measured import ClassifierNet, evaluate_checkpoints, fit_and_save, fit_measured
+from tests.helpers.resumable import ONE_PROCESS, saving
+from tests.helpers.trainer import Net, Run, fit, make_trainer, val_loaders
+
+CLASSES = 3
+
+
+class ClassifierNet(Net):
+    """Measures its validations with torchmetrics objects: some are logged, some computed where the epoch ends."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        layers = [nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, CLASSES)]
+        self.model = nn.Sequential(*layers)
+        self.mean = MeanMetric()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        scores = {"accuracy": MulticlassAccuracy(CLASSES), "f1": MulticlassF1Score(CLASSES)}
+        self.scores = MetricCollection(scores, prefix="val_")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return F.cross_entropy(self.model(batch["x"]), (batch["x"][:, :2] > 0).sum(1))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits, target = self.model(batch["x"]), (batch["x"][:, :2] > 0).sum(1)
+        losses = F.cross_entropy(logits, target, reduction="none")
+        self.mean.update(losses)
+        self.accuracy.update(logits, target)
+        self.scores.update(logits, target)
+        self.log("val_loss", losses.mean())
+        self.log("logged_accuracy", self.accuracy)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean_loss", self.mean.compute())
+        self.log_dict(self.scores.compute())
+        self.mean.reset()
+        self.scores.reset()
+
 
 RUN = Run(
-    ClassifierNet, "sync", {"microbatches": 2}, samples=48, val_samples=(36,), shuffle=True, trainer={"max_epochs": 4}
+    ClassifierNet, "sync", {"microbatches": 2}, {"enable_checkpointing": True, "max_epochs": 4},
+    samples=48, batch_size=12, val_samples=(36,),
 )  # fmt: skip
+REPLICAS = replace(RUN, options={"microbatches": 3, "data_parallel_size": 2}, batch_size=6, shuffle=True)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (2, 2)])
-def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(
-    pools: Pools, stages: int, replicas: int, tmp_path: Path
-) -> None:
-    options = {"microbatches": 3, "data_parallel_size": replicas}
-    run = replace(RUN, strategy="default", options=options, batch_size=12 // replicas)
-    first, *others = pools.run(stages * replicas, fit_measured, run, str(tmp_path))
-    assert {"mean_loss", "val_accuracy", "val_f1", "logged_accuracy", "val_loss"} <= first["callback_metrics"].keys()
+def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(pools: Pools, tmp_path: Path) -> None:
+    best = saving(tmp_path, monitor="val_accuracy", mode="max", save_top_k=2)
+    patient = (EarlyStopping, {"monitor": "mean_loss", "patience": 0, "min_delta": 0.5})
+    first, *others = pools.run(4, fit, replace(REPLICAS, strategy="default", callbacks=(best, patient)))
+    names = {"mean_loss", "val_accuracy", "val_f1", "logged_accuracy", "val_loss"}
+    assert names <= first["callback_metrics"].keys()
     for rank in others:
-        assert {**rank, "weights": None} == {**first, "weights": None}
-    assert first["kept"]
-    assert all(Path(path).is_file() for path in first["kept"])
-    assert first["step"] == 8, "the second epoch is not half a unit better: training ends there, on every rank"
+        assert {rank["best"]} == {first["best"]} != {""}
+        assert rank["callback_metrics"] == first["callback_metrics"]
+        assert rank["global_step"] == first["global_step"]
+    assert first["global_step"] == 8, "the second epoch is not half a unit better: training ends there, on every rank"
     assert first["callback_metrics"]["mean_loss"] == pytest.approx(first["callback_metrics"]["val_loss"], rel=1e-6)
 
 
-WRITERS = {
-    "plain": (1, replace(RUN, strategy="plain", options={})),
-    "delayed": (1, replace(RUN, strategy="delayed", options={"microbatches": 2})),
-    "two stages": (2, replace(RUN, strategy="default")),
-    "three stages": (3, replace(RUN, options={"microbatches": 3, "partition": "uniform"})),
-    "two replicas": (4, replace(RUN, options={"microbatches": 2, "data_parallel_size": 2}, batch_size=4)),
-}
-READERS = {
-    "plain": (1, replace(RUN, strategy="plain", options={})),
-    "delayed": (1, replace(RUN, strategy="delayed", options={"microbatches": 2})),
-    "one stage": (1, RUN),
-    "two stages": (2, replace(RUN, strategy="default")),
-    "three stages": (3, RUN),
-    "two replicas": (4, replace(RUN, options={"microbatches": 2, "data_parallel_size": 2}, batch_size=6)),
-}
-USUAL = ("two stages", "two replicas")
-EXACT = ("one stage", "two stages", "three stages")
+def evaluate_checkpoint(run: Run, path: str) -> dict[str, Any]:
+    """``validate`` and ``predict`` of a checkpoint, by a module with other weights."""
+    L.seed_everything(run.seed + 1, verbose=False)
+    module, trainer = run.module(run), make_trainer(run, enable_checkpointing=False)
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, 3.0)
+    metrics = trainer.validate(module, val_loaders(run), ckpt_path=path, weights_only=True, verbose=False)
+    predicted = trainer.predict(module, val_loaders(run), ckpt_path=path, weights_only=True)
+    # Replicas have a part each, and stages before the last one nothing.
+    return {"metrics": metrics[0], "predicted": [batch.numpy() for batch in predicted or [] if batch is not None]}
 
 
-@pytest.fixture(scope="module")
-def read(
-    pools: Pools, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, list[dict[str, Any]]]:
-    """Reader -> what each of its ranks found in the checkpoint of each writer whose test is among those that run."""
-    folder = tmp_path_factory.mktemp("written")
-    asked = {item.callspec.params.get("writer") for item in request.session.items if hasattr(item, "callspec")}
-    paths = {name: str(folder / f"{name.replace(' ', '-')}.ckpt") for name in WRITERS if name in {*asked, *USUAL}}
-    for name in paths:
-        processes, run = WRITERS[name]
-        pools.run(processes, fit_and_save, replace(run, trainer={"max_epochs": 1}), paths[name])
-    runs = {name: (n, replace(run, batch_size=6 if n == 4 else 12)) for name, (n, run) in READERS.items()}
-    return {name: pools.run(n, evaluate_checkpoints, run, paths) for name, (n, run) in runs.items()}
-
-
-@pytest.mark.parametrize(
-    "writer", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in WRITERS]
-)
-def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(
-    read: dict[str, list[dict[str, Any]]], writer: str
-) -> None:
+def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools, tmp_path: Path) -> None:
     """To the bit where the same microbatches run; whole batches, and sums over replicas, are rounded otherwise."""
-    expected = read["one stage"][0][writer]
+    path = str(tmp_path / "written.ckpt")
+    pools.run(2, fit, replace(RUN, callbacks=(saving(tmp_path, filename="written", save_top_k=1),)))
+    (expected,) = ONE_PROCESS.run(1, evaluate_checkpoint, RUN, path)
+    wanted = np.concatenate(expected["predicted"])
+    assert len(wanted) == 36
+    read = {
+        "three stages": ONE_PROCESS.run(3, evaluate_checkpoint, RUN, path),
+        "two processes": pools.run(2, evaluate_checkpoint, RUN, path),
+        "replicas": pools.run(4, evaluate_checkpoint, REPLICAS, path),
+        "plain": [evaluate_checkpoint(replace(RUN, strategy="plain"), path)],
+    }
     for reader, ranks in read.items():
+        exact = reader in ("three stages", "two processes")
+        found = np.concatenate([part for rank in ranks for part in rank["predicted"]])
         for rank in ranks:
-            assert rank[writer]["metrics"] == ranks[0][writer]["metrics"], reader
-        for found, wanted in zip(ranks[0][writer]["metrics"], expected["metrics"], strict=True):
-            if reader in EXACT:
-                assert found == wanted, reader
-            assert found == pytest.approx(wanted, rel=1e-6), reader
-        predictions(reader, [rank[writer]["predicted"] for rank in ranks], expected["predicted"])
-    others = {name: found["metrics"][0]["val_loss"] for name, found in read["plain"][0].items() if name != writer}
-    distinct = {*others.values(), expected["metrics"][0]["val_loss"]}
-    assert len(distinct) >= min(4, len(others) + 1), "the checkpoints are not each other's"
-
-
-def predictions(reader: str, ranks: list[list[np.ndarray]], expected: list[np.ndarray]) -> None:
-    """Those of the samples; with replicas on the last stage of each."""
-    found = np.concatenate([np.concatenate(parts) for parts in ranks if parts])
-    wanted = np.concatenate(expected)
-    assert found.shape == wanted.shape
-    if reader == "two replicas":  # each replica has every other sample
-        found, wanted = np.sort(found, axis=0), np.sort(wanted, axis=0)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=0 if reader in EXACT else 1e-6, err_msg=reader)
+            assert rank["metrics"] == ranks[0]["metrics"], reader
+            assert rank["metrics"] == (expected["metrics"] if exact else pytest.approx(expected["metrics"], rel=1e-6))
+        if reader == "replicas":  # each has every other sample
+            found, wanted = np.sort(found, axis=0), np.sort(wanted, axis=0)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=0 if exact else 1e-6, err_msg=reader)
+        wanted = np.concatenate(expected["predicted"])

@@ -1,0 +1,286 @@
+"""A Fabric loop trains to the oracle's weights, bitwise in fp32: all stages in this process, and over processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import OptimizerCallable
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.trace import Beside, Wait
+from lightning_asyncpp.storage import merged
+from lightning_asyncpp.tools.recorded_run import read_run
+from lightning_asyncpp.tools.trace_summary import summarise
+from tests.helpers.cases import Case, frozen_in_front, make_model
+from tests.helpers.compare import assert_same_norms, assert_same_weights, weights_of
+from tests.helpers.engine import run_oracle
+from tests.helpers.fabric import Run, go_through, train
+from tests.helpers.modules import Second
+from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.pool import Pools
+from tests.helpers.recorded import off_schedule
+from tests.helpers.trainer import arrays
+
+BATCHES = (8, 8, 8, 8, 5)
+FEEDBACK: dict[str, Any] = {"optimizer": "muon", "error_feedback": 1.0, "max_norm": 0.3, "batch_sizes": BATCHES}
+CASES = {
+    "muon-feedback-clip-schedule": Case(3, scheduler=True, cut="back", **FEEDBACK),
+    "accumulate-dropout": Case(
+        3, accumulate=2, dropout=0.2, random_input=True, max_norm=0.3, batch_sizes=BATCHES, cut="front"
+    ),
+    "weights-skip": Case(4, unequal_weights=True, nan_at=1, max_norm=0.3, batch_sizes=BATCHES),
+    "shared-routed": Case(3, tied=True, routed=True, **FEEDBACK),
+    "synchronous": Case(3, delay=0, optimizer="muon", error_feedback=1.0, scheduler=True, batch_sizes=BATCHES),
+    "a-stage-trains-nothing": Case(3, model=frozen_in_front, cut=(1, 2, 2)),
+    "least-staleness": Case(6, 0, staleness="least", max_norm=0.3, dropout=0.3, scheduler=True),
+    "least-staleness-exact": Case(4, 0, staleness="least", slack="exact", error_feedback=1.0),
+}
+OVER_PROCESSES = ["muon-feedback-clip-schedule", "accumulate-dropout", "shared-routed", "a-stage-trains-nothing"]
+RESUMED = Case(
+    3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, dropout=0.2, accumulate=2,
+    batch_sizes=(8,) * 10, cut="front",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_the_oracles(name: str) -> None:
+    case = CASES[name]
+    result = train(case, (1, 2), stages=3, at_once=case.routed)
+    weights, losses = run_oracle(case, 3)
+    assert_same_weights([result], weights)
+    if case.accumulate == 1:
+        assert result["losses"] == pytest.approx(losses, rel=1e-6, nan_ok=True)
+
+
+def in_processes(case: Case) -> dict[str, Any]:
+    """All stages are drained for an evaluation within a mini-batch, also the last, which has nothing in flight."""
+    return train(case, (1, 2), evaluates_each=case.accumulate > 1, at_once=case.routed)
+
+
+@pytest.mark.parametrize("name", OVER_PROCESSES)
+def test_processes_come_to_them(pools: Pools, name: str) -> None:
+    case = CASES[name]
+    results = pools.run(3, in_processes, case)
+    assert_same_weights(results, run_oracle(case)[0])
+    assert_same_norms(results)
+    assert all(result["metrics"] == results[0]["metrics"] for result in results)
+    assert name != "shared-routed" or results[0]["metrics"]["samples"] == 2 * 5.0
+
+
+def test_replicas_come_to_them_to_rounding(pools: Pools) -> None:
+    case = Case(4, data_parallel_size=2, max_norm=0.3, scheduler=True)
+    results = pools.run(4, train, case, (1,))
+    expected = run_oracle(case)[0]
+    for replica in (0, 1):
+        for name, value in weights_of(results, replica).items():
+            np.testing.assert_allclose(value, expected[name].numpy(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_lower_precision_does_not_depend_on_the_number_of_stages(pools: Pools, precision: str) -> None:
+    case = Case(3, max_norm=0.3, dropout=0.2)
+    one = train(case, (1,), precision, stages=1)["weights"]
+    three = merged([result["weights"] for result in pools.run(3, train, case, (1,), precision)])
+    exact = run_oracle(case)[0]
+    assert_equal_weights(three, one)
+    assert any(not np.array_equal(one[name], exact[name].numpy()) for name in one)
+
+
+def evaluate_after_each(case: Case) -> Any:
+    """The outputs of an evaluation after every mini-batch, and what the gathered weights of that moment give."""
+    run = Run(case)
+    pairs = []
+    for t in range(len(case.mini_batches)):
+        run.train(t, t + 1)
+        output, state = run.evaluate(), run.strategy.full_state_dict()
+        if run.fabric.global_rank == 0:
+            whole = make_model(case.dropout).eval()
+            whole.load_state_dict(state)
+            with torch.no_grad():
+                pairs.append((output.numpy(), whole(case.batch(0)["x"]).numpy()))
+        else:
+            assert output is None
+    return pairs
+
+
+def test_evaluation_sees_the_newest_weights(pools: Pools) -> None:
+    pairs = pools.run(3, evaluate_after_each, Case(4, dropout=0.3))[0]
+    assert len(pairs) == 5
+    for output, expected in pairs:
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stages", "changed"),
+    [
+        pytest.param((3, 3), {}, id="the-same"),
+        pytest.param((2, 1), {"tied": True, "routed": True, "cut": "back"}, id="shared-routed"),
+        pytest.param((1, 3), {"bf16": True}, id="masters"),
+        pytest.param((3, 3), {"staleness": "least", "microbatches": 6, "lookahead": 0}, id="least-staleness"),
+    ],
+)
+def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
+    stages: tuple[int, int], changed: dict[str, Any], tmp_path: Path
+) -> None:
+    path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, **changed)
+    expected = run_oracle(case, stages[0])[0]
+    assert_same_weights([go_through(case, saves=path, at=3, stages=stages[0])], expected)
+    assert_same_weights([go_through(case, loads=path, stages=stages[1])], expected)
+    saved = torch.load(path, weights_only=True)
+    assert saved.keys() == {"model", "optimizer", "scheduler", "step", "pipeline"}
+    assert {weight.dtype for weight in saved["model"].values()} == {torch.bfloat16 if case.bf16 else torch.float32}
+
+
+def test_processes_go_on_as_other_processes(pools: Pools, tmp_path: Path) -> None:
+    """From parts that were written while training went on."""
+    path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, tied=True, routed=True, cut="back")  # tied across stages
+    expected, saving = run_oracle(case)[0], {"state_dict_type": "sharded", "async_checkpoints": True}
+    assert_same_weights(pools.run(2, go_through, case, None, path, 3, (), saving), expected)
+    assert_same_weights(pools.run(3, go_through, case, path), expected)
+
+
+@pytest.mark.parametrize("order", [("optimizer", "model"), ("model", "optimizer")], ids="-".join)
+def test_model_and_optimizer_may_be_loaded_one_after_the_other(order: tuple[str, str], tmp_path: Path) -> None:
+    path = str(tmp_path / "run.ckpt")
+    go_through(RESUMED, saves=path, at=3, stages=2)
+    run = Run(RESUMED, spoilt=True, stages=2)
+    state = run.state
+    for name in order:
+        run.fabric.load(path, {name: state.pop(name)})
+    assert run.fabric.load(path, state).keys() == set(order)
+    run.train(start=state["step"])
+    assert_same_weights([run.result()], run_oracle(RESUMED)[0])
+
+
+def test_a_model_that_is_loaded_later_leaves_the_run_where_it_is(tmp_path: Path) -> None:
+    """Only right after the optimizer it may be the rest of the same checkpoint."""
+    path = str(tmp_path / "run.ckpt")
+    go_through(RESUMED, saves=path, at=2, stages=2)
+    run = Run(RESUMED, stages=2)
+    run.load(path)
+    engine = run.strategy.session.running()
+    assert engine.mini_batch == 2
+    run.train(start=2, stop=3)
+    run.fabric.load(path, {"model": run.model})
+    assert engine.mini_batch == 3
+    for part in engine.parts:
+        older, newest = part.weights.leaves(2), part.weights.leaves(3)
+        assert all(torch.equal(older[name], newest[name]) for name in newest)
+
+
+def told_to_end(case: Case, path: str, told: tuple[int, ...], at: int) -> int:
+    """Train until all ranks agreed to end and save; some receive SIGTERM before mini-batch ``at``."""
+    run = Run(case)
+    before = signal.signal(signal.SIGTERM, lambda *_: run.strategy.request_stop())
+    try:
+        while not run.strategy.stop_agreed:
+            if len(run.norms) == at and run.mesh.rank in told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.train(start=len(run.norms), stop=len(run.norms) + 1)
+        run.fabric.save(path, run.state)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return len(run.norms)
+
+
+def test_ranks_that_are_told_to_end_agree_and_resume(pools: Pools, tmp_path: Path) -> None:
+    """SIGTERM on some ranks, at any moment, ends the loop on all of them after the same mini-batch."""
+    path = str(tmp_path / "told.ckpt")
+    steps = pools.run(3, told_to_end, RESUMED, path, (1, 2), 3)
+    assert steps in ([4] * 3, [5] * 3, [6] * 3)
+    assert_same_weights(pools.run(3, go_through, RESUMED, path), run_oracle(RESUMED)[0])
+
+
+def averaged(path: str, resumes: bool) -> dict[str, Any]:
+    """Train with an average, and save after the first half, or begin there; what this rank has of the average."""
+    run = Run(Case(microbatches=3))
+    average = AveragedModel(run.model.module).requires_grad_(False)
+    state = {**run.state, "average": average}
+    if resumes:
+        run.fabric.load(path, state)
+    for start in (2,) if resumes else (0, 2):
+        run.train(start, start + 2)
+        run.strategy.flush()
+        average.update_parameters(run.model)
+        if not start:
+            run.fabric.save(path, state)
+    return arrays(average.state_dict())
+
+
+def test_averages_are_saved_by_all_stages_and_each_gets_its_own(pools: Pools, tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    first = merged(pools.run(3, averaged, path, False))
+    assert_equal_weights(merged(pools.run(2, averaged, path, True)), first)
+
+
+def test_second_names_of_parameters_hold_the_trained_values(tmp_path: Path) -> None:
+    path, more = str(tmp_path / "saved.ckpt"), FEEDBACK | {"batch_sizes": (8,) * 5}
+    case = Case(3, model=lambda _: Second(nn.LayerNorm), cut=(2, 2, 1), **more)  # type: ignore[arg-type, return-value]
+    run = Run(case, stages=3)
+    run.train(stop=3)
+    run.fabric.save(path, run.state)
+    other = Run(replace(case, cut=(3, 2)), spoilt=True, stages=2)
+    other.load(path)
+    other.train(start=3)
+    whole = arrays(other.strategy.full_state_dict())
+    assert_equal_weights({name: whole[name] for name in run_oracle(case)[0]}, arrays(run_oracle(case)[0]))
+    for name, second in (("scale", "begin.scale"), ("shared.weight", "end.weight")):
+        assert np.array_equal(whole[name], whole[second])
+    Second(nn.LayerNorm).load_state_dict({name: torch.from_numpy(array) for name, array in whole.items()})
+
+
+def train_without_a_batch(stages: int, accumulate: int, skip: bool) -> dict[str, np.ndarray]:
+    """A mini-batch is left out of the data (``skip``), or trained and its gradient thrown away."""
+    run = Run(Case(3, delay=0, accumulate=accumulate, batch_sizes=(6,) * 7 * accumulate), stages=stages)
+    run.train(stop=3)
+    for index in () if skip else run.case.mini_batches[3]:
+        run.strategy.training_step(run.case.step(run.model), run.case.batch(index))
+    run.optimizer.zero_grad()
+    run.train(start=4)
+    return run.result()["weights"]
+
+
+@pytest.mark.parametrize(("stages", "accumulate"), [(1, 2), (3, 1)])
+def test_zero_grad_in_the_place_of_a_step_leaves_the_batch_out(stages: int, accumulate: int) -> None:
+    assert_equal_weights(*(train_without_a_batch(stages, accumulate, skip) for skip in (False, True)))
+
+
+def test_the_command_line_still_finds_an_optimizer_by_its_name() -> None:
+    """Fabric gets an optimizer of another class of that name, whose ``zero_grad`` throws gradients away."""
+    run = Run(Case(3), stages=2)
+    assert isinstance(run.optimizer.optimizer, torch.optim.AdamW)
+    parser = ArgumentParser()
+    parser.add_argument("--optimizer", type=OptimizerCallable)
+    assert parser.parse_args(["--optimizer=AdamW"]).optimizer.class_path == "torch.optim.AdamW"
+
+
+def recorded(folder: str) -> None:
+    """Train while it is recorded; afterwards nobody pays for it any more."""
+    run = Run(Case(microbatches=4, batch_sizes=(8,) * 6))
+    with run.strategy.record_trace(folder):
+        run.train(evaluate_after=(2,))
+        run.strategy.flush()
+    assert run.strategy.session.running().runner.trace is None
+
+
+def test_a_loop_is_recorded(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, recorded, str(tmp_path / "trace"))
+    run = read_run(tmp_path / "trace")
+    assert not off_schedule(run)
+    assert summarise(run).total.staleness == 1
+    for rank in run.ranks:
+        kinds = {kind: [s.index for s in rank.spans if s.kind is kind] for kind in (*Kind, *Wait, *Beside)}
+        assert kinds[Kind.UPDATE] == list(range(6))
+        assert sorted(kinds[Kind.FORWARD]) == sorted(kinds[Kind.BACKWARD])
+        assert kinds[Wait.DATA] == [1, 2, 3, 3, 4, 5]
+        assert kinds[Beside.EVALUATE] == [3]
