@@ -199,16 +199,6 @@ class Mixes(Net):
         return F.cross_entropy(self.model(batch["x"] + 0.1 * batch["x"][other]), batch["y"])
 
 
-class Weighs(Net):
-    def microbatch_weight(self, microbatch: dict[str, Tensor]) -> float:
-        return float((microbatch["y"] != -100).sum())
-
-
-def test_a_batch_in_which_nothing_counts_is_left_out() -> None:
-    found = check_model(Weighs(), [*batches(), *batches(8, ignored=8)], updates=4).differences[0]
-    assert (found.kind, found.values) == ("number of updates", (4, 3))
-
-
 def test_what_makes_it_right_is_printed() -> None:
     report = check_model(Net(), batches(8, ignored=3), updates=2)
     (difference,) = report.differences

@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp import check_model
-from lightning_asyncpp.optim import MuonAdamW
 
 DIM, WORDS = 8, 32
 
@@ -54,9 +52,8 @@ class Net(L.LightningModule):
         return self.optimizer(self.parameters())
 
 
-def mlp(*inner: nn.Module) -> nn.Sequential:
-    inner = inner or (nn.ReLU(),)
-    return nn.Sequential(nn.Linear(DIM, 16), *inner, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(DIM, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 class UNet(nn.Module):
@@ -75,17 +72,6 @@ class UNet(nn.Module):
         for layer in self.up:
             x = layer(torch.cat([x, skips.pop()], 1))
         return x
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(ids)))
 
 
 class Diffusion(Net):
@@ -137,26 +123,8 @@ class Masked(Net):
         return F.cross_entropy(self.model(batch[0]), batch[1], ignore_index=0)
 
 
-class Averages(Net):
-    """torch's average of the network, kept by the module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = AveragedModel(self.model)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.average.update_parameters(self.model)
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.model.parameters())
-
-
 def schedule_free(parameters: Any) -> Any:
     return pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW(parameters, lr=1e-3)
-
-
-muon = functools.partial(MuonAdamW, lr=0.01)
-batch_norm = functools.partial(mlp, nn.BatchNorm1d(16))
 
 
 def llama() -> nn.Module:
@@ -175,11 +143,7 @@ CASES: list[Any] = [
     pytest.param(lambda: Net(llama), texts(), {"gradient_clip_val": 1.0}, id="llama"),
     pytest.param(Draws, batches(), {}, id="numpy-and-python-draw", marks=SLOW),
     pytest.param(lambda: Net(optimizer=schedule_free), batches(), {}, id="schedule-free", marks=SLOW),
-    pytest.param(lambda: Net(batch_norm), batches(16), {}, id="batch-norm", marks=SLOW),
-    pytest.param(lambda: Net(Encoder), texts(), {"precision": "bf16-true"}, id="encoder-bf16", marks=SLOW),
     pytest.param(Diffusion, batches(), {}, id="diffusion", marks=SLOW),
-    pytest.param(Averages, batches(), {}, id="average-in-the-module", marks=SLOW),
-    pytest.param(lambda: Net(optimizer=muon), batches(), {"delay": 0}, id="muon", marks=SLOW),
 ]
 
 

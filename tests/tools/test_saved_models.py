@@ -127,20 +127,6 @@ def test_the_exported_tokenizer_is_the_runs(by_bytes: Trained, by_pairs: Trained
         assert model.generation_config.eos_token_id == ours.end_of_document
 
 
-def test_generate_draws_by_its_seed(by_bytes: Trained, command: Any) -> None:
-    """Beyond the context, too; an empty prompt is the beginning of a document."""
-
-    def text(*arguments: str) -> str:
-        printed: str = command("generate", by_bytes.checkpoint, "--max-new-tokens", "80", *arguments)
-        return printed
-
-    first = text("--seed", "1")
-    assert first == text("--seed", "1") != text("--seed", "2")
-    narrow = text("--prompt", "document", "--top-k", "1")
-    assert narrow == text("--prompt", "document", "--temperature", "0") == text("--prompt", "document", "--greedy")
-    assert text("--top-p", "0.5", "--temperature", "0.7", "--dtype", "bfloat16")
-
-
 def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command: Any, tmp_path: Path) -> None:
     bare = tmp_path / "bare.ckpt"
     state = by_bytes.module.model.state_dict()  # type: ignore[union-attr]

@@ -15,9 +15,7 @@ from research.benchmarks import link
 from research.benchmarks.ideal import make_schedules, steady_state
 from research.benchmarks.report import Figures, Spread
 from research.benchmarks.run import Clock, RankRun, Run
-from research.benchmarks.schedule import Schedule
-from research.benchmarks.stages import Meter, jitter_factor
-from research.benchmarks.systems import chunks_of
+from research.benchmarks.stages import jitter_factor
 from tests.helpers import forked
 
 ROOT = Path(__file__).parents[3]
@@ -123,14 +121,6 @@ def test_what_the_schedules_are_worth_where_nothing_is_measured(shape: tuple[int
         times = lasting(20.0, Kind.FORWARD), lasting(40.0, Kind.BACKWARD)
         lanes = simulate(schedules, 12, microbatches, *times, hop)
         assert steady_state(lanes, microbatches, 3, 10)[1] > 0.98 * known, (hop, sigma)
-
-
-def test_chunks_sleep_for_their_part_of_the_stage_under_the_same_jitter() -> None:
-    run = Schedule(stages=4, jitter=0.2)
-    whole, half = (run.make_chunk(Meter(), 3, i, n).sleeps.seconds(5) for i, n in ((3, 4), (7, 8)))
-    assert [2 * part for part in half] == pytest.approx(whole)
-    assert chunks_of("zbv", 1, 4) == (1, 6)
-    assert chunks_of("interleaved", 1, 4) == (1, 5)
 
 
 def test_figures_leave_out_the_warm_up_and_the_last_mini_batch() -> None:

@@ -46,14 +46,6 @@ class Attributes(nn.Module):
         return self.third(self.second(x))
 
 
-class Values(Plain):
-    """Looks at values while it is built, as many models do that grow a rate with the depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates = [float(rate) for rate in torch.linspace(0, 0.1, 4)]
-
-
 class Pairs(L.LightningDataModule):
     """Batches of dictionaries, known by loading one."""
 

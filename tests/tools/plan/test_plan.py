@@ -95,11 +95,6 @@ def test_a_costly_update_is_the_peak_beside_the_microbatches_in_flight() -> None
     assert memory.parts["gradients"] == GRADIENTS
 
 
-def test_replicas_pack_their_gradients() -> None:
-    memory = peak_of(Schedule(1, 2), replace(PROFILE, gradients=5000), 4, 0, replicas=2)
-    assert (memory.during, memory.parts["working"]) == ("reduction", 5000)
-
-
 def plain(module: str, **strategy: Any) -> dict[str, Any]:
     arguments = {"class_path": "lightning_asyncpp.AsyncPipelineStrategy", "init_args": strategy}
     return {
@@ -187,7 +182,7 @@ def test_what_two_stages_share_counts_once(capsys: pytest.CaptureFixture[str], t
     assert sum(stage["parameters"] for stage in plan["stages"]) == plan["parameters"] + 64 * 32
 
 
-@pytest.mark.parametrize("module", ["Plain", "Values", "AsItIs"])
+@pytest.mark.parametrize("module", ["Plain", "AsItIs"])
 def test_ordinary_modules_with_data_that_must_be_loaded(
     module: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
