@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from lightning_asyncpp import cli
+from lightning_asyncpp.errors import NonFiniteGradientError
 from research.ablations import runner, training
 from research.ablations.__main__ import main
 
@@ -61,7 +62,7 @@ class Process:
         self.started.append(folder)
         if len(self.started) == 2:
             raise KeyboardInterrupt
-        with suppress(training.DivergedError):
+        with suppress(training.DivergedError, NonFiniteGradientError):
             cli.run(["fit", "--config", str(folder / "fit.yaml")])
 
     def poll(self) -> int:
