@@ -1,43 +1,65 @@
-"""What the command takes: recipes by their place, strategies by their names, and names that are nearly right."""
+"""What the command takes, what it answers to a mistake before anything starts, and how it ends."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 import yaml
+from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_asyncpp import GPTModule, cli
 from lightning_asyncpp.cli import main
+from lightning_asyncpp.data import DataError
+from lightning_asyncpp.errors import TRACEBACK, BatchMismatchError, ConfigurationError, PeerLostError, raised_alike
+from lightning_asyncpp.lightning_cli import command
 from lightning_asyncpp.lightning_cli.arguments import written_out
 from lightning_asyncpp.lightning_cli.command import read_configuration
-from lightning_asyncpp.lightning_cli.help import did_you_mean
-from lightning_asyncpp.lightning_cli.messages import is_first_process
+from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
+from tests.helpers.workers import worker_context
 
-RECIPE = str(Path(__file__).parents[1] / "recipes/quickstart.yaml")
+RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPE = str(RECIPES / "quickstart.yaml")
+MOE = str(RECIPES / "quickstart_moe.yaml")
 ASYNC, SYNC = "lightning_asyncpp.AsyncPipelineStrategy", "lightning_asyncpp.SyncPipelineStrategy"
+CALLBACKS = "--trainer.callbacks"
+Printed = pytest.CaptureFixture[str]
+SIZES = {"vocab_size": 256, "context_length": 32, "num_layers": 2, "dim": 16, "num_heads": 2}
+
+
+class Untidy(L.LightningModule):
+    """A user's own module, which fails in a place that only a traceback tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = int("seven")
 
 
 @pytest.mark.parametrize(
     ("given", "written"),
     [
-        (["fit", "a.yaml", "--x", "3"], ["fit", "--config=a.yaml", "--x", "3"]),
-        (["fit", "a.yaml", "b.yaml"], ["fit", "--config=a.yaml", "--config=b.yaml"]),
-        (["fit", "-c", "a.yaml", "--x", "3"], ["fit", "--config=a.yaml", "--x", "3"]),
-        (["--config", "a.yaml", "fit"], ["--config=a.yaml", "fit"]),
-        (
-            ["fit", "--trainer.strategy", "async_pipeline"],
-            ["fit", f'--trainer.strategy={{"class_path": "{ASYNC}"}}'],
-        ),
+        (["fit", "a.yaml", "b.yaml", "--x", "3"], ["fit", "--config=a.yaml", "--config=b.yaml", "--x", "3"]),
+        (["fit", "-c", "a.yaml"], ["fit", "--config=a.yaml"]),
         (["fit", "--trainer.strategy=sync_pipeline"], ["fit", f'--trainer.strategy={{"class_path": "{SYNC}"}}']),
         (["fit", "--trainer.strategy", "ddp"], ["fit", "--trainer.strategy=ddp"]),
         (
             ["fit", "--optimizer", "Muon", "--optimizer.lr=3"],
             ["fit", "--model.init_args.optimizer=MuonAdamW", "--model.init_args.optimizer.lr=3"],
         ),
-        ([], []),
+        (
+            ["fit", "--trace=d", "--trace.mini_batches=5", "-c", "a.yaml"],  # last, or the recipe's list replaces it
+            [
+                "fit", "--config=a.yaml", f"{CALLBACKS}+=lightning_asyncpp.PipelineTrace", f"{CALLBACKS}.dirpath=d",
+                f"{CALLBACKS}.mini_batches=5",
+            ],
+        ),
     ],
-)
+    ids=["recipes", "-c", "strategy", "strategy-of-lightning", "optimizer", "trace"],
+)  # fmt: skip
 def test_short_forms_are_written_out(
     given: list[str], written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,143 +69,168 @@ def test_short_forms_are_written_out(
     assert written_out(given) == written
 
 
-def strategy_of(*arguments: str) -> Any:
-    return read_configuration(["fit", *arguments])["trainer"]["strategy"]
+SIX = {"class_path": "AsyncPipelineStrategy", "init_args": {"microbatches": 6}}
 
 
-def with_strategy(folder: Path, strategy: Any) -> str:
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "expected"),
+    [
+        ("async_pipeline", ["--trainer.strategy.microbatches", "7"], (ASYNC, 7)),
+        (SIX, [], (ASYNC, 6)),
+        (SIX, ["--trainer.strategy", "sync_pipeline"], (SYNC, 6)),
+        ("auto", ["--trainer.strategy", "SyncPipelineStrategy"], (SYNC, None)),
+    ],
+    ids=["name-and-option", "short-class", "another-pipeline-keeps-the-options", "class-instead-of-lightnings"],
+)
+def test_a_strategy_by_its_name_takes_options(strategy: Any, arguments: Any, expected: Any, tmp_path: Path) -> None:
+    """In a recipe, on the command line, or in both."""
     content = yaml.safe_load(Path(RECIPE).read_text())
     content["trainer"]["strategy"] = strategy
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return str(path)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    read = read_configuration(["fit", str(tmp_path / "recipe.yaml"), *arguments])["trainer"]["strategy"]
+    assert (read["class_path"], read["init_args"]["microbatches"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("strategy", "arguments", "class_path", "microbatches"),
-    [
-        ("async_pipeline", [], ASYNC, None),
-        ("async_pipeline", ["--trainer.strategy.microbatches", "7"], ASYNC, 7),
-        ({"class_path": "AsyncPipelineStrategy", "init_args": {"microbatches": 6}}, [], ASYNC, 6),
-        ("auto", ["--trainer.strategy", "async_pipeline", "--trainer.strategy.microbatches", "4"], ASYNC, 4),
-        (
-            {"class_path": "AsyncPipelineStrategy", "init_args": {"microbatches": 6}},
-            ["--trainer.strategy", "sync_pipeline"],
-            SYNC,
-            6,
-        ),
-        ("auto", ["--trainer.strategy", "SyncPipelineStrategy"], SYNC, None),
-        ("SyncPipelineStrategy", [], SYNC, None),
-    ],
-    ids=[
-        "name",
-        "name and option",
-        "short class",
-        "command line",
-        "another name",
-        "class alone",
-        "class alone in a recipe",
-    ],
-)
-def test_a_strategy_by_its_name_takes_options(
-    strategy: Any, arguments: list[str], class_path: str, microbatches: int | None, tmp_path: Path
+def paths_of_optimizers(names: tuple[str, ...]) -> list[str]:
+    found = [read_configuration(["fit", RECIPE, f"--optimizer={name}"]) for name in names]
+    return [config["model"]["init_args"]["optimizer"]["class_path"] for config in found]
+
+
+def test_a_short_name_finds_the_optimizers_class() -> None:
+    """In a process in which no other library has put a class of the same name beside it."""
+    names = ("AdamW", "SOAP", "MuonAdamW", "Muon", "NorMuon", "torch.optim.Muon")
+    with worker_context().Pool(1) as pool:
+        paths = pool.apply(paths_of_optimizers, (names,))
+    ours = [f"lightning_asyncpp.optim.{name}" for name in ("SOAP", "MuonAdamW", "MuonAdamW", "NorMuonAdamW")]
+    assert paths == ["torch.optim.AdamW", *ours, "torch.optim.Muon"]
+
+
+FIT, PREPARE = ["fit", RECIPE], ["prepare", "x", "--tokenizer", "byte"]
+MISTAKES = {
+    "option": ([*FIT, "--mircobatches=3"], "there is no 'mircobatches'; did you mean trainer.strategy.microbatches?"),
+    "strategy": ([*FIT, "--trainer.strategy.microbatchs=3"], "there is no 'microbatchs'; did you mean microbatches"),
+    "optimizer": ([*FIT, "--optimizer", "Adamm"], "there is no 'Adamm'; did you mean Adam?"),
+    "model": ([*FIT, "--model.config.num_layer=3"], "'config.num_layer'; did you mean config.num_layers"),
+    "in-a-recipe": ([*FIT, "--config=trainer: {devicess: 2}"], "'trainer.devicess'; did you mean trainer.devices?"),
+    "cut-short": ([*FIT, "--trainer.max_step=3"], "'trainer.max_step'; did you mean trainer.max_steps?"),
+    "type": ([*FIT, "--trainer.max_steps", "many"], 'Parser key "trainer.max_steps"'),
+    "no-module": ([*FIT, "--model", "nowhere.Model"], "No module named 'nowhere'"),
+    "no-recipe": (["fit"], "model. Give a recipe that names a model; `asyncpp recipes` lists"),
+    "subcommand": (["chek"], "there is no subcommand 'chek'; did you mean check?\n"),
+    "check": (["check", RECIPE, "--microbatchs", "2"], "'microbatchs'; did you mean trainer.strategy.microba"),
+    "prepare": ([*PREPARE, "--output", "y", "--text_ke=3"], "did you mean --text-key?"),
+    "lacks": (PREPARE, "asyncpp prepare: error: the following arguments are required: --output\n"),
+    "several": (
+        ["fit", MOE, "--model.config.num_heads=3", "--model.config.moe.top_k=50"],
+        "num_heads=3\n  - moe.top_k",
+    ),
+    "lookahead": ([*FIT, "--trainer.strategy.lookahead=-1"], "lookahead=-1 must be 0 or more\n"),
+    "callback": ([*FIT, f"{CALLBACKS}+=PipelineMonitor", f"{CALLBACKS}.window=0"], "window=0, every_n_batches=10\n"),
+    "stages": ([*FIT, "--trainer.devices=5"], "microbatches=4 is smaller than the number of stages (5)"),
+    "devices": ([*FIT, "--trainer.devices", "lots"], "the Trainer refuses its arguments: `devices`"),
+    "data": ([*FIT, "--data.source", "nowhere"], "source='nowhere': there is no such folder. Give "),
+}
+
+
+@pytest.mark.parametrize(("arguments", "answer"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_answered_shortly_before_anything_starts(
+    arguments: list[str], answer: str, capsys: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In a recipe, on the command line, or in both; another pipeline keeps the options that it has, too."""
-    read = strategy_of(with_strategy(tmp_path, strategy), *arguments)
-    assert read["class_path"] == class_path
-    assert read["init_args"]["microbatches"] == microbatches
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model.init_args.config.dimm", "3"], "there is no 'config.dimm'; did you mean config.dim"),
-        (["--mircobatches", "3"], "there is no 'mircobatches'; did you mean trainer.strategy.microbatches?"),
-        (["--lr", "3"], "there is no 'lr'; did you mean optimizer.lr"),
-        (["--trainer.strategy.microbatchs", "3"], "there is no 'microbatchs'; did you mean microbatches"),
-        (["--optimizer", "Adamm"], "there is no 'Adamm'; did you mean Adam?"),
-        (["--optimizer", "AdamW", "--optimizer.lrr", "3"], "there is no 'lrr'; did you mean lr"),
-        (["--data", "TextDataModul"], "there is no 'TextDataModul'; did you mean TextDataModule?"),
-        (["--trainer.callbacks+=PipelineMonitr"], "there is no 'PipelineMonitr'; did you mean PipelineMonitor?"),
-        (["--model.config.num_layer", "3"], "there is no 'config.num_layer'; did you mean config.num_layers"),
-        (
-            ["--trainer.microbatches", "3"],
-            "there is no 'trainer.microbatches'; did you mean trainer.strategy.microb",
-        ),
-        (["--trainer.max_steps", "many"], 'Parser key "trainer.max_steps"'),
-        (["--model", "nowhere.Model"], "No module named 'nowhere'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_answered_with_what_may_have_been_meant(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        read_configuration(["fit", RECIPE, *arguments])
-    printed = capsys.readouterr().err
-    assert said in printed
-    assert "usage:" not in printed
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "said"),
-    [
-        ("  devices:", "  devicess:", "there is no 'trainer.devicess'; did you mean trainer.devices?"),
-        ("microbatches:", "microbatchs:", "there is no 'microbatchs'; did you mean microbatches"),
-        ("num_layers:", "num_layer:", "there is no 'num_layer'; did you mean config.num_layers"),
-        (
-            ".AsyncPipelineStrategy",
-            ".AsyncPipelinStrategy",
-            "'AsyncPipelinStrategy'; did you mean AsyncPipelineStrategy",
-        ),
-    ],
-    ids=["trainer", "strategy", "config", "class"],
-)
-def test_an_unknown_key_of_a_recipe_is_answered_with_the_nearest(
-    right: str, wrong: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(Path(RECIPE).read_text().replace(right, wrong))
-    with pytest.raises(SystemExit, match="2"):
-        read_configuration(["fit", str(tmp_path / "recipe.yaml")])
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["check", RECIPE, "--microbatchs", "2"],
-            "there is no 'microbatchs'; did you mean trainer.strategy.microba",
-        ),
-        (["prepare", "x", "--output", "y", "--tokenizer", "byte", "--text_ke=3"], "did you mean --text-key?"),
-        (
-            ["prepare", "x", "--tokenizer", "byte"],
-            "asyncpp prepare: error: the following arguments are required: --output\n",
-        ),
-        (["checkpoint", "inf"], "invalid choice: 'inf'"),
-    ],
-    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
-)
-def test_tools_answer_with_the_nearest_and_without_their_usage(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """With what may have been meant."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     printed = capsys.readouterr().err
-    assert said in printed
-    assert "usage:" not in printed
+    assert answer in printed
+    assert not any(text in printed for text in ("usage:", "Traceback", "starting"))
+    assert printed.count("error: ") == 1
 
 
-def test_the_nearest_name() -> None:
-    known = ["trainer.max_steps", "trainer.min_steps", "model.config.dim", "data.batch_size"]
-    assert did_you_mean("trainer.max_step", known) == "; did you mean trainer.max_steps?"
-    assert did_you_mean("Batch-Size", known) == "; did you mean data.batch_size?"
-    assert did_you_mean("frobnicate", known) == ""
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capsys: Printed) -> None:
+    with pytest.raises(SystemExit):
+        main([*FIT, "--trainer.devices", "9", "--data.source", str(tmp_path)])
+    first, *problems = capsys.readouterr().err.splitlines()[-3:]
+    assert first.endswith("2 problems:")
+    assert "holds no text file" in problems[0]
+    assert "microbatches=4 is" in problems[1]
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"])
-def test_one_process_says_what_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "0")
-    assert is_first_process()
-    monkeypatch.setenv(name, "1")
-    assert not is_first_process()
+def test_a_line_tells_what_starts(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    monkeypatch.setattr(command.AsyncppCLI, "_run_subcommand", lambda *_: None)
+    main(FIT)
+    monkeypatch.setenv("RANK", "1")
+    main(FIT)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("asyncpp: ")]
+    assert lines == ["asyncpp: fit: starting 2 processes (AsyncPipelineStrategy, CPU)"]
+
+
+def ends_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
+    def run(arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "run", run)
+    with pytest.raises(SystemExit) as end:
+        main(["fit"])
+    return int(end.value.code or 0)
+
+
+ENDINGS = {
+    "data": (DataError("no such shard"), 2, 2),
+    "batches": (BatchMismatchError("other batches"), 1, 2),
+    "configuration": (ConfigurationError("cannot"), 2, 1),
+    "peer": (PeerLostError("rank 2 (stage 0) failed first: ValueError: x\n\n    Traceback ..."), 1, 3),
+}
+
+
+@pytest.mark.parametrize(("error", "code", "lines"), ENDINGS.values(), ids=ENDINGS)
+def test_the_packages_own_errors_end_it_shortly(
+    error: Exception, code: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    """Other ranks give the first line of a peer's; a variable brings the traceback."""
+    for rank, mark in enumerate(("", "[rank 1] ")):
+        monkeypatch.setattr(rank_zero_only, "rank", rank)
+        assert ends_with(error, monkeypatch) == code
+        printed = capsys.readouterr().err.splitlines()
+        assert printed[0] == f"asyncpp: error: {mark}{str(error).splitlines()[0]}"
+        assert len(printed) == (1 if rank and isinstance(error, PeerLostError) else lines)
+    monkeypatch.setenv(TRACEBACK, "1")
+    with pytest.raises(type(error)):
+        main(["fit"])
+
+
+def test_other_ranks_shorten_what_all_raise(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert ends_with(raised_alike(DataError("no such shard " * 40), 0), monkeypatch) == 2
+    assert len(capsys.readouterr().err) < 140
+
+
+def test_the_error_of_other_code_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match=r"^invalid literal for int\(\) with base 10: 'seven'$") as caught:
+        main([*FIT, "--model", f"{__name__}.Untidy"])
+    assert caught.traceback[-1].name == "__init__"
+    assert caught.value.__suppress_context__
+
+
+def test_a_run_is_made_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rest of the other schedule, whatever the checkpoint's hyperparameters say."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for index in range(8):
+        (tmp_path / "text" / f"{index}.txt").write_text("some text\n" * 100)
+    model = {"class_path": "lightning_asyncpp.GPTModule", "init_args": {"config": SIZES, "warmup_steps": 1}}
+    data = {"source": "text", "context_length": 32, "batch_size": 2, "val_fraction": 0.3}
+    saving = {"dirpath": ".", "save_last": True, "every_n_train_steps": 1}
+    trainer = {
+        "accelerator": "cpu", "devices": 1, "logger": False, "max_epochs": -1, "limit_val_batches": 0,
+        "enable_progress_bar": False, "callbacks": [{"class_path": "ModelCheckpoint", "init_args": saving}],
+    }  # fmt: skip
+    data = {"class_path": "lightning_asyncpp.data.TextDataModule", "init_args": data}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": model, "data": data, "trainer": trainer}))
+    fit = ["fit", "recipe.yaml", "--optimizer=AdamW", "--optimizer.lr=1.0"]
+    main([*fit, "--trainer.max_steps=2", "--model.init_args.total_steps=2"])
+    main([*fit, "--trainer.max_steps=4", "--model.init_args.total_steps=9", "--ckpt_path=last.ckpt"])
+    content = torch.load("last.ckpt", weights_only=True)
+    assert content["global_step"] == 4
+    assert content["hyper_parameters"]["total_steps"] == 9
+    module = GPTModule(GPTConfig(**SIZES), warmup_steps=1, total_steps=9)
+    assert content["lr_schedulers"][0]["_last_lr"] == [learning_rate_factor(module)(4)]

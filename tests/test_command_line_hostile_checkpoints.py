@@ -11,20 +11,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.models import GPT, GPTConfig
+from lightning_asyncpp.strategy_parts.mixin import DurableCheckpointIO
 
 SIZES = {"vocab_size": 256, "context_length": 32, "num_layers": 2, "dim": 16, "num_heads": 2}
 QUIET = [
-    "accelerator=cpu",
-    "devices=1",
-    "strategy=async_pipeline",
-    "logger=false",
-    "enable_checkpointing=false",
+    "accelerator=cpu", "devices=1", "strategy=async_pipeline", "logger=false", "enable_checkpointing=false",
     "enable_progress_bar=false",
-]
+]  # fmt: skip
 
 
 class Evil:
@@ -61,9 +58,7 @@ def validate(tmp_path: Path) -> None:
 
 
 def content(**hyper_parameters: Any) -> dict[str, Any]:
-    module = GPTModule(GPTConfig(**SIZES), warmup_steps=1)
     weights = {f"model.{name}": weight for name, weight in GPT(GPTConfig(**SIZES)).state_dict().items()}
-    assert module.hparams.keys().isdisjoint({"optimizer", "initial_weights"})
     saved = {"config": asdict(GPTConfig(**SIZES)), **hyper_parameters}
     version = {"pytorch-lightning_version": "2.6.0", "epoch": 0, "global_step": 1}
     return {"state_dict": weights, "hyper_parameters": saved, **version}
@@ -86,3 +81,12 @@ def test_a_file_that_holds_code(trap: Path, tmp_path: Path, capsys: pytest.Captu
         validate(tmp_path)
     assert "x.ckpt cannot be read without running code that it may hold" in capsys.readouterr().err
     assert not trap.exists()
+
+
+def test_a_file_of_a_url_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning would run what one of http holds."""
+    asked = []
+    monkeypatch.setattr(TorchCheckpointIO, "load_checkpoint", lambda self, *arguments: asked.append(arguments))
+    for weights_only in (None, True, False):
+        DurableCheckpointIO().load_checkpoint("memory://x.ckpt", weights_only=weights_only)
+    assert [weights_only for *_, weights_only in asked] == [True, True, False]

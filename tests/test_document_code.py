@@ -1,4 +1,4 @@
-"""The code of README and of the pages under docs/start runs as it stands.
+"""The code of README, of the pages under docs/start, and of the notebook runs as it stands.
 
 A page's Python blocks make scripts: each block that trains, and the last one, ends one of its own, after all blocks
 that do not train.
@@ -18,7 +18,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tests.helpers import forked
 from tests.helpers.pool import elastic_environment
@@ -26,9 +28,9 @@ from tests.helpers.workers import free_port
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start"
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 PAGES = [ROOT / "README.md", *sorted(START.glob("*.md"))]
 BLOCK = re.compile(r"(?ms)^(<!-- not run: .+? -->\n+)?^```(python|yaml)(?: title=\"(.+?)\")?\n(.*?)^```$")
-WORDS = 1500
 
 
 def scripts(text: str) -> list[str]:
@@ -43,16 +45,6 @@ def scripts(text: str) -> list[str]:
         else:
             ready += code
     return made if made and made[-1].startswith(ready) else [*made, ready]
-
-
-def run(command: list[str], folder: Path) -> str:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout + done.stderr
 
 
 SCRIPTS = [
@@ -92,19 +84,27 @@ def test_the_recipe_of_the_page_trains(tmp_path: Path) -> None:
     assert files.keys() == {"my_model.py", "my_recipe.yaml"}
     for name, code in files.items():
         (tmp_path / name).write_text(code, encoding="utf-8")
-    printed = run(["-m", "lightning_asyncpp", "fit", "--config", "my_recipe.yaml", "--trainer.max_steps=4"], tmp_path)
-    assert "`max_steps=4` reached" in printed
+    command = [sys.executable, "-m", "lightning_asyncpp", "fit", "my_recipe.yaml", "--trainer.max_steps=4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "`max_steps=4` reached" in done.stdout + done.stderr
 
 
-def test_what_is_read_before_training_is_short() -> None:
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in START.glob("*.md")}
-    assert sum(words.values()) < WORDS, words
+def test_the_notebook_is_valid_and_holds_no_outputs() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [compile(cell.source, cell.id, "exec") for cell in cells]
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
 
 
-def test_a_training_block_is_a_script_after_what_is_defined_and_others_are_left_out() -> None:
-    page = (
-        "<!-- run first:\na = 1\n-->\n```python\nb = 2\n```\n```python\nx.fit(1)\n```\n"
-        "<!-- not run: slow -->\n```python\nc = 3\n```\n"
-        '```python title="f.py"\nd = 4\n```\n```yaml\ne: 5\n```\n```python\nx.fit(2)\n```\n'
-    )
-    assert scripts(page) == ["a = 1\nb = 2\nx.fit(1)\n", "a = 1\nb = 2\nd = 4\nx.fit(2)\n"]
+@pytest.mark.slow
+def test_the_notebook_trains(tmp_path: Path) -> None:
+    """By a kernel, as somebody's own would."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    (use,) = [cell for cell in notebook.cells if cell.id == "use"]
+    name, _, accuracy = use.outputs[0].text.partition(": ")
+    assert name == "accuracy on new points"
+    assert float(accuracy) > 0.85

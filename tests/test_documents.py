@@ -1,98 +1,113 @@
-"""The documents: links lead to files and headings that exist, and so do the names that they give of the code."""
+"""The documents: links, names of the code, quoted messages, versions and commands are those that there are.
+
+What the site says is built from ``docs/``; what CI runs is what the documents tell contributors to run.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
+from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import lightning_asyncpp
 import lightning_asyncpp.fabric
+from docs.site_hooks import REPOSITORY
+from tests.helpers import forked
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_asyncpp"
-INTERNALS = ROOT / "docs" / "project" / "internals.md"
-PAGES = [page for folder in ("docs", "research") for page in sorted((ROOT / folder).rglob("*.md"))]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PAGES = [*(page for folder in ("docs", "research") for page in sorted((ROOT / folder).rglob("*.md")))]
 PAGES += sorted(ROOT.glob("*.md"))
-
 PUBLIC = [
     value
     for package in (lightning_asyncpp, lightning_asyncpp.fabric)
     for name, value in vars(package).items()
     if inspect.isclass(value) and not name.startswith("_")
 ]
+TOOLS = {"pip", "python", "pytest", "ruff", "mypy", "lint-imports", "twine", "mkdocs", "test"}
+# Where actions run code of others with this repository's rights.
+ACTIONS = {
+    "actions/checkout", "actions/setup-python", "actions/upload-artifact", "actions/download-artifact",
+    "actions/upload-pages-artifact", "actions/deploy-pages", "pypa/gh-action-pypi-publish",
+}  # fmt: skip
+# Tools of who works on this package, and an interface to a service that only its newest versions reach.
+NO_FLOOR = {
+    "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "import-linter", "mkdocs-material",
+    "mkdocstrings", "hatchling", "nbclient", "ipykernel", "lightning-sdk",
+}  # fmt: skip
 
 
-def anchor(heading: str) -> str:
-    """What a heading is called in a link, by the rule of GitHub."""
-    return re.sub(r"[^\w\- ]", "", heading.lstrip("#").strip().lower()).replace(" ", "-")
+def read(path: Path | str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def anchors(page: Path) -> set[str]:
-    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
-    return {anchor(line) for line in text.splitlines() if line.startswith("#")}
+    """What the headings of a page are called in links, by the rule of GitHub."""
+    lines = re.sub(r"(?ms)^```.*?^```", "", read(page)).splitlines()
+    headings = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    dead = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if "://" in link:
-            continue
-        path, _, heading = link.partition("#")
-        target = page.parent / path if path else page
-        if not target.exists() or (heading and heading not in anchors(target)):
-            dead.append(link)
-    assert not dead
+    """To files and headings, also by this repository's address; and the tests that a page names exist."""
+    text = re.sub(rf"{REPOSITORY}/(?:blob|tree)/main/", f"{ROOT}/", read(page))
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    targets = [(page.parent / path if path else page, heading) for path, _, heading in links]
+    assert not [
+        (path, heading) for path, heading in targets
+        if not path.exists() or (heading and heading not in anchors(path))
+    ]  # fmt: skip
+    assert not [path for path in re.findall(r"\btests/[\w/]+(?:\.\w+)?", text) if not (ROOT / path).exists()]
+    # Pages link to pages by relative links, or the site would lead away from itself.
+    assert page.parent == ROOT or not re.search(rf"{ROOT}/docs/\S+\.md", text)
 
 
-def names_in(code: ast.AST, before: str = "") -> set[str]:
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """No page is in no menu, and what becomes of links on the site leads somewhere, too."""
+    pytest.importorskip("mkdocs")
+    build = ["-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
+    done = forked.run([*build, "--site-dir", f"{tmp_path}/site"], tmp_path, seconds=280, NO_MKDOCS_2_WARNING="1")
+    assert done.returncode == 0, [line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))]
+    assert (tmp_path / "site" / "start" / "quickstart" / "index.html").exists()
+
+
+def names_in(code: ast.AST, before: str = "") -> Iterator[str]:
     """Classes and functions of a file; methods with their class's name in front."""
-    names = set()
     for node in ast.iter_child_nodes(code):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            names |= {before + node.name} | names_in(node, f"{before}{node.name}.")
-    return names
-
-
-def unknown_names(text: str) -> list[str]:
-    """Which of the files, folders, ``file.py:name``, and ``Class.method`` in backticks are not in the package."""
-    unknown, known = [], set()
-    for path, name in re.findall(r"`([\w./-]+(?:\.(?:py|md)|/))(?::([\w.]+))?`", text):
-        file = next((folder / path for folder in (PACKAGE, ROOT) if (folder / path).exists()), None)
-        names = names_in(ast.parse(file.read_text(encoding="utf-8"))) if file and file.suffix == ".py" else set()
-        known |= names
-        if file is None or (name and name not in names):
-            unknown.append(f"{path}:{name}")
-    return unknown + [name for name in re.findall(r"`([A-Z]\w+\.\w+)`", text) if name not in known]
+            yield before + node.name
+            yield from names_in(node, f"{before}{node.name}.")
 
 
 def test_what_internals_names_exists() -> None:
-    assert not unknown_names(INTERNALS.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["`core/gone.py`", "`gone/`", "`core/stage_optimizer.py:Gone`",
-     "`core/stage_optimizer.py:StageOptimizer.gone`", "`core/stage_optimizer.py` and `StageOptimizer.gone`"],
-)  # fmt: skip
-def test_what_is_gone_is_noticed(text: str) -> None:
-    assert unknown_names(text)
-    assert not unknown_names(
-        "`core/stage_optimizer.py:StageOptimizer.step`, `StageOptimizer.release`, `tests/helpers/workers.py`"
-    )
-
-
-def test_the_files_in_the_diagram_of_internals_exist() -> None:
-    text = INTERNALS.read_text(encoding="utf-8")
-    rows = "\n".join(line for line in text.splitlines() if line.startswith("    |"))
+    """Files, folders, ``file.py:name`` and ``Class.method`` in backticks, and the files of its diagram."""
+    text = read("docs/project/internals.md")
+    unknown, known = [], set()
+    for path, name in re.findall(r"`([\w./-]+(?:\.(?:py|md)|/))(?::([\w.]+))?`", text):
+        file = next((folder / path for folder in (PACKAGE, ROOT) if (folder / path).exists()), None)
+        names = set(names_in(ast.parse(read(file)))) if file and file.suffix == ".py" else set()
+        known |= names
+        if file is None or (name and name not in names):
+            unknown.append(f"{path}:{name}")
+    unknown += [name for name in re.findall(r"`([A-Z]\w+\.\w+)`", text) if name not in known]
+    drawn = set(re.findall(r"\w+\.py|\w+/", "\n".join(re.findall(r"(?m)^    \|.*", text))))
     folders = [PACKAGE, PACKAGE / "core", PACKAGE / "models", PACKAGE / "trainer"]
-    named = set(re.findall(r"[\w]+\.py|[\w]+/", rows))
-    assert len(named) > 20
-    assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
+    unknown += [name for name in drawn if not any((folder / name).exists() for folder in folders)]
+    assert len(known) > 20 < len(drawn)
+    assert not unknown
 
 
 @pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
@@ -104,3 +119,83 @@ def test_every_argument_of_a_public_class_is_explained(cls: type) -> None:
     parameters = inspect.signature(cls.__init__).parameters
     named = {n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - {"self"}
     assert not named - explained
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """The strings of a file; what is filled in is left out."""
+    for node in ast.walk(ast.parse(read(path))):
+        if isinstance(node, ast.JoinedStr):
+            yield "\0".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_messages_that_troubleshooting_quotes_exist() -> None:
+    """The code in the first column of tables whose header says ``message``."""
+    page = read("docs/guides/troubleshooting.md")
+    tables = re.findall(r"(?m)^\| message \|.*\n\|.*\n((?:\|.*\n)+)", page)
+    rows = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+    quoted = [message for row in rows for message in re.findall(r"`(.+?)`", row)]
+    printed = "\n".join(text for path in PACKAGE.rglob("*.py") for text in strings_of(path))
+    parts = [part.strip(" :") for message in quoted for part in re.split(r"\.\.\.|\[\.\.\.\]", message)]
+    assert len(quoted) >= 8
+    assert not [part for part in parts if part.strip("=[]") and part not in printed]
+
+
+def test_the_oldest_versions_that_are_promised_are_those_that_the_suite_is_run_with() -> None:
+    floors: dict[str, set[Version]] = {}
+    for text in requires("lightning-asyncpp") or ():
+        requirement = Requirement(text)
+        (specifier,) = requirement.specifier
+        assert specifier.operator == ">=", text
+        floors.setdefault(canonicalize_name(requirement.name), set()).add(Version(specifier.version))
+    pins = re.findall(r"(?m)^(\w+)==(\S+)$", read("tests/floors.txt"))
+    pinned = {canonicalize_name(name): Version(version) for name, version in pins}
+    assert floors.keys() - NO_FLOOR == pinned.keys()
+    for name, version in pinned.items():
+        (floor,) = floors[name]
+        # 2.11 stands for 2.11.0, and 6 for the first of 6 that can still be installed.
+        assert version >= floor, name
+        assert version.release[: len(floor.release)] == floor.release, name
+
+
+def jobs(workflow: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(read(f".github/workflows/{workflow}.yml"))
+    assert content["permissions"] == {"contents": "read"}
+    return dict(content["jobs"])
+
+
+def commands(job: dict[str, Any]) -> list[str]:
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("workflow", [path.stem for path in WORKFLOWS])
+def test_workflows_run_what_there_is(workflow: str) -> None:
+    for name, job in jobs(workflow).items():
+        assert job["timeout-minutes"], name
+        for command in commands(job):
+            assert command.split()[0] in TOOLS, command
+            assert all((ROOT / path).exists() for path in re.findall(r"\btests/[\w./-]+", command)), command
+        for action in filter(None, (step.get("uses") for step in job["steps"])):
+            assert action.partition("@")[0] in ACTIONS, action
+
+
+def test_ci_tests_and_lints_as_the_documents_tell_contributors() -> None:
+    (command,) = re.findall(r'pip install -e "\.\[test\]" && pytest.*', read("README.md"))
+    install, test = command.split(" && ")
+    floors = f"{install} -c tests/floors.txt"
+    assert floors in read("CONTRIBUTING.md")
+    assert commands(jobs("ci")["tests"]) == [install, test]
+    assert commands(jobs("ci")["floors"]) == [floors, test]
+    (linters,) = re.findall("ruff check.*lint-imports", read("CONTRIBUTING.md"))
+    assert commands(jobs("ci")["lint"])[1:] == linters.split(" && ")
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = lightning_asyncpp.__version__
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == version
+    unreleased, *released = re.findall(r"(?m)^## \[([^\]]+)\](.*)", read("CHANGELOG.md"))
+    assert unreleased == ("Unreleased", "")
+    assert released[0][0] == version
+    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", date) for _, date in released)
+    assert all(after > before for (after, _), (before, _) in itertools.pairwise(released))

@@ -43,28 +43,13 @@ def about(content: dict[str, bytes]) -> Message:
 
 
 def test_the_wheel_has_the_files_of_the_package(content: dict[str, bytes]) -> None:
-    """And nothing beside them."""
+    """And its recipes, and nothing beside them."""
     package = [path for path in (ROOT / "lightning_asyncpp").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    expected = {str(path.relative_to(ROOT)) for path in package}
-    recipes = {f"lightning_asyncpp/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*.yaml")}
+    expected = {str(path.relative_to(ROOT)): path for path in package}
+    expected |= {f"lightning_asyncpp/{path.relative_to(ROOT)}": path for path in (ROOT / "recipes").rglob("*.yaml")}
     assert "lightning_asyncpp/py.typed" in expected
-    assert {name for name in content if ".dist-info/" not in name} == expected | recipes
-
-
-def test_recipes_in_the_wheel_are_those_of_the_repository(content: dict[str, bytes]) -> None:
-    recipes = {name: text for name, text in content.items() if name.startswith("lightning_asyncpp/recipes/")}
-    assert recipes
-    for name, text in recipes.items():
-        assert text == (ROOT / name.partition("/")[2]).read_bytes(), name
-
-
-def test_the_wheel_says_what_it_is(wheel: Path, about: Message) -> None:
-    assert wheel.name == f"lightning_asyncpp-{__version__}-py3-none-any.whl"
-    assert about["Version"] == __version__
-    assert (about["Author"], about["License-Expression"]) == ("The lightning_asyncpp authors", "Apache-2.0")
-    urls = dict(line.split(", ") for line in about.get_all("Project-URL", []))
-    assert urls.keys() == {"Documentation", "Repository", "Changelog", "Issues"}
-    assert all(urls[name].startswith(urls["Repository"] + "/") for name in ("Changelog", "Issues"))
+    assert {name for name in content if ".dist-info/" not in name} == expected.keys()
+    assert all(content[name] == path.read_bytes() for name, path in expected.items())
 
 
 def test_the_promised_versions_of_python_are_those_of_ci(about: Message) -> None:
@@ -73,22 +58,14 @@ def test_the_promised_versions_of_python_are_those_of_ci(about: Message) -> None
     ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
     assert ci["jobs"]["tests"]["strategy"]["matrix"]["python-version"] == promised
     assert about["Requires-Python"] == f">={promised[0]}"
+    assert (about["Version"], about["License-Expression"]) == (__version__, "Apache-2.0")
 
 
-# PyPI shows README.md without the repository around it.
 def test_links_of_the_readme_lead_somewhere_on_pypi_too(about: Message) -> None:
+    """Which shows README.md without the repository around it."""
     links = [target or other for target, other in LINK.findall(str(about.get_payload()))]
     assert links
     assert not [link for link in links if not link.startswith(("https://", "#"))]
-
-
-def test_links_into_the_repository_lead_to_files(about: Message) -> None:
-    urls = dict(line.split(", ") for line in about.get_all("Project-URL", []))
-    repository = urls["Repository"].removeprefix("https://github.com/")
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("*.cff")])
-    inside = re.findall(rf"(?:github|raw\.githubusercontent)\.com/{repository}/(?:blob/|tree/)?main/([\w./-]+)", pages)
-    inside += [url.partition("/blob/main/")[2] for url in urls.values()]
-    assert not [path for path in inside if not (ROOT / path).exists()]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which loader a stage iterates, and what it refuses."""
+"""Which loader a stage iterates, and which backend its device asks for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_asyncpp.core.ranks.process_groups import backend_of
 from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, PlaceholderLoader, stage_loader
 
 
@@ -33,16 +34,6 @@ def test_a_loader_of_unknown_length_is_iterated_everywhere() -> None:
     assert stage_loader(given, 2, 1, needs_data=False) is given
 
 
-class Unsized(Dataset):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((1,), float(index))
-
-
-def test_a_dataset_without_a_length_is_the_samplers_business() -> None:
-    given = DataLoader(Unsized(), sampler=[0, 1])
-    assert stage_loader(given, 2, 0, needs_data=True) is given
-
-
 def workers_rank(given: DataLoader, replica: int) -> int | None:
     prepared = stage_loader(given, 2, replica, needs_data=True)
     assert isinstance(prepared, DataLoader)
@@ -50,24 +41,18 @@ def workers_rank(given: DataLoader, replica: int) -> int | None:
     return function.keywords["rank"] if isinstance(function, partial) else None
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("told", [False, True], ids=["trainer", "fabric-told-the-loader-its-rank"])
 def test_workers_are_seeded_by_the_replica(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
-    """Whether Lightning has told the loader its rank before, as Fabric does, or would later, as the Trainer does."""
-    monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    given = loader(4)
+    """Where somebody asked for it, and gave no function of its own."""
+    given, own = loader(4), loader(4)
     if told:
         given.worker_init_fn = partial(pl_worker_init_function, rank=7)
-    assert workers_rank(given, replica=1) == 1
-
-
-def test_workers_that_nobody_asked_to_seed_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    assert workers_rank(loader(4), replica=1) is None
-    own = loader(4)
     own.worker_init_fn = print
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    stage_loader(own, 2, 1, needs_data=True)
-    assert own.worker_init_fn is print
+    assert workers_rank(given, replica=1) == 1
+    assert workers_rank(own, replica=1) is None
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    assert workers_rank(loader(4), replica=1) is None
 
 
 def test_what_a_first_stage_loads_is_followed() -> None:
@@ -82,9 +67,8 @@ def test_what_a_first_stage_loads_is_followed() -> None:
     ]  # fmt: skip
 
 
-def test_a_loader_in_front_shows_the_loader() -> None:
-    given = loader(4)
-    for wrapped in (AnnouncingLoader(given, lambda _: None), PlaceholderLoader(given)):
-        assert wrapped.dataset is given.dataset
-        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-            _ = wrapped.nothing
+def test_a_shared_gpu_needs_gloo() -> None:
+    cpu, first, second = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+    assert backend_of([first, second, first], None) == "gloo"
+    for devices in (None, [cpu, cpu], [first, second]):
+        assert backend_of(devices, None) is None

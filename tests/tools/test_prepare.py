@@ -6,16 +6,15 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.data import DataError, TextDataModule, Tokenizer
-from lightning_asyncpp.tools.prepare import find_pieces, main
+from lightning_asyncpp.data import TextDataModule, Tokenizer
+from lightning_asyncpp.tools.prepare import main
+from tests.helpers import forked
 
 TEXTS = [f"document {index} größe 漢字 " + "word " * (index % 50) for index in range(800)]
 
@@ -53,20 +52,20 @@ def documents(folder: Path) -> list[str]:
 def test_every_document_is_there_once_and_trained_on(sources: list[str], tmp_path: Path) -> None:
     """After an interruption, too: the first run is killed once a chunk is written."""
     command = [*sources, "--output", str(tmp_path / "out"), "--tokenizer", "byte", "--val-fraction", "0.1"]
-    program = [sys.executable, "-c", SMALL_PIECES, *command, "--num-workers", "2"]
-    first = subprocess.Popen(program, start_new_session=True)
-    while first.poll() is None and not list(tmp_path.glob("out/train/.checkpoints/checkpoint-*")):
+    program = ["-c", SMALL_PIECES, *command, "--num-workers", "2"]
+    first = forked.start(program, tmp_path, tmp_path / "first.out", tmp_path / "first.err", {})
+    while first.is_alive() and not list(tmp_path.glob("out/train/.checkpoints/checkpoint-*")):
         time.sleep(0.02)
     with suppress(ProcessLookupError):
         os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
+    first.join()
     assert not (tmp_path / "out" / "metadata.json").exists()
-    subprocess.run(program, check=True, timeout=200)
+    second = forked.run(program, tmp_path, seconds=200)
+    assert second.returncode == 0, second.stderr
     read = [text for text in documents(tmp_path / "out") if text != " "]  # a blank: no line begins in a piece
     assert sorted(read) == sorted(TEXTS)
     data = TextDataModule(str(tmp_path / "out"), context_length=16, batch_size=2)
     data.setup()
-    assert data.vocab_size == 256
     assert len(data.val_dataloader()) > 5
     assert "word" in data.tokenizer.decode(next(iter(data.train_dataloader())).flatten())
     with pytest.raises(SystemExit, match="2"):  # begun with another key
@@ -84,10 +83,3 @@ def test_a_tokenizer_json_ends_documents_by_its_own_token(tmp_path: Path, capsys
     data.setup()
     tokens = [token for batch in data.train_dataloader() for token in batch.flatten().tolist()]
     assert tokens.count(0) == 2  # the texts that spell it end nothing
-
-
-def test_what_cannot_be_read(tmp_path: Path, sources: list[str]) -> None:
-    with pytest.raises(DataError, match=r"nowhere: there is no file that ends in \.parquet"):
-        find_pieces(str(tmp_path / "nowhere"), "text")
-    with pytest.raises(DataError, match=r"c\.parquet has no column 'body'\. Give --text-key, one of text"):
-        find_pieces(sources[2], "body")

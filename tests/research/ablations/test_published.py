@@ -12,11 +12,9 @@ from docs.embed_tables import embedded
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.models import GPT, GPTConfig
 from research.ablations import extrapolation
-from research.ablations.plots import write_plots
 from research.ablations.recipe import Recipe
 from research.ablations.report import write_report
 from research.ablations.results import CURVES, RESULTS, read_curves, read_runs, write_table
-from research.ablations.summary import Ablation
 from research.ablations.table import Table
 
 ROOT = Path(__file__).parents[3]
@@ -57,18 +55,6 @@ def test_tables_in_the_evidence_follow_from_the_csv_files(folder: str, tables: i
     page = ROOT / folder / "evidence.md"
     assert embedded(page) == page.read_text()
     assert page.read_text().count("<!-- table: ") == tables
-
-
-def test_pictures_are_drawn_alike_from_the_same_data(tmp_path: Path) -> None:
-    folder = ROOT / "docs" / "evidence" / "depth"
-    (tmp_path / "momentum.svg").write_text("of other data")
-    written = write_plots(tmp_path, Ablation.of(*read_runs(folder)), read_curves(folder))
-    assert (
-        set(written) == {path.name for path in folder.glob("*.svg")} == {path.name for path in tmp_path.glob("*.svg")}
-    )
-    first = {file: (tmp_path / file).read_bytes() for file in written}
-    write_plots(tmp_path, Ablation.of(*read_runs(folder)), read_curves(folder))
-    assert {file: (tmp_path / file).read_bytes() for file in written} == first
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -49,7 +49,7 @@ class Case:
                 "class_path": "lightning_asyncpp.GPTModule",
                 "init_args": {"config": self.config, "optimizer": self.optimizer, "decay": "constant", **self.model},
             },
-            "data": {"class_path": "tests.tools.plan.tokens.Tokens", "init_args": data},
+            "data": {"class_path": "tests.tools.plan.plain.Tokens", "init_args": data},
         }  # fmt: skip
 
 

@@ -42,18 +42,12 @@ def measure(recipe: dict[str, Any], world_size: int, timeout: int = 500) -> list
             environment |= {"OMP_NUM_THREADS": "1", "MKL_DISABLE_FAST_MM": "1"}
             environment["PYTHONPATH"] = os.pathsep.join(sys.path)
             command = ["timeout", "-k", "5", str(timeout), sys.executable, "-m", "tests.tools.plan.measured"]
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(path), str(Path(folder) / f"{rank}.json")],
-                    env=environment,
-                    cwd=folder,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        printed = [process.communicate()[0] for process in processes]
-        assert all(process.returncode == 0 for process in processes), "\n".join(p[-3000:] for p in printed)
+            command += [str(path), str(Path(folder) / f"{rank}.json")]
+            with (Path(folder) / f"{rank}.out").open("w") as output:
+                processes.append(subprocess.Popen(command, env=environment, cwd=folder, stdout=output, stderr=output))
+        ended = [process.wait() for process in processes]
+        printed = [(Path(folder) / f"{rank}.out").read_text()[-3000:] for rank in range(world_size)]
+        assert not any(ended), "\n".join(printed)
         peaks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]
     stages = world_size // recipe["trainer"]["strategy"]["init_args"].get("data_parallel_size", 1)
     return list(reversed(peaks[:stages]))  # rank 0 is the last stage

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 class Plain(L.LightningModule):
     """An ``nn.Sequential`` with weights for real, and a step of its own."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
+        self.model: nn.Module = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 1))
 
     def training_step(self, batch: dict[str, Tensor]) -> Any:
         loss = F.mse_loss(self.model(batch["x"]), batch["y"])
@@ -26,17 +26,6 @@ class Plain(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
-
-
-class Deep(Plain):
-    """Its second argument has another name, which Lightning allows."""
-
-    def __init__(self, layers: int = 8) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(8, 64), *(nn.Linear(64, 64) for _ in range(layers - 2)), nn.Linear(64, 1))
-
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        return F.mse_loss(self.model(batch["x"]), batch["y"])
 
 
 class AsItIs(Plain):
@@ -57,22 +46,6 @@ class Attributes(nn.Module):
         return self.third(self.second(x))
 
 
-class Manual(Plain):
-    """Steps by itself, which no pipeline does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Values(Plain):
-    """Looks at values while it is built, as many models do that grow a rate with the depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates = [float(rate) for rate in torch.linspace(0, 0.1, 4)]
-
-
 class Pairs(L.LightningDataModule):
     """Batches of dictionaries, known by loading one."""
 
@@ -82,3 +55,20 @@ class Pairs(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader([{"x": torch.zeros(8), "y": torch.zeros(1)}] * 2 * self.batch_size, self.batch_size)
+
+
+class Tokens(L.LightningDataModule):
+    """Random tokens, (batch_size, context_length + 1) each batch."""
+
+    def __init__(self, batch_size: int, context_length: int, vocab_size: int, batches: int = 8) -> None:
+        super().__init__()
+        self.batch_size, self.vocab_size, self.batches = batch_size, vocab_size, batches
+        self.time = context_length + 1
+
+    def example_batch(self) -> Tensor:
+        return torch.zeros(self.batch_size, self.time, dtype=torch.int64)
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(3)
+        tokens = torch.randint(self.vocab_size, (self.batch_size * self.batches, self.time), generator=generator)
+        return DataLoader(tokens.tolist(), self.batch_size, collate_fn=torch.tensor)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,34 +11,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from lightning_asyncpp.cli import main as asyncpp
 from lightning_asyncpp.core.schedule import Schedule, Slack, StalenessRule
 from lightning_asyncpp.models import GPT, GPTConfig
-from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, Reading, bytes_of, drop_memory, kernels_of_gpu
+from lightning_asyncpp.tools.plan.fake_tensors import FAKE, Meter, Reading, bytes_of, drop_memory
 from lightning_asyncpp.tools.plan.plan import main
 from lightning_asyncpp.tools.plan.profile import Profile, peak_of
 from tests.tools.plan.cases import ADAMW, SGD, Case, feedback
 
-RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("[!h]*.yaml"))  # those of HFModule are the hub's
+RECIPES = Path(__file__).parents[3] / "recipes"
 TINY: dict[str, Any] = {"vocab_size": 64, "context_length": 16, "num_layers": 4, "dim": 32, "num_heads": 2}
-
-# -- tensors without memory -------------------------------------------------------------------------------------------
-
-
-def test_weights_are_replaced_and_shared_ones_stay_shared() -> None:
-    model = nn.ModuleList([nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)])
-    model[1].weight = model[0].weight
-    before = dict(model.state_dict(keep_vars=True))
-    drop_memory(model)
-    after = model.state_dict(keep_vars=True)
-    assert all(isinstance(tensor, FakeTensor) and tensor.shape == before[name].shape for name, tensor in after.items())
-    assert isinstance(model[0].weight, nn.Parameter)
-    assert model[0].weight is model[1].weight
-    with pytest.raises(DataDependentOutputException):
-        float(model[2].running_mean.sum())
 
 
 def test_what_is_kept_moved_and_multiplied_is_known_by_hand() -> None:
@@ -60,10 +42,9 @@ def test_what_is_kept_moved_and_multiplied_is_known_by_hand() -> None:
     assert bytes_of([x, x[:2], x.T, torch.zeros(3)]) == 400 + 12
 
 
-@pytest.mark.parametrize("experts", [None, 8, 16])
-def test_operations_of_a_gpt_are_what_its_config_says(experts: int | None) -> None:
+@pytest.mark.parametrize("moe", [None, {"num_experts": 8, "top_k": 2, "expert_dim": 24}], ids=["dense", "experts"])
+def test_operations_of_a_gpt_are_what_its_config_says(moe: Any) -> None:
     """Of experts the active ones alone count."""
-    moe = None if experts is None else {"num_experts": experts, "top_k": 2, "expert_dim": 24}
     config = GPTConfig(vocab_size=96, context_length=32, num_layers=2, dim=32, num_heads=4, num_kv_heads=2, moe=moe)
     with torch.device("meta"):
         model = GPT(config)
@@ -76,19 +57,6 @@ def test_operations_of_a_gpt_are_what_its_config_says(experts: int | None) -> No
     assert 3 * forward.flops == config.flops_per_token() * 3 * 32
 
 
-def test_a_gpus_norm_keeps_its_input_and_little_more() -> None:
-    kept = {}
-    for on_gpu in (False, True):
-        with FAKE, Meter() as meter, kernels_of_gpu() if on_gpu else nullcontext():
-            x, norm = torch.zeros(4, 64, requires_grad=True), nn.RMSNorm(64)
-            with meter.reading() as reading:
-                y = norm(x)
-        kept[on_gpu] = reading.kept - y.nbytes
-    assert kept[True] == 2 * 4 * 4 < kept[False]  # two numbers per row
-
-
-# -- memory of a schedule ---------------------------------------------------------------------------------------------
-
 KEPT, GRADIENTS = 1000, 10
 PROFILE = Profile(
     weights=100, versions=100, buffers=3, gradients=GRADIENTS, optimizer=200, correction=100,
@@ -98,9 +66,9 @@ PROFILE = Profile(
 CONSTANT = 100 + 100 + 3 + 200 + 100
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 3])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "lookahead"), itertools.product(range(4), [0, 1, 3]))
 def test_flights_are_those_of_the_schedule(stage: int, lookahead: int) -> None:
+    """A flush leaves one set of gradients."""
     schedule = Schedule(stage, 4, lookahead)
     memory = peak_of(schedule, PROFILE, 8, 0)
     flights = schedule.depth + 1
@@ -108,12 +76,8 @@ def test_flights_are_those_of_the_schedule(stage: int, lookahead: int) -> None:
     # The set that is summed, beside the one that waits for its update.
     assert (memory.parts["gradients"], memory.parts["working"]) == (GRADIENTS * 2, 30)
     assert memory.total == CONSTANT + 2 * GRADIENTS + flights * KEPT + 30
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_flush_leaves_one_set_of_gradients(stage: int) -> None:
-    memory = peak_of(Schedule(stage, 4, 0, StalenessRule(0)), PROFILE, 8, 7)
-    assert (memory.in_flight, memory.parts["gradients"], memory.parts["batch"]) == (4 - stage, GRADIENTS, 7)
+    flushed = peak_of(Schedule(stage, 4, 0, StalenessRule(0)), PROFILE, 8, 7)
+    assert (flushed.in_flight, flushed.parts["gradients"], flushed.parts["batch"]) == (4 - stage, GRADIENTS, 7)
 
 
 @pytest.mark.parametrize(("slack", "sets"), [(0, 1), (1, 1), (2, 2), (9, 2), ("exact", 1)])
@@ -129,14 +93,6 @@ def test_a_costly_update_is_the_peak_beside_the_microbatches_in_flight() -> None
     memory = peak_of(Schedule(1, 4, staleness="least"), costly, 8, 0)
     assert (memory.during, memory.in_flight, memory.parts["working"]) == ("update", 2, 5000)
     assert memory.parts["gradients"] == GRADIENTS
-
-
-def test_replicas_pack_their_gradients() -> None:
-    memory = peak_of(Schedule(1, 2), replace(PROFILE, gradients=5000), 4, 0, replicas=2)
-    assert (memory.during, memory.parts["working"]) == ("reduction", 5000)
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def plain(module: str, **strategy: Any) -> dict[str, Any]:
@@ -166,11 +122,9 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
     return plan
 
 
-@pytest.mark.parametrize("path", [
-    pytest.param(path, id=path.stem, marks=[] if path.stem.startswith("quickstart") else pytest.mark.slow)
-    for path in RECIPES
-])  # fmt: skip
-def test_a_recipe_is_planned(path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["quickstart_moe", pytest.param("smollm_360m", marks=pytest.mark.slow)])
+def test_a_recipe_is_planned(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = RECIPES / f"{name}.yaml"
     main([str(path), "--json", str(tmp_path / "plan.json")])  # it fits an H100, or this would raise
     table, plan = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     config = GPTConfig(**yaml.safe_load(path.read_text())["model"]["init_args"]["config"])
@@ -192,7 +146,7 @@ def test_a_recipe_is_planned(path: Path, capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_what_does_not_fit_ends_with_a_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = written(tmp_path, plain("Deep"))
+    path = written(tmp_path, plain("Plain"))
     plan = planned(capsys, path, "--device", "cpu", "--memory", str(0.01 * 2**20 / 2**30), code=1)
     assert not plan["fits"]
     assert all(stage["bytes"]["total"] > plan["room"] for stage in plan["stages"])
@@ -203,21 +157,12 @@ def test_what_does_not_fit_ends_with_a_code(capsys: pytest.CaptureFixture[str], 
 
 def test_the_slow_link_is_where_nodes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Rank 0 is the last stage: of four stages on two nodes the first two stand apart."""
-    recipe = plain("Deep", microbatches=4)
+    recipe = Case(2, TINY, SGD, 4, {"microbatches": 4}).recipe()
     recipe["trainer"]["num_nodes"] = 2
     plan = planned(capsys, written(tmp_path, recipe))
     sent, device = plan["stages"][0]["sent_bytes"], plan["device"]
-    speeds = [1e9 * device[kind] for kind in ("link", "network", "link")]
-    expected = [sent / speed for speed in speeds]
+    expected = [sent / (1e9 * device[kind]) for kind in ("link", "network", "link")]
     assert [stage["seconds"]["transfer"] for stage in plan["stages"]] == pytest.approx([*expected, 0])
-
-
-@pytest.mark.parametrize("name", [[], ["--config"]])
-def test_the_recipe_may_come_after_the_options(
-    name: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    plan = planned(capsys, "--devices", "3", *name, written(tmp_path, plain("Deep", microbatches=4)))
-    assert len(plan["stages"]) == 3
 
 
 def test_masters_beside_versions_in_bf16(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -237,7 +182,7 @@ def test_what_two_stages_share_counts_once(capsys: pytest.CaptureFixture[str], t
     assert sum(stage["parameters"] for stage in plan["stages"]) == plan["parameters"] + 64 * 32
 
 
-@pytest.mark.parametrize("module", ["Plain", "Values", "AsItIs"])
+@pytest.mark.parametrize("module", ["Plain", "AsItIs"])
 def test_ordinary_modules_with_data_that_must_be_loaded(
     module: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -248,22 +193,12 @@ def test_ordinary_modules_with_data_that_must_be_loaded(
     assert plan["flops_per_sample"] == 6 * (8 * 64 + 64 * 64 + 64) - 2 * 8 * 64  # no gradient of x
 
 
-def test_what_training_refuses_is_refused_by_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        asyncpp(["plan", written(tmp_path, plain("Manual"))])
-    assert "automatic_optimization=False" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--trainer.strategy", "sync_pipeline", "--devices", "7"], "6 layers with parameters, fewer than"),
         (["--trainer.strategy.init_args.microbatches", "1"], "microbatches=1 is smaller than the number of stages"),
-        (["--trainer.strategy.init_args.nonsense", "1"], "nonsense"),
         (["--trainer.strategy", "ddp"], "trainer.strategy='ddp' is no pipeline"),
-        (["--model.init_args.config.num_heads", "5"], "must divide dim"),
-        (["--trainer.devices", "auto"], "give the number with --devices"),
     ],
 )
 def test_what_cannot_be_run_is_refused(
@@ -274,4 +209,4 @@ def test_what_cannot_be_run_is_refused(
         asyncpp(["plan", path, *arguments])
     error = capsys.readouterr().err
     assert "Traceback" not in error
-    assert re.search(message, error), error
+    assert message in error
