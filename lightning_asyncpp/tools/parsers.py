@@ -76,7 +76,7 @@ def export_parser() -> ToolParser:
         " generation_config.json and the tokenizer.",
     )
     _add_model(parser)
-    parser.add_argument("--output", required=True, help="folder to write; it must not exist, or be empty")
+    parser.add_argument("output", help="folder to write; it must not exist, or be empty")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype of the weights (default: as saved)")
     parser.add_argument(
         "--lora",

@@ -165,7 +165,7 @@ def test_what_differs_is_named() -> None:
     assert (found.comparison, found.kind) == ("pieces", "loss"), str(report)
     assert found.values[0] != found.values[1]
     assert f"update {found.update}, {found.kind}" in str(report)
-    assert "May be explained by https://lightning-asyncpp.github.io/lightning-asyncpp/concepts/contract/" in str(report)
+    assert "May be explained by the contract (docs/concepts/contract.md)" in str(report)
 
 
 class KeepsMeans(L.Callback):

@@ -98,7 +98,7 @@ def test_wrong_examples_are_refused_or_found(number: int) -> None:
         return
     found = str(compared(number, 0))
     assert f"{number} ({SENTENCES[number][0]})" in found, found
-    assert "https://lightning-asyncpp.github.io/lightning-asyncpp/concepts/contract/" in found
+    assert "docs/concepts/contract.md" in found
     assert number != 6 or "then self.loss of the module differs, too: " in found
 
 

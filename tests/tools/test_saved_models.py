@@ -87,7 +87,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 def test_export_import_generate(which: str, request: pytest.FixtureRequest, command: Any, tmp_path: Path) -> None:
     """The same weights and the same text, wherever they are read from."""
     run: Trained = request.getfixturevalue(which)
-    printed = command("export", run.checkpoint, "--output", tmp_path / "out")
+    printed = command("export", run.checkpoint, tmp_path / "out")
     assert printed.startswith(f"LlamaForCausalLM of {run.module.config.num_parameters():,} parameters: ")
     files = {path.name for path in (tmp_path / "out").iterdir() if path.suffix == ".json"}
     assert files == {
@@ -113,7 +113,7 @@ def test_export_import_generate(which: str, request: pytest.FixtureRequest, comm
 def test_the_exported_tokenizer_is_the_runs(by_bytes: Trained, by_pairs: Trained, command: Any, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     for name, run in (("bytes", by_bytes), ("pairs", by_pairs)):
-        command("export", run.checkpoint, "--output", tmp_path / name, "--dtype", "bfloat16")
+        command("export", run.checkpoint, tmp_path / name, "--dtype", "bfloat16")
         (file,) = (tmp_path / name).glob("*.safetensors")
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
@@ -158,7 +158,7 @@ def test_a_sharded_checkpoint_is_read_as_one_file_is(by_bytes: Trained, command:
     written = [command("generate", path, "--greedy", "--max-new-tokens", "8") for path in both]
     assert written[0] == written[1]
     for path in both:
-        command("export", path, "--output", tmp_path / f"{path.stem}-hf")
+        command("export", path, tmp_path / f"{path.stem}-hf")
     (one,), (other,) = ((tmp_path / f"{p.stem}-hf").glob("*.safetensors") for p in both)
     assert one.read_bytes() == other.read_bytes()
     next(sharded.glob("*stage-0001*")).unlink()

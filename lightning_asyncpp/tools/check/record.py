@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-_PAGE = "https://lightning-asyncpp.github.io/lightning-asyncpp/concepts/contract/"
+_PAGE = "docs/concepts/contract.md"
 _SENTENCES = {
     3: "By arguments", 4: "Once, in order", 5: "Weights in layers", 6: "What a step keeps", 7: "Random numbers",
     8: "A mean over samples", 9: "Samples first", 11: "Each parameter by itself", 12: "Of its own batch",
@@ -59,7 +59,7 @@ class Difference:
         for name, values in self.attributes.items():
             lines.append(f"then self.{name} of the module differs, too: {_both('', values)}")
         lines += [self.hint] if self.hint else []
-        return "\n    ".join([*lines, f"May be explained by {_PAGE}, sentence {self._sentences()}."])
+        return "\n    ".join([*lines, f"May be explained by the contract ({_PAGE}), sentence {self._sentences()}."])
 
     def _sentences(self) -> str:
         of_comparison = _WHY[self.comparison]

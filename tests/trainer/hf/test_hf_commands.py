@@ -92,7 +92,7 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
 def test_continued_pretraining_becomes_a_folder_again(pools: Pools, place: Path) -> None:
     pools.run(2, command, str(place), *continued(place, "continued"), timeout=120)
     checkpoint, out = checkpoint_of(place, "continued"), place / "continued"
-    main(["export", str(checkpoint), "--output", str(out)])
+    main(["export", str(checkpoint), str(out)])
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     trained, before = weights_in(checkpoint), transformers.AutoModelForCausalLM.from_pretrained(place / "model")
     assert model.state_dict().keys() == trained.keys() == before.state_dict().keys()
@@ -117,9 +117,9 @@ def test_adapters_go_on_exactly_and_are_exported_merged_or_alone(pools: Pools, p
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in trained.items())
     assert not all(torch.equal(tensor, weights_in(first)[name]) for name, tensor in trained.items())
 
-    main(["export", str(checkpoint), "--output", str(place / "short"), "--dtype", "bfloat16"])
-    main(["export", str(checkpoint), "--output", str(place / "merged")])
-    main(["export", str(checkpoint), "--output", str(place / "adapter"), "--lora", "adapter"])
+    main(["export", str(checkpoint), str(place / "short"), "--dtype", "bfloat16"])
+    main(["export", str(checkpoint), str(place / "merged")])
+    main(["export", str(checkpoint), str(place / "adapter"), "--lora", "adapter"])
     import peft
 
     base = transformers.AutoModelForCausalLM.from_pretrained(place / "model")
