@@ -88,6 +88,14 @@ def delayed(run: Run, **options: Any) -> Run:
     return dataclasses.replace(run, strategy="delayed", options=options)
 
 
+def staged(run: Run, stages: int = 3) -> Run:
+    """The same run with its stages in one process, bit for bit."""
+    options = {"microbatches": stages, **run.options, "stages": stages, "delay": int(run.strategy != "sync")}
+    if run.strategy == "async":
+        options.setdefault("staleness", "uniform")
+    return delayed(run, **options)
+
+
 def train(run: Run) -> dict[str, Any]:
     """Fit in this process."""
     return fit(dataclasses.replace(run, trainer={"logger": "list"} | run.trainer))
