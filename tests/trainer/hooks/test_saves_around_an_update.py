@@ -12,6 +12,7 @@ import lightning as L
 
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
+from tests.helpers.projections import Changing
 from tests.helpers.trainer import Net, Run, fit, loader, make_trainer, report, staged, train
 
 HOOKS = ("before the step", "clipping", "pre hook", "post hook")
@@ -74,6 +75,19 @@ class SavesBetween(Net):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer.step(closure=optimizer_closure)
         self.save()
+
+
+class SavesLate(Changing):
+    """Is called in the middle of the next batch."""
+
+    def change(self, batch_idx: int) -> None:
+        self.trainer.strategy.full_state_dict()
+
+
+def test_who_gathers_between_two_updates_is_refused(pools: Pools) -> None:
+    for outcome in pools.outcomes(2, fit, Run(SavesLate, options={"microbatches": 2})):
+        assert outcome.error == "ConfigurationError"
+        assert "in the middle of the next batch" in outcome.message
 
 
 def test_it_is_refused_in_an_update_and_a_drain_between_updates(pools: Pools, tmp_path: Path) -> None:
