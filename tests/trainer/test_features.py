@@ -64,16 +64,16 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.ckpt"))
 
 
-def test_model_checkpoint_on_the_training_loss(tmp_path: Path) -> None:
-    """It keeps the checkpoints of the best steps, by the loss of the very step that it saves after."""
+def test_model_checkpoint_on_the_training_loss(pools: Pools, tmp_path: Path) -> None:
+    """It keeps the checkpoints of the best steps, on all ranks by the loss of the very step that it saves after."""
     saving = {"monitor": "train_loss_step", "every_n_train_steps": 2, "save_top_k": 2, "filename": "{step}"}
     callback = (ModelCheckpoint, {"dirpath": tmp_path, **saving})
     run = Run(Net, callbacks=(callback,), trainer={"max_epochs": 2, "enable_checkpointing": True})
-    result = train(staged(run, 2))
+    results = pools.run(2, fit, run)
     _, losses = oracle(run, 2, list(mini_batches_of(run, 2)))
     best = sorted(range(1, 10, 2), key=lambda step: losses[step])[:2]
     assert kept(tmp_path) == sorted(f"step={step + 1}.ckpt" for step in best)
-    assert result["best"] == str(tmp_path / f"step={best[0] + 1}.ckpt")
+    assert {result["best"] for result in results} == {str(tmp_path / f"step={best[0] + 1}.ckpt")}
 
 
 def test_ranks_keep_the_same_checkpoints_and_stop_together(pools: Pools, tmp_path: Path) -> None:

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_asyncpp import GPTModule, PipelineTrace
-from lightning_asyncpp.models import GPTConfig
+from lightning_asyncpp import PipelineTrace
 from lightning_asyncpp.tools.recorded_run import read_run
 from lightning_asyncpp.tools.trace_summary import summarise, table
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 from tests.helpers.cases import DIM
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import saving
-from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, staged, train
+from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, staged
 
 
 def fit_and_describe(run: Run) -> dict[str, Any]:
@@ -119,29 +117,6 @@ def test_rank_0_decides_for_all(pools: Pools) -> None:
     results = pools.run(2, fit_and_describe, run)
     assert {result["counts"] for result in results} == {(1, 3)}
     assert_equal_weights(joined_weights(results, 2), oracle(run, 2, list(mini_batches_of(run)))[0])
-
-
-def wordy_gpt(run: Run) -> GPTModule:
-    """The head costs as much as ten blocks."""
-    config = GPTConfig(vocab_size=1024, context_length=8, num_layers=6, dim=16, num_heads=2, mlp_dim=32)
-    return GPTModule(config, optimizer=run.make_optimizer, decay="constant")
-
-
-def test_a_head_over_many_words_stands_alone_or_nearly() -> None:
-    run = Run(wordy_gpt, dataset="tokens", samples=24)
-    assert fit_and_describe(staged(run))["counts"] == (4, 3, 1)
-    assert fit_and_describe(staged(run, 2))["counts"] == (7, 1)
-
-
-def test_a_checkpoint_knows_its_partition(tmp_path: Path) -> None:
-    """And a run goes on from it with another argument."""
-    run = Run(Net, options={"microbatches": 3}, trainer={"enable_checkpointing": True, "max_epochs": 2})
-    whole = train(staged(replace(run, callbacks=(saving(tmp_path, every_n_train_steps=5),)), 2))
-    path = tmp_path / "step=5.ckpt"
-    assert torch.load(path, weights_only=True)["pipeline"]["partition"] == [4, 5]
-    options = {"microbatches": 3, "partition": "uniform"}
-    resumed = train(staged(replace(run, options=options, ckpt_path=str(path)), 2))
-    assert_equal_weights(resumed["weights"], whole["weights"])
 
 
 def fit_twice(run: Run, partition: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.optim import SGD, Adagrad, AdamW
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Subset
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
@@ -26,12 +26,6 @@ def two_groups(module: L.LightningModule) -> Any:
     decayed = [p for p in module.parameters() if p.ndim > 1]
     others = [p for p in module.parameters() if p.ndim == 1]
     return AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others, "lr": 0.02}], lr=0.01)
-
-
-def rate_of_every_group(module: L.LightningModule) -> Any:
-    optimizer = two_groups(module)
-    scheduler = LambdaLR(optimizer, [lambda t: 1.0 / (1 + t), lambda t: 0.9**t])
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def one_cycle(module: L.LightningModule) -> Any:
@@ -55,13 +49,11 @@ OPTIMIZERS: dict[str, Callable[[L.LightningModule], Any]] = {
     "rate by number of parameters": lambda module: AdamW(
         module.parameters(), lr=2.0 / sum(p.numel() for p in module.parameters())
     ),
-    "a rate of every group": rate_of_every_group,
     "one cycle": one_cycle,
     "plateau": plateau,
     "biases": lambda module: AdamW([p for n, p in module.named_parameters() if n.endswith("bias")], lr=0.01),
     "names": lambda module: SGD(module.named_parameters(), lr=0.05, momentum=0.9),
     "fused": lambda module: AdamW(module.parameters(), lr=0.01, fused=True),
-    "foreach": lambda module: AdamW(module.parameters(), lr=0.01, foreach=True),
     "state at once": lambda module: Adagrad(module.parameters(), lr=0.05),
     "Muon": lambda module: unnamed_muon(module.named_parameters()),
 }
@@ -151,16 +143,16 @@ def test_replicas_train_as_one_process(pools: Pools) -> None:
 @pytest.mark.parametrize("other", ["plain", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_checkpoints_are_plain_both_ways(pools: Pools, other: str, tmp_path: Path) -> None:
     """What ranks of a pipeline saved a plain Trainer or DDP goes on from, with its optimizer, and the other way."""
-    run = run_of("one cycle")
-    theirs = replace(run, strategy=other, options={})
-    ranks = 1 if other == "plain" else 2
-    expected = joined_weights(pools.run(ranks, fit, saved(theirs, tmp_path / other)), 1)
+    run, first = run_of("one cycle"), "step=5.ckpt"
+    theirs, ranks = replace(run, strategy=other, options={}), 1 if other == "plain" else 2
     trained = joined_weights(pools.run(2, fit, saved(run, tmp_path / "stages")), 2)
-    resumed = joined_weights(pools.run(2, fit, replace(run, ckpt_path=str(tmp_path / other / "step=5.ckpt"))), 2)
-    back = pools.run(ranks, fit, replace(theirs, ckpt_path=str(tmp_path / "stages" / "step=5.ckpt")))[0]["weights"]
-    if other == "plain":
-        assert_close(resumed, expected)
-    assert_close(back, trained if other == "plain" else back)
+    pools.run(ranks, fit, saved(theirs, tmp_path / other))
+    path = str(tmp_path / other / first)
+    resumed = joined_weights(pools.run(2, fit, replace(run, ckpt_path=path)), 2)
+    assert_close(resumed, train(replace(run, strategy="plain", options={}, ckpt_path=path))["weights"])
+    back = pools.run(ranks, fit, replace(theirs, ckpt_path=str(tmp_path / "stages" / first)))[0]["weights"]
+    if other == "plain":  # DDP's ranks read halves of the data
+        assert_close(back, trained)
 
 
 def fit_twice(run: Run, validate: bool) -> tuple[dict[str, np.ndarray], list[int]]:
