@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from torch import nn
 
 from tests.helpers.cases import DIM
-from tests.helpers.modules import BatchNormNet, LogsAtTheEnd, MetricNet, NormFirstNet, StopsOnOneRank
+from tests.helpers.modules import BatchNormNet, LogsAtTheEnd, MetricNet, StopsOnOneRank
 from tests.helpers.oracle import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, arrays, evaluate, fit, staged, train
@@ -134,7 +134,7 @@ def test_batch_norm_counts_microbatches() -> None:
 def test_every_replica_has_running_statistics_of_its_own(pools: Pools) -> None:
     """Those of its own microbatches, in their order; the whole model gets those of the first replica."""
     options: dict[str, Any] = {"data_parallel_size": 2, "microbatches": 3}
-    run = Run(NormFirstNet, options=options, shuffle=True, samples=36, batch_size=6)
+    run = Run(BatchNormNet, options=options, shuffle=True, samples=36, batch_size=6)
     results = pools.run(4, fit, run)
     for replica, rank in enumerate((1, 3)):  # the first stages
         norm = nn.BatchNorm1d(DIM)

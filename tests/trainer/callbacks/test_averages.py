@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp import ConfigurationError
-from tests.helpers.cases import DIM
 from tests.helpers.modules import EMA, HasAverage
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
@@ -91,33 +89,6 @@ def test_with_replicas(pools: Pools, tmp_path: Path) -> None:
     for rank in (0, 1):
         assert_equal_weights(many[rank]["own"], many[rank + 2]["own"])
     assert_equal_weights(joined(many, "own"), many[0]["state"])
-
-
-class Distills(Net):
-    """Learns from a copy that stays as it is, and whole."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model = torch.nn.Sequential(*[torch.nn.Linear(DIM, DIM) for _ in range(5)], torch.nn.Linear(DIM, 1))
-        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return (self.model(batch["x"]) - 2 * self.teacher(batch["x"])).square().mean()
-
-
-def fitted(run: Run) -> dict[str, np.ndarray]:
-    module = run.module(run)
-    make_trainer(run).fit(module, loader(run))
-    return arrays(dict(module.named_parameters()))
-
-
-def test_a_frozen_copy_stays_whole(pools: Pools) -> None:
-    """The last stage runs it."""
-    run = Run(Distills, options={"microbatches": 2})
-    single, many = fitted(staged(run, 2)), pools.run(2, fitted, run)
-    found = {name: array for result in many for name, array in result.items()}
-    assert_equal_weights(found, {name: single[name] for name in found})
-    assert sum("teacher" in name for name in many[0]) == 12
 
 
 def test_averages_beside_masters_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from typing import Any
 
@@ -40,16 +41,16 @@ class EndsTheEpoch(Net):
 
 
 class Distils(Net):
-    """The teacher stands beside the model, and on every rank."""
+    """From a copy of the model, which stays whole: the last stage runs it."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.teacher = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 1)).requires_grad_(False)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
             target = self.teacher(batch["x"])
-        return F.mse_loss(self.model(batch["x"]), batch["y"] + target)
+        return F.mse_loss(self.model(batch["x"]), batch["y"] + 2 * target + 1)
 
 
 class FrozenExtractor(Net):
@@ -187,7 +188,7 @@ IDIOMS = [
     Idiom("random numbers in the step (mixup)", NOTE,
           "Drawn for each microbatch, the same on all stages, from the seed of the run. From torch's generators: "
           "Python's and numpy's differ from stage to stage.", NoisyNet),
-    Idiom("a frozen teacher in the step", WORKS, "", Distils),
+    Idiom("a frozen teacher in the step", WORKS, "", Distils, processes=True),
     Idiom("a frozen feature extractor before `self.model`", WORKS, "", FrozenExtractor),
     Idiom("a trained parameter beside `self.model`", REFUSED, "Move it into a layer.", OutsideParameter,
           says="outside the layers"),
