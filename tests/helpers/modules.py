@@ -22,17 +22,6 @@ from tests.helpers.resumable import ResumableNet
 from tests.helpers.trainer import Net, Run, Samples
 
 
-class Scaled(nn.Module):
-    """A first layer that takes keyword arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(DIM))
-
-    def forward(self, x: Tensor, *, scale: float, shift: Tensor) -> Tensor:
-        return scale * x @ self.weight + shift
-
-
 class InPlace(nn.Module):
     """Changes its input in place before it uses it, as memory-saving layers do."""
 
@@ -53,40 +42,6 @@ class InPlaceNet(Net):
         super().__init__(run)
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(DIM, DIM), InPlace(), InPlace(), InPlace(), nn.Linear(DIM, 1))
-
-
-class Chain(nn.Module):
-    """A model with ``pipeline_layers()``, called with keyword arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = Scaled()
-        self.blocks = nn.ModuleList([nn.Linear(DIM, DIM), nn.LayerNorm(DIM)])
-        self.head = nn.Linear(DIM, 1)
-
-    def pipeline_layers(self) -> list[nn.Module]:
-        return [self.first, *self.blocks, self.head]
-
-    def forward(self, x: Tensor, *, scale: float, shift: Tensor) -> Tensor:
-        x = self.first(x, scale=scale, shift=shift)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class KeywordNet(Net):
-    """Calls the model with keyword arguments only."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model = Chain()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        out = self.model(x=batch["x"], scale=0.5, shift=batch["x"].mean(dim=0))
-        loss = F.mse_loss(out, batch["y"])
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return {"loss": loss, "out": out.detach()}
 
 
 class NoisyNet(Net):
@@ -176,14 +131,14 @@ class MetricNet(Net):
 
 
 class BatchNormNet(Net):
-    """Has buffers that its forward changes."""
+    """Has buffers that its forward changes; those of the first layer depend on the batches alone."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         torch.manual_seed(4)
         self.model = nn.Sequential(
-            nn.Linear(DIM, DIM),
             nn.BatchNorm1d(DIM),
+            nn.Linear(DIM, DIM),
             nn.Tanh(),
             nn.Linear(DIM, DIM),
             nn.BatchNorm1d(DIM),
@@ -214,13 +169,12 @@ class FrozenStatisticsNet(Net):
 
 
 class StopsOnOneRank(L.Callback):
-    """Sets ``trainer.should_stop`` where no other rank sees it, in one of the hooks around a batch."""
+    """Sets ``trainer.should_stop`` where no other rank sees it."""
 
-    def __init__(self, rank: int, batch: int, hook: str = "on_train_batch_end") -> None:
+    def __init__(self, rank: int, batch: int) -> None:
         self.rank, self.batch = rank, batch
-        setattr(self, hook, self._stop)
 
-    def _stop(self, trainer: L.Trainer, *arguments: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
         if trainer.global_rank == self.rank and arguments[-1] == self.batch:
             trainer.should_stop = True
 
@@ -294,15 +248,6 @@ class CarryingNet(Net):
         loss = F.mse_loss(self.model(x, keep=x > -1, times=2), batch["y"])
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
-
-
-class NormFirstNet(Net):
-    """The running statistics of its first layer depend on the batches alone."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        torch.manual_seed(4)
-        self.model = nn.Sequential(nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
 
 
 class Begin(nn.Module):

@@ -12,6 +12,11 @@ from lightning_asyncpp.trainer.batch_ends import after_own_update
 from tests.helpers.trainer import Net
 
 
+def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
+    """Those that it steps: where one process runs all stages, the module has those of the others, too."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @torch.no_grad()
 def project(parameters: Any) -> None:
     for parameter in parameters:
@@ -61,3 +66,17 @@ class Draws(Changing):
         factor = 1.0 - 0.1 * torch.rand(())
         for parameter in self.parameters():
             parameter.mul_(factor)
+
+
+class OnSomeRanks(Net):
+    """Only rank 1 has a callback that comes after the batch's own update."""
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [after_own_update(Clamps())] if self.trainer.global_rank == 1 else []
+
+
+class Clamps(L.Callback):
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.clamp_(-0.2, 0.2)

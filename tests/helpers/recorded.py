@@ -123,14 +123,6 @@ class EndsSuddenly(L.Callback):
             raise KilledError
 
 
-class RunsTwice(Net):
-    """Runs every batch once without a step: of that gradient nothing is left."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer_closure()
-        optimizer.step(closure=optimizer_closure)
-
-
 def off_schedule(run: RecordedRun) -> list[str]:
     """Which microbatches ran on other weights than their stage's schedule prescribes."""
     return [

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,6 +85,14 @@ class Run:
 def delayed(run: Run, **options: Any) -> Run:
     """The same run with all stages in one process; with one stage, the default, gradients are one update old."""
     return dataclasses.replace(run, strategy="delayed", options=options)
+
+
+def staged(run: Run, stages: int = 3) -> Run:
+    """The same run with its stages in one process, bit for bit."""
+    options = {"microbatches": stages, **run.options, "stages": stages, "delay": int(run.strategy != "sync")}
+    if run.strategy == "async":
+        options.setdefault("staleness", "uniform")
+    return delayed(run, **options)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -290,14 +297,6 @@ def fit(run: Run) -> dict[str, Any]:
         weights_only=True,
     )
     return report(trainer, module)
-
-
-def fit_and_hear(run: Run, part: str) -> tuple[dict[str, Any], list[str]]:
-    """What a fit came to, and its warnings that hold a text."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = fit(run)
-    return result, [str(warning.message) for warning in caught if part in str(warning.message)]
 
 
 def evaluate(run: Run, what: str, weights: dict[str, np.ndarray] | None = None) -> dict[str, Any]:

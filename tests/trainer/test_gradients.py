@@ -1,17 +1,18 @@
-"""Gradients that are not finite, and other ways to clip than by the norm."""
+"""Gradients that are not finite, losses of nothing, and other ways to clip than by the norm."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_asyncpp.errors import NonFiniteGradientError
@@ -19,7 +20,7 @@ from lightning_asyncpp.reference import train_reference
 from tests.helpers.cases import DIM
 from tests.helpers.oracle import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Net, Run, Samples, arrays, fit, make_trainer
+from tests.helpers.trainer import Net, Run, Samples, arrays, delayed, fit, make_trainer, staged, train
 
 
 class PoisonedNet(Net):
@@ -31,27 +32,12 @@ class PoisonedNet(Net):
         return DataLoader(data, batch_size=self.run.batch_size)
 
 
-def fit_and_listen(run: Run) -> dict[str, Any]:
-    """What the run came to, what it warned of, and the weights it was left with."""
-    L.seed_everything(run.seed, verbose=False)
-    module, trainer = run.module(run), make_trainer(run)
-    error = ""
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_batch_whose_gradient_is_not_finite_is_skipped(strategy: str) -> None:
+    run = Run(PoisonedNet, strategy, {"nonfinite_gradients": "skip"}, trainer={"gradient_clip_val": 0.5})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            trainer.fit(module)
-        except NonFiniteGradientError as raised:
-            error = f"{type(raised).__name__}: {raised}"
-    warned = [str(warning.message) for warning in caught if "NaN" in str(warning.message)]
-    return {"weights": arrays(dict(module.named_parameters())), "warned": warned, "error": error} | {
-        "steps": trainer.global_step
-    }
-
-
-@pytest.mark.parametrize("strategy", ["async", "sync"])
-def test_a_batch_whose_gradient_is_not_finite_is_skipped(pools: Pools, strategy: str) -> None:
-    run = Run(PoisonedNet, strategy, {"nonfinite_gradients": "skip"}, trainer={"gradient_clip_val": 0.5})
-    results = pools.run(2, fit_and_listen, run)
+        result = train(staged(run, 2))
     module = run.module(run)
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     train_reference(
@@ -61,56 +47,53 @@ def test_a_batch_whose_gradient_is_not_finite_is_skipped(pools: Pools, strategy:
     )  # fmt: skip
     weights = arrays(dict(module.named_parameters()))
     assert all(np.isfinite(array).all() for array in weights.values())
-    assert_equal_weights(joined_weights(results, 2), weights)
-    assert [result["steps"] for result in results] == [5, 5]
-    assert len(results[0]["warned"]) == 1
-    assert "mini-batch 2: its gradient holds NaN or Inf; the update was skipped" in results[0]["warned"][0]
+    assert_equal_weights(result["weights"], weights)
+    assert result["global_step"] == 5
+    (warned,) = (str(warning.message) for warning in caught if "NaN" in str(warning.message))
+    assert "mini-batch 2: its gradient holds NaN or Inf; the update was skipped" in warned
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync"])
-def test_a_gradient_that_is_not_finite_stops_all_ranks(pools: Pools, strategy: str) -> None:
+def fit_until_it_stops(run: Run) -> dict[str, np.ndarray]:
+    """The weights that a run was left with whose gradient was not finite."""
+    module = run.module(run)
+    torch.manual_seed(run.seed)
+    with pytest.raises(NonFiniteGradientError, match=r"the gradient of mini-batch 2 holds NaN or Inf"):
+        make_trainer(run).fit(module)
+    return arrays(dict(module.named_parameters()))
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks(pools: Pools) -> None:
     """The default; the weights are those before the update that it would have been."""
-    run = Run(PoisonedNet, strategy)
-    results = pools.run(2, fit_and_listen, run)
-    for result in results:
-        assert "NonFiniteGradientError: the gradient of mini-batch 2 holds NaN or Inf" in result["error"]
-        assert "nonfinite_gradients='skip'" in result["error"]
-    assert_equal_weights(joined_weights(results, 2), oracle(run, 2, [[b] for b in batches_of(run, 0)[:2]])[0])
+    run = Run(PoisonedNet)
+    weights = [{"weights": weights} for weights in pools.run(2, fit_until_it_stops, run)]
+    assert_equal_weights(joined_weights(weights, 2), oracle(run, 2, [[b] for b in batches_of(run, 0)[:2]])[0])
 
 
 class ClippingNet(Net):
-    """Decides by itself how gradients are clipped."""
+    """Decides by itself how gradients are clipped: ``self.clip_gradients`` clips by the norm over all stages."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
-def test_a_module_that_clips_by_itself(pools: Pools, strategy: str) -> None:
-    """``self.clip_gradients`` clips by the norm over all stages."""
-    run = Run(ClippingNet, strategy, optimizer="sgd", trainer={"max_epochs": 2})
-    results = pools.run(2, fit, run)
-    clipped, whole = (oracle(run, 2, list(mini_batches_of(run, 2)), max_norm=norm)[0] for norm in (0.05, None))
-    assert_equal_weights(joined_weights(results, 2), clipped)
-    assert any(not np.array_equal(clipped[name], whole[name]) for name in clipped)
-
-
-@pytest.mark.parametrize("strategy", ["async", "sync"])
-def test_clipping_by_value(pools: Pools, strategy: str) -> None:
-    """Every element on its own: no stage has to know of another."""
-    run = Run(Net, strategy, optimizer="sgd")
-    trainer = {"max_epochs": 2, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
-    results = pools.run(2, fit, replace(run, trainer=trainer))
+def test_clipping_by_the_module_and_by_value(strategy: str) -> None:
+    """By value every element on its own: no stage has to know of another."""
+    by_value = {"max_epochs": 2, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+    own = Run(ClippingNet, strategy, optimizer="sgd", trainer={"max_epochs": 2})
+    run = Run(Net, strategy, optimizer="sgd", trainer=by_value)
+    batches = list(mini_batches_of(run, 2))
 
     def clip_first(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_value_(parameters, 0.02))
         return lambda: None
 
-    batches = list(mini_batches_of(run, 2))
-    clipped, whole = oracle(run, 2, batches, after_update=clip_first)[0], oracle(run, 2, batches)[0]
-    assert_equal_weights(joined_weights(results, 2), clipped)
-    assert any(not np.array_equal(clipped[name], whole[name]) for name in clipped)
+    whole = oracle(run, 2, batches)[0]
+    for clipped, how in ((run, {"after_update": clip_first}), (own, {"max_norm": 0.05})):
+        expected = oracle(run, 2, batches, **how)[0]  # type: ignore[arg-type]
+        assert_equal_weights(train(staged(clipped, 2))["weights"], expected)
+        assert any(not np.array_equal(expected[name], whole[name]) for name in whole)
 
 
 class Idle(nn.Linear):
@@ -127,9 +110,41 @@ class IdleNet(Net):
         self.model = nn.Sequential(nn.Linear(DIM, DIM), Idle(2, 2), nn.Linear(DIM, 1))
 
 
-@pytest.mark.parametrize("algorithm", ["norm", pytest.param("value", marks=pytest.mark.slow)])
-def test_clipping_where_a_stage_has_no_gradient(pools: Pools, algorithm: str) -> None:
-    trainer = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
-    run = Run(IdleNet, options={"microbatches": 3}, optimizer="sgd", trainer=trainer)
-    three, one = (joined_weights(pools.run(stages, fit, run), stages) for stages in (3, 1))
-    assert_equal_weights(three, one)
+def test_clipping_where_a_stage_has_no_gradient(pools: Pools) -> None:
+    run = Run(IdleNet, options={"microbatches": 3}, optimizer="sgd", trainer={"gradient_clip_val": 0.02})
+    assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), train(staged(run, 1))["weights"])
+
+
+class LabelledNet(Net):
+    """Its loss is a mean over the targets that count, which some batches lack; its weights stay."""
+
+    def train_dataloader(self) -> Any:
+        data = Samples(36)
+        data.y = torch.ones(36, dtype=torch.int64)
+        data.y[list(range(12, 24) if self.run.seed == 1 else (*range(12, 16), *range(32, 36)))] = -100
+        return DataLoader(data, batch_size=12)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(batch["x"]).expand(-1, 2) * torch.tensor([1.0, -1.0])
+        loss = F.cross_entropy(logits, batch["y"])
+        count = int((batch["y"] >= 0).sum())
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=count or len(batch["x"]))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_a_microbatch_without_a_target_is_left_out_of_the_mean(pools: Pools) -> None:
+    """Its loss is NaN, and its gradient finite; a batch without any stays NaN."""
+    run = Run(LabelledNet, options={"microbatches": 3})
+    plain, one = train(delayed(run, microbatches=1)), train(staged(run))
+    ranks = pools.run(3, fit, run)
+    assert one["losses"] == ranks[0]["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    for result in (one, *ranks):
+        assert result["callback_metrics"]["train_loss_epoch"] == pytest.approx(
+            plain["callback_metrics"]["train_loss_epoch"], rel=1e-6
+        )
+    nothing = train(staged(replace(run, seed=1)))
+    assert [math.isnan(loss) for loss in nothing["losses"]] == [False, True, False]
+    assert math.isnan(nothing["callback_metrics"]["train_loss_epoch"])

@@ -2,64 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lightning_asyncpp import ConfigurationError
+from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools, impatient
-from tests.helpers.trainer import delayed, fit
-from tests.trainer.idioms.entry import NO, REFUSED, Idiom
+from tests.helpers.trainer import fit, staged, train
+from tests.trainer.idioms import NO, REFUSED, Idiom
 from tests.trainer.idioms.page import PAGE, TABLE, page
 
-STAGES = [3, pytest.param(2, marks=pytest.mark.slow)]
-# What another row, or another test, has the same paths through the pipeline for.
-ALIKE = (
-    *("ReturnsMore", "Distils", "Contrasts", "TrainsInEvaluationMode", "LogsAll", "LogsOnRankZero", "Measures"),
-    *("SavesMore", "Curriculum", "NothingToCollate", "Streams", "Combines", "TransfersItself"),
-    *("limit_train_batches", "overfit_batches", "num_sanity_val_steps", "check_val_every_n_epoch", "max_steps"),
-    *("min_epochs-max_time", "detect_anomaly", "deterministic", "profiler", "enable_model_summary", "inference_mode"),
-    *("OneCycle", "WarmUp", "LogsTheRate", "DecaysMatricesOnly", "LogsGradientNorm", "ClipsLater", "gradient_clip_val"),
-    *("accumulate_grad_batches", "precision"),
-)
 WORKING = [idiom for idiom in TABLE if idiom.verdict not in (REFUSED, NO)]
-REFUSED_ONES = [idiom for idiom in TABLE if idiom.verdict == REFUSED]
+THREE = {"microbatches": 3, "partition": "uniform"}
 
 
-@pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize(
-    "idiom",
-    [pytest.param(i, id=i.name, marks=[pytest.mark.slow] if i.name in ALIKE else []) for i in WORKING],
-)
-def test_works(pools: Pools, idiom: Idiom, stages: int) -> None:
-    """Weights equal to the last bit those of one process, and so does what is logged."""
-    options = {"microbatches": 3, "partition": "uniform", **idiom.options}
-    run = replace(idiom.run(), strategy="default", options=options)
-    results = pools.run(stages, fit, run)
-    (expected,) = pools.run(1, fit, delayed(run, stages=stages, **options))
-    trained = results[0]["full_at_end"]
-    apart = [name for name, array in expected["weights"].items() if not np.array_equal(array, trained[name])]
-    assert not apart
-    assert {result["global_step"] for result in results} == {expected["global_step"]}
-    assert len({str(sorted(result["callback_metrics"].items())) for result in results}) == 1
+def assert_equal(idiom: Idiom, weights: dict[str, np.ndarray], found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_equal_weights(weights, expected["weights"])
+    assert found["global_step"] == expected["global_step"]
     if idiom.metrics:
-        assert results[0]["callback_metrics"] == pytest.approx(expected["callback_metrics"], rel=1e-6, nan_ok=True)
+        assert found["callback_metrics"] == pytest.approx(expected["callback_metrics"], rel=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("idiom", REFUSED_ONES, ids=lambda idiom: idiom.name)
-def test_refused(pools: Pools, idiom: Idiom, stages: int) -> None:
-    """Every rank says why."""
-    outcomes = pools.outcomes(stages, impatient, fit, replace(idiom.run(), options={"microbatches": 3}))
+@pytest.mark.parametrize("idiom", WORKING, ids=lambda idiom: idiom.name)
+def test_three_stages_train_as_one(idiom: Idiom) -> None:
+    one, three = (train(staged(idiom.run(options={"microbatches": 3}), stages)) for stages in (1, 3))
+    assert_equal(idiom, three["weights"], three, one)
+
+
+@pytest.mark.parametrize("idiom", [i for i in WORKING if i.processes], ids=lambda idiom: idiom.name)
+def test_ranks_train_as_one_process(pools: Pools, idiom: Idiom) -> None:
+    """With the default strategy; what is logged is the same on all."""
+    run = idiom.run(strategy="default", options=THREE)
+    results = pools.run(3, fit, run)
+    weights, expected = results[0]["full_at_end"], train(staged(run))
+    trained = {name: weights[name] for name in expected["weights"]}
+    for result in results:
+        assert_equal(idiom, trained, result, expected)
+    assert len({str(sorted(result["callback_metrics"].items())) for result in results}) == 1
+
+
+@pytest.mark.parametrize("idiom", [i for i in TABLE if i.verdict == REFUSED and not i.processes], ids=lambda i: i.name)
+def test_refused(idiom: Idiom) -> None:
+    with pytest.raises((ConfigurationError, RuntimeError, TypeError)) as refused:
+        train(staged(idiom.run()))
+    assert idiom.says in str(refused.value)
+
+
+@pytest.mark.parametrize("idiom", [i for i in TABLE if i.verdict == REFUSED and i.processes], ids=lambda i: i.name)
+def test_refused_where_a_rank_lacks_something(pools: Pools, idiom: Idiom) -> None:
+    outcomes = pools.outcomes(3, impatient, fit, idiom.run(options=THREE))
     assert all(outcome.error for outcome in outcomes)
     assert any(idiom.says in outcome.message for outcome in outcomes), outcomes[0].message
 
 
-def test_names_are_distinct() -> None:
-    assert len({idiom.name for idiom in TABLE}) == len(TABLE)
-    assert set(ALIKE) < {idiom.name for idiom in WORKING}
-
-
 def test_page() -> None:
-    """``python -m tests.trainer.idioms`` writes it."""
+    """``python -m tests.trainer.idioms.page`` writes it."""
     assert PAGE.read_text() == page()
+    assert len({idiom.name for idiom in TABLE}) == len(TABLE)

@@ -1,4 +1,4 @@
-"""What saves, gathers weights or drains while an update is applied, or in a step, is refused alike everywhere."""
+"""What saves, gathers weights or drains while an update is applied is refused alike everywhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Net, Run, delayed, fit, loader, make_trainer, report, train
+from tests.helpers.projections import Changing
+from tests.helpers.trainer import Net, Run, fit, loader, make_trainer, report, staged, train
 
 HOOKS = ("before the step", "clipping", "pre hook", "post hook")
 
@@ -25,21 +25,14 @@ class Tries(Net):
         super().__init__(run)
         self.met: dict[str, set[str]] = {hook: set() for hook in HOOKS}
 
-    def calls(self) -> list[Callable[[], object]]:
+    def meet(self, hook: str) -> None:
         trainer, strategy = self.trainer, self.trainer.strategy
         path = os.path.join(trainer.default_root_dir, "refused.ckpt")
-        own: list[Callable[[], object]] = [
-            getattr(strategy, name) for name in ("full_state_dict", "drain") if hasattr(strategy, name)
-        ]
-        return [
-            lambda: trainer.save_checkpoint(path, weights_only=False),
-            lambda: trainer.save_checkpoint(path, weights_only=True),
-            lambda: strategy.load_model_state_dict({}),
-            *own,
-        ]
-
-    def meet(self, hook: str) -> None:
-        for call in self.calls():
+        calls: list[Callable[[], object]] = [
+            lambda: trainer.save_checkpoint(path), lambda: strategy.load_model_state_dict({}),
+            strategy.full_state_dict, strategy.drain,
+        ]  # fmt: skip
+        for call in calls:
             try:
                 call()
                 self.met[hook].add("")
@@ -67,39 +60,11 @@ def fit_trying(run: Run) -> dict[str, Any]:
     return report(trainer, module) | {"met": module.met}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        pytest.param("async", {}, marks=pytest.mark.slow),
-        ("async", {"staleness": "least"}),
-        pytest.param("async", {"staleness": "least", "slack": "exact"}, marks=pytest.mark.slow),
-        pytest.param("async", {"weight_dtype": "bf16"}, marks=pytest.mark.slow),
-        pytest.param("sync", {}, marks=pytest.mark.slow),
-    ],
-)
-def test_while_an_update_is_applied(pools: Pools, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
-    """Whoever takes note of the refusal and goes on trains as if nothing was."""
-    trainer = {"gradient_clip_val": 0.5, "default_root_dir": str(tmp_path)}
-    if "weight_dtype" in options:
-        trainer["precision"] = "bf16-mixed"
-    run = Run(Net, strategy, {"microbatches": 4, **options}, trainer)
-    expected = joined_weights(pools.run(2, fit, run), 2)
-    results = pools.run(2, fit_trying, replace(run, module=Tries))
-    assert_equal_weights(joined_weights(results, 2), expected)
-    emulated = fit_trying(delayed(replace(run, module=Tries), delay=1, microbatches=4))
-    for hook in HOOKS:
-        for result in (*results, emulated):
-            (said,) = result["met"][hook]
-            assert "cannot be gathered, saved, loaded or evaluated while an update is applied" in said
-    assert not list(tmp_path.glob("*.ckpt"))
-
-
 class SavesBetween(Net):
     """Where the pipeline may be drained: around the batch, and in Lightning's closure before the step."""
 
     def save(self) -> None:
-        path = os.path.join(self.trainer.default_root_dir, "between.ckpt")
-        self.trainer.save_checkpoint(path, weights_only=False)
+        self.trainer.save_checkpoint(os.path.join(self.trainer.default_root_dir, "between.ckpt"))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.save()
@@ -112,10 +77,32 @@ class SavesBetween(Net):
         self.save()
 
 
-@pytest.mark.parametrize("staleness", ["least", pytest.param("uniform", marks=pytest.mark.slow)])
-def test_elsewhere_a_save_is_a_drain(pools: Pools, tmp_path: Path, staleness: str) -> None:
+class SavesLate(Changing):
+    """Is called in the middle of the next batch."""
+
+    def change(self, batch_idx: int) -> None:
+        self.trainer.strategy.full_state_dict()
+
+
+def test_who_gathers_between_two_updates_is_refused(pools: Pools) -> None:
+    for outcome in pools.outcomes(2, fit, Run(SavesLate, options={"microbatches": 2})):
+        assert outcome.error == "ConfigurationError"
+        assert "in the middle of the next batch" in outcome.message
+
+
+def test_it_is_refused_in_an_update_and_a_drain_between_updates(pools: Pools, tmp_path: Path) -> None:
+    """Whoever takes note of the refusal and goes on trains as if nothing was."""
     trainer = {"gradient_clip_val": 0.5, "default_root_dir": str(tmp_path)}
-    run = Run(Net, "async", {"microbatches": 4, "staleness": staleness}, trainer, samples=24)
-    expected = joined_weights(pools.run(2, fit, run), 2)
-    assert_equal_weights(joined_weights(pools.run(2, fit, replace(run, module=SavesBetween)), 2), expected)
-    assert train(delayed(replace(run, module=SavesBetween), delay=1, microbatches=4))["global_step"] == 3
+    run = Run(Net, "default", {"microbatches": 4}, trainer)
+    expected = train(staged(run, 2))["weights"]
+    trying = replace(run, module=Tries)
+    results, alone = pools.run(2, fit_trying, trying), fit_trying(staged(trying, 2))
+    assert_equal_weights(joined_weights(results, 2), expected)
+    assert_equal_weights(alone["weights"], expected)
+    for result in (*results, alone):
+        for hook in HOOKS:
+            (refusal,) = result["met"][hook]
+            assert "while an update is applied" in refusal
+    assert not list(tmp_path.glob("*.ckpt"))
+    saving = pools.run(2, fit, replace(run, module=SavesBetween))
+    assert_equal_weights(joined_weights(saving, 2), expected)

@@ -1,11 +1,10 @@
-"""The page about idioms, made from their table."""
+"""The page about idioms, made from their table: ``python -m tests.trainer.idioms.page`` writes it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.trainer.idioms import data, optimization, steps
-from tests.trainer.idioms.entry import Idiom
+from tests.trainer.idioms import Idiom, data, optimization, steps
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "idioms.md"
 SECTIONS: dict[str, list[Idiom]] = {
@@ -21,8 +20,8 @@ _INTRODUCTION = """# Idioms of Lightning's documentation under a pipeline
 breaks [the contract](../concepts/contract.md), often without an error; `check_model` finds what shows in the first
 updates. Callbacks have [their own table](callbacks.md).
 
-Made from `tests/trainer/idioms/`, where every row is tested but those with *no* (`pytest -m "slow or not slow"
-tests/trainer/test_idioms.py`, with three stages and with two); do not edit.
+Made from `tests/trainer/idioms/`, where every row is tested but those with *no*, with three stages in one process and,
+where ranks might differ, in three (`pytest tests/trainer/test_idioms.py`); do not edit.
 """
 
 
@@ -33,3 +32,7 @@ def page() -> str:
         rows = "\n".join(f"| {idiom.code} | {idiom.verdict} | {idiom.note} |" for idiom in idioms)
         text += f"\n## {title}\n\n| Idiom | Verdict | Note |\n| --- | --- | --- |\n{rows}\n"
     return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,78 @@
+"""What changes weights after every batch or update means what it means in one process, whenever the pipeline drains.
+
+After a batch without an update the change is part of the weights that the next update is applied to. The gradients of
+the batches that follow see it where they would see it in one process: without delay at once, else one update later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.oracle import assert_equal_weights, joined_weights
+from tests.helpers.pool import Pools
+from tests.helpers.projections import Draws, OnSomeRanks, Projected, PutsOtherMemory, Shrinks, parameters_of, project
+from tests.helpers.trainer import Net, Run, delayed, fit, staged, train
+
+
+class ProjectsInTheStep(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda stepped, *_: project(parameters_of(stepped)))
+        return optimizer
+
+
+class ProjectsBeforeValidating(Net):
+    def on_validation_start(self) -> None:
+        project(self.parameters())
+
+
+def changing(module: type[Net], strategy: str = "async", accumulate: int = 2, **more: Any) -> Run:
+    options = {"microbatches": 3, "partition": "uniform"}
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    return Run(module, strategy, options, trainer, dropout=0.2, val_samples=(9,), samples=56, **more)
+
+
+RUNS = {
+    "a projection": changing(Projected, correction="feedback"),
+    "without delay": changing(Projected, "sync"),
+    "where stages step ahead": changing(Shrinks, "default"),
+    "other memory": changing(PutsOtherMemory, accumulate=3, correction="prediction-ahead"),
+    "random numbers": changing(Draws, "sync", accumulate=3),
+    "in the step": changing(ProjectsInTheStep, accumulate=1, correction="feedback"),
+    "in the step, ahead": changing(ProjectsInTheStep, "default", accumulate=1),
+    "before a validation": changing(ProjectsBeforeValidating),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_neither_stages_nor_drains_matter(name: str) -> None:
+    """With stages that step ahead, the number of them does."""
+    run, validating = RUNS[name], {"val_check_interval": 7 if name == "before a validation" else 1}
+    one = train(staged(run, 3 if run.strategy == "default" else 1))
+    three = train(staged(replace(run, trainer=run.trainer | validating)))
+    assert_equal_weights(three["weights"], one["weights"])
+
+
+@pytest.mark.parametrize("name", ["a projection", "where stages step ahead", "random numbers"])
+def test_ranks_are_as_one_process(pools: Pools, name: str) -> None:
+    results = pools.run(3, fit, replace(RUNS[name], trainer=RUNS[name].trainer | {"val_check_interval": 2}))
+    assert_equal_weights(joined_weights(results, 3), train(staged(RUNS[name]))["weights"])
+
+
+@pytest.mark.parametrize("module", [Projected, PutsOtherMemory, Shrinks])
+def test_without_delay_it_is_what_lightning_does(module: type[Net]) -> None:
+    # An even number of batches: of a last one alone Lightning takes half the gradient.
+    run = replace(changing(module, "plain"), options={}, dropout=0.0, samples=64)
+    plain = train(run)["weights"]
+    for name, weights in train(delayed(run, delay=0, microbatches=1))["weights"].items():
+        assert weights == pytest.approx(plain[name], abs=1e-5)
+
+
+def test_callbacks_after_their_own_update_need_not_be_on_all_ranks(pools: Pools) -> None:
+    """Rank 1 is the first stage, which has gradients in flight."""
+    _, first = pools.run(2, fit, changing(OnSomeRanks))
+    assert all(torch.from_numpy(weights).abs().max() < 0.3 for weights in first["weights"].values())
