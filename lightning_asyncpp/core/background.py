@@ -19,7 +19,7 @@ from pathlib import Path
 
 GLOO_WORKER = "pt_gloo_runloop"  # torch's name of these threads
 _PATIENCE_SECONDS = 5.0
-_LET_GO_SECONDS = 1.0
+_WORKER_SECONDS = 1.0
 _MOMENT_SECONDS = 0.001
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _later: weakref.WeakSet[_Later] = weakref.WeakSet()
@@ -72,7 +72,7 @@ def finish() -> None:
 
 def wait_for_workers() -> None:
     """Wait until all of gloo's workers sleep, which they do once they have freed their tensors; at most a second."""
-    deadline = time.monotonic() + _LET_GO_SECONDS
+    deadline = time.monotonic() + _WORKER_SECONDS
     calm = 0
     while calm < 2 and time.monotonic() < deadline:  # twice: a thread that waits for the GIL sleeps, too
         time.sleep(_MOMENT_SECONDS)

@@ -1,6 +1,6 @@
 """The engine, which runs the schedule on one stage: forwards, backwards and updates.
 
-Methods that may wait for other stages come in two forms. :meth:`Engine.run`, :meth:`Engine.close`,
+Methods that may wait for other stages come in two forms. :meth:`Engine.run`, :meth:`Engine.complete`,
 :meth:`Engine.apply_due` and :meth:`Engine.drain` block, for processes with one stage. Each has a variant ``iter_...``
 that yields every action right before it runs, so that stages in one process (``local.py``) can take turns.
 """
@@ -39,7 +39,7 @@ Actions = Generator[Action, None, T]
 class Engine:
     """One stage of a running pipeline.
 
-    Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`close`, then
+    Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`complete`, then
     :meth:`apply_due`. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
 
     Args:
@@ -102,7 +102,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight and no update is outstanding."""
-        return self.next_backward == self.next_forward and not self.updates.closed
+        return self.next_backward == self.next_forward and not self.updates.pending
 
     @property
     def drained(self) -> bool:
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def accumulating(self) -> bool:
-        """Whether batches have run since the last :meth:`close`."""
+        """Whether batches have run since the last :meth:`complete`."""
         return self.next_forward > self.updates.open.first
 
     @property
@@ -141,7 +141,7 @@ class Engine:
         count = self.settings.microbatches
         slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
         self._in_evaluation = {module for module in self._modules if not module.training}
-        if not self.updates.closed:  # no update is outstanding, so hooks may have changed weights
+        if not self.updates.pending:  # no update is outstanding, so hooks may have changed weights
             self.weights.adopt()
         first = self.next_forward
         flights: list[Flight] = []
@@ -163,7 +163,7 @@ class Engine:
         return BatchOutput([flight.result for flight in landed], [flight.weight for flight in landed])
 
     def drop(self) -> None:
-        """Discard the gradient of the batches since the last :meth:`close`.
+        """Discard the gradient of the batches since the last :meth:`complete`.
 
         The weight versions of later batches do not change.
         """
@@ -172,7 +172,7 @@ class Engine:
                 self.runner.transport.announce_drop(self.next_forward)
             self.updates.drop_open(self.next_forward, self.next_backward)
 
-    def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
+    def complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
         """Complete the mini-batch: all batches since the last call share one update.
 
         Args:
@@ -180,12 +180,12 @@ class Engine:
             note: value that the strategy receives with this update.
         """
         with preserved_generators(self.runner.device):
-            finish(self.iter_close(hyper_parameters, note))
+            finish(self.iter_complete(hyper_parameters, note))
 
-    def iter_close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
-        """Complete the mini-batch, and with a flush its backwards, action by action; see :meth:`close`."""
+    def iter_complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
+        """Complete the mini-batch, and with a flush its backwards, action by action; see :meth:`complete`."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
-        self.updates.close(self.next_forward, hyper_parameters, note)
+        self.updates.complete(self.next_forward, hyper_parameters, note)
         if flushes:
             yield from self._iter_backwards()
         self.updates.poll(self.next_backward)
@@ -304,7 +304,7 @@ class Engine:
         """Replace masters in the module by the trained weights."""
         self.weights.release_masters()
 
-    def close_connections(self) -> None:
+    def close(self) -> None:
         """Close the connections to the neighbours, which have received everything."""
         if self.runner.transport is not None:
             self.runner.transport.close()

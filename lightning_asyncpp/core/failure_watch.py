@@ -44,8 +44,8 @@ _DECIDING = threading.Lock()
 class FailureWatch:
     """Handling of a failure on any rank of a session.
 
-    Call :meth:`begin` when the ranks are connected, and :meth:`started` when the engine exists. Pass every error to
-    :meth:`fail`, and wait for other ranks only within :meth:`collective`, after a :meth:`check`.
+    Call :meth:`start` when the ranks are connected, and :meth:`set_transport` when the engine exists. Pass every error
+    to :meth:`fail`, and wait for other ranks only within :meth:`collective`, after a :meth:`check`.
 
     Attributes:
         failure: first failure, after which no collective can run.
@@ -65,7 +65,7 @@ class FailureWatch:
         self._deadline: threading.Timer | None = None
         self._outlast: Callable[[], None] | None = None
 
-    def begin(self, mesh: Mesh) -> None:
+    def start(self, mesh: Mesh) -> None:
         """Begin to watch for failures, unless it has begun or there are no other ranks; a collective call.
 
         Raises:
@@ -79,9 +79,9 @@ class FailureWatch:
         watch = weakref.ref(self)  # so that neither the thread nor the exit handler keeps a session alive
         self._first = FirstCause(key, _name(mesh, 0), lambda cause: _call(watch, FailureWatch._learn, cause))
         self._at_exit = AtExit(lambda: _call(watch, FailureWatch._end_process))
-        weakref.finalize(self, _let_go, self._first, self._at_exit).atexit = False
+        weakref.finalize(self, _stop_watching, self._first, self._at_exit).atexit = False
 
-    def started(self, transport: Transport | None, ended_as_agreed: Callable[[], bool]) -> None:
+    def set_transport(self, transport: Transport | None, ended_as_agreed: Callable[[], bool]) -> None:
         """Set the connections and the end condition of a new engine.
 
         Args:
@@ -110,35 +110,35 @@ class FailureWatch:
         """Record the first failure; from now on every collective of this session raises, soon on other ranks too.
 
         If another rank's error caused it, the first cause replaces its text. No deadline runs afterwards: call
-        :meth:`hurry` if a teardown follows.
+        :meth:`set_deadline` if a teardown follows.
         """
         with _DECIDING:
             is_first, self._unheard = self.failure is None, None
             if is_first:
                 self.failure = error
-            self.release()
+            self.cancel_deadline()
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # all scripts may end so
         if not (ends_well or (self._agreed_end is not None and self._agreed_end())):
             self._tell(error)
         if is_first:
             self._disconnect_soon(error)
 
-    def hurry(self) -> None:
-        """Set a deadline for the end of this process, until :meth:`release`."""
+    def set_deadline(self) -> None:
+        """Set a deadline for the end of this process, until :meth:`cancel_deadline`."""
         if self._first is not None:
             self._deadline = threading.Timer(LEAVE_SECONDS, self._leave_now)
             self._deadline.daemon = True
             self._deadline.start()
 
-    def release(self) -> None:
+    def cancel_deadline(self) -> None:
         """Cancel the deadline, as the script has received the error."""
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Stop watching."""
         if self._first is not None and self._at_exit is not None:
-            _let_go(self._first, self._at_exit)
+            _stop_watching(self._first, self._at_exit)
             self._first = self._at_exit = None
 
     @contextmanager
@@ -183,7 +183,7 @@ class FailureWatch:
         """
         if self._mesh is not None and self._mesh.groups is not None:
             grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
-            background.run_later(grace, partial(end_connections, self._mesh, self._transport))
+            background.run_later(grace, partial(abort_connections, self._mesh, self._transport))
 
     # -- an error of another rank ----------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class FailureWatch:
             if self.failure is not None:
                 return  # the script has an error already, which fail() completes
             self._adopt(TOLD_SECONDS)
-            self.hurry()
+            self.set_deadline()
         error = PeerLostError(self._words(cause))
         grace = GRACE_SECONDS if cause.trace else 0.0  # all ranks may be about to raise the same error
         background.run_later(grace, lambda: self._give_up(error))
@@ -207,11 +207,11 @@ class FailureWatch:
         with _DECIDING:
             if self.failure is None:
                 self.failure = self._unheard = error
-        end_connections(self._mesh, self._transport)
+        abort_connections(self._mesh, self._transport)
 
     def _give_up_default_group(self) -> None:
         if self._unheard is not None:
-            leave_default_group()
+            abort_default_group()
 
     # -- the end of the process -----------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) 
     first.stop()
 
 
-def _let_go(first: FirstCause, at_exit: AtExit) -> None:
+def _stop_watching(first: FirstCause, at_exit: AtExit) -> None:
     first.stop()
     at_exit.cancel()
 
@@ -291,13 +291,13 @@ def _name(mesh: Mesh, rank: int) -> str:
     return f"rank {rank} (stage {mesh.stage_of(rank)})"
 
 
-def end_connections(mesh: Mesh | None, transport: Transport | None) -> None:
+def abort_connections(mesh: Mesh | None, transport: Transport | None) -> None:
     """End a rank's connections to its neighbours and its process groups, so that no rank waits for it.
 
     The groups cannot be used afterwards. Torch's default group, which later runs need, is kept.
     """
     if transport is not None:
-        transport.leave_neighbours()
+        transport.abort()
     if mesh is None or mesh.groups is None:
         return
     for group in mesh.groups.on_host():
@@ -306,7 +306,7 @@ def end_connections(mesh: Mesh | None, transport: Transport | None) -> None:
         _abort(group)
 
 
-def leave_default_group() -> None:
+def abort_default_group() -> None:
     """End this rank's waits in torch's default group, which cannot be used afterwards."""
     if dist.is_initialized() and (group := dist.group.WORLD) is not None:
         config = dist.get_backend_config(group)

@@ -123,7 +123,7 @@ class PipelineStrategy(PipelineCheckpoints):
             raise ConfigurationError(ONE_MODEL_ONE_OPTIMIZER)
         self.session.whole_model.pruned.show(False)
         with self.session.watch.collective():
-            self.session.finish()
+            self.session.close()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer, self._step_optimizer)
@@ -197,7 +197,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
-        """Close this mini-batch with the current hyper-parameters, and apply the update that is due.
+        """Complete this mini-batch with the current hyper-parameters, and apply the update that is due.
 
         Raises:
             ConfigurationError: no optimizer was set up.
@@ -206,7 +206,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self._trained_engine("optimizer.step()")
         with self._driving():
             note, self._note = self._note, MiniBatchNote()
-            self._applied(self.session.close(note=note))
+            self._applied(self.session.complete(note=note))
         if self._recorder is not None:
             self._recorder.end_batch()
 
@@ -378,7 +378,7 @@ class PipelineStrategy(PipelineCheckpoints):
         try:
             self.checkpoints.close()
         finally:
-            self.session.leave()
+            self.session.teardown()
         super().teardown()
 
 

@@ -105,7 +105,7 @@ def _train(mesh: Mesh, microbatches: int, at: tuple[int, ...]) -> list[tuple[flo
 
     def train_batch() -> None:
         engine.run(batch, step)
-        engine.close()
+        engine.complete()
         engine.apply_due()
 
     costs = []

@@ -64,7 +64,7 @@ def test_a_gradient_that_was_left_out_has_no_norm_to_clip_by() -> None:
     case = Case(3, staleness="least", slack="exact", max_norm=0.5, nan_at=3, batch_sizes=(8, 8, 8, 8))
     training = Training(case, Mesh(1, 1, 0), 2)
     for index in range(4):
-        training.close([training.engine.run(case.batch(index), case.step(training.model))])
+        training.complete([training.engine.run(case.batch(index), case.step(training.model))])
     training.drain()
     assert len(training.norms) == 3
     assert training.engine.state_dict()["norm"] == training.norms[-1]

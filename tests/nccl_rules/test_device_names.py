@@ -228,7 +228,7 @@ def test_gradients_of_replicas_and_the_control_message(monkeypatch: pytest.Monke
     assert reducing.poll()
     assert {g.device for g in reducing.gradients.values() if g is not None} == {CUDA}
     launched = MiniBatch(Mesh(1, 1, 0), 0, 0, weight=2.0)
-    launched.close(1, num_statistics=0)
+    launched.complete(1, num_statistics=0)
     launched.launch(gradients, torch.zeros(0, dtype=torch.float64), StopFlags(), {})
     assert launched.poll()
     assert launched.message is not None

@@ -162,7 +162,7 @@ class Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._link.hang_up()
+        self._link.abort()
         atexit.unregister(self.close)
 
     def _serve(self) -> None:
@@ -174,7 +174,7 @@ class Outbox:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-            self._link.hang_up()  # the other side may be waiting for an answer
+            self._link.abort()  # the other side may be waiting for an answer
         if self._closed:
             self._link.close()
 
@@ -238,7 +238,7 @@ class Inbox:
 
     def close(self) -> None:
         """Close the connection."""
-        self._link.hang_up()
+        self._link.abort()
         self._link.close()
 
 

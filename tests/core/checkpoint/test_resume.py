@@ -44,7 +44,7 @@ def test_frozen_weights_may_be_shared_by_any_number_of_stages(engine_pools: Engi
 def trained(case: Case) -> Training:
     training = Training(case, ALONE)
     for i in range(2):
-        training.close([training.engine.run(case.batch(i), case.step(training.model))])
+        training.complete([training.engine.run(case.batch(i), case.step(training.model))])
     training.drain()
     return training
 

@@ -105,9 +105,9 @@ def test_a_teardown_has_to_end_in_time(monkeypatch: pytest.MonkeyPatch, in_time:
     watch.fail(ValueError("mine"))
     time.sleep(0.6)
     assert not left, "the script has its error, and may take its time"
-    watch.hurry()
+    watch.set_deadline()
     if in_time:
-        watch.release()
+        watch.cancel_deadline()
     time.sleep(1.0)
     assert left == ["left"] * (not in_time)
 
@@ -164,7 +164,7 @@ def test_a_failure_that_the_script_does_not_know_is_its_exit_code(
 
 def test_nobody_watches_where_there_is_nobody_else() -> None:
     watch = FailureWatch()
-    watch.begin(Mesh(1, 1, 0))
+    watch.start(Mesh(1, 1, 0))
     assert watch._first is None
 
 
