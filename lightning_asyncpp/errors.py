@@ -118,7 +118,7 @@ def different_calls(what: str) -> ProtocolError:
     """
     return ProtocolError(
         f"ranks are in different calls: {what}. A collective call was made by some ranks only, or in another order:"
-        ' usually fabric.save, trainer.save_checkpoint, strategy.flush or evaluation_step under an "if" on the rank,'
+        ' usually fabric.save, trainer.save_checkpoint, strategy.drain or evaluation_step under an "if" on the rank,'
         " clip_gradients, or loops over different numbers of batches; make the same calls on all ranks"
     )
 
@@ -136,7 +136,7 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
         f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
         " numbers of batches on these ranks: all ranks of a replica must read the same data. Or a hook or a dataset"
         " raised StopIteration on one rank alone, which Lightning takes for the end of the epoch; or"
-        " trainer.save_checkpoint, fabric.save, strategy.flush or evaluation_step is called on some ranks only, under"
+        " trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step is called on some ranks only, under"
         ' an "if" on the rank'
     )
 

@@ -107,7 +107,7 @@ class Engine:
     @property
     def drained(self) -> bool:
         """Whether nothing has run since the last drain; :attr:`idle` alone says nothing about other stages."""
-        return self.idle and self._drained == self.next_forward
+        return all(part.idle and part._drained == part.next_forward for part in self.parts)
 
     def ended_as_agreed(self) -> bool:
         """Return whether all ranks have agreed to end the run, and this one has nothing in flight."""

@@ -106,11 +106,6 @@ class LocalPipeline(Engine):
         """Whether nothing is in flight and no update is outstanding."""
         return all(engine.idle for engine in self.engines)
 
-    @property
-    def drained(self) -> bool:
-        """Whether a drain would do nothing."""
-        return self.idle
-
     def schedules(self) -> list[Schedule]:
         """Return the schedules of all stages."""
         return [engine.schedule for engine in self.engines]

@@ -240,12 +240,12 @@ class PipelineStrategy(PipelineCheckpoints):
     def _clip(self, algorithm: str, limit: float) -> None:
         self._note.clip(Clipping(algorithm, limit))
 
-    def flush(self) -> None:
+    def drain(self) -> None:
         """Finish all microbatches in flight and apply every update; a collective call.
 
         This changes the run time, never the trajectory. Batches after the last ``optimizer.step()`` are not trained on.
         """
-        self._settle()
+        self._drain()
         if self._recorder is not None:
             self._recorder.write()
 
@@ -269,14 +269,11 @@ class PipelineStrategy(PipelineCheckpoints):
         self.session.check_drain()
 
     def _drain(self) -> None:
-        self._applied(self.session.drain())
-
-    def _settle(self) -> None:
         """Drain between two mini-batches."""
         self._check_drain()
         self.session.running()
         with self._driving():
-            self._drain()
+            self._applied(self.session.drain())
 
     def _trained_engine(self, caller: str) -> Engine:
         if self.session.optimizer is None:
@@ -319,7 +316,7 @@ class PipelineStrategy(PipelineCheckpoints):
         engine = self.session.running()
         with self._driving():
             if not engine.drained:
-                self._drain()
+                self._applied(self.session.drain())
             recorded = nullcontext() if self._recorder is None else self._recorder.evaluating()
             with torch.no_grad(), recorded:
                 output = engine.evaluate(batch, self._user_step(step_fn))

@@ -98,7 +98,7 @@ def loop(pipeline: bool, to_device: bool = False) -> dict[str, Any]:
         strategy.training_step(lambda part: model(*part)[1], batch)
         optimizer.step()
         optimizer.zero_grad()
-    strategy.flush()
+    strategy.drain()
     return arrays(dict(strategy.session.stage.parameters if pipeline else model.module.named_parameters()))
 
 

@@ -40,7 +40,7 @@ def main(stage: int, where: str) -> None:
             armed = True
             strategy.evaluation_step(step_fn, CASE.batch(index))
             armed = False
-    strategy.flush()
+    strategy.drain()
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def read_and_train(kind: str, data: str, folder: str, resumed_from: str = "") ->
                 save(state["batches"])
             state["epoch"] = epoch + 1
             save(f"epoch-{epoch + 1}")
-    strategy.flush()
+    strategy.drain()
     assert strategy.session.stage is not None
     named = strategy.session.stage.parameters
     weights = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}

@@ -91,7 +91,7 @@ def during_an_update(case: Case, path: str) -> tuple[dict[str, Any], list[set[st
     tries = (
         lambda: run.fabric.save(path, run.state),
         lambda: run.fabric.load(path, run.state),
-        run.strategy.flush,
+        run.strategy.drain,
         run.strategy.full_state_dict,
         run.evaluate,
     )

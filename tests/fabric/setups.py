@@ -80,7 +80,7 @@ def compiled_as_a_whole(compiled: bool) -> dict[str, Any]:
     for index in range(3):
         strategy.training_step(case.step(wrapped), case.batch(index))
         optimizer.step()
-    strategy.flush()
+    strategy.drain()
     mesh, stage = strategy.session.mesh, strategy.session.stage
     assert mesh is not None
     assert stage is not None
@@ -101,7 +101,7 @@ def by_name(name: str) -> list[Any]:
         loss = strategy.training_step(Case(2).step(model), Case(2).batch(0))
         losses += [] if loss is None else [loss.item()]
         optimizer.step()
-    strategy.flush()
+    strategy.drain()
     return [type(strategy).__name__, strategy.delay, losses]
 
 
@@ -141,7 +141,7 @@ def hooks_of_the_model() -> float | None:
     batch = {"x": torch.ones(4, 2), "table": torch.tensor([3.0, 5.0, 7.0])}
     loss = strategy.training_step(lambda part: (model(part["x"]) * part["table"].sum()).sum(), batch)
     optimizer.step()
-    strategy.flush()
+    strategy.drain()
     return None if loss is None else loss.item()
 
 
@@ -196,7 +196,7 @@ def train_from_loaders() -> list[float]:
             loss = strategy.training_step(lambda part: F.mse_loss(model(part[0]), part[1]), batch)
             losses += [] if loss is None else [loss.item()]
             optimizer.step()
-    strategy.flush()
+    strategy.drain()
     return losses
 
 
@@ -208,7 +208,7 @@ def local_state() -> dict[str, Any]:
         warnings.simplefilter("always")
         run.train(stop=2)
     state = {**run.model.state_dict(), **run.optimizer.state_dict()} if run.mesh.is_last else {}
-    run.strategy.flush()
+    run.strategy.drain()
     norm = run.strategy.gradient_norm
     return {"keys": list(state), "warnings": [str(w.message) for w in caught], "norm": norm}
 

@@ -22,7 +22,7 @@ def averaged(loads: str | None, saves: str, start: int, stop: int) -> dict[str, 
     if loads:
         run.fabric.load(loads, state)
     run.train(start, stop)
-    run.strategy.flush()
+    run.strategy.drain()
     average.update_parameters(run.model)
     run.fabric.save(saves, state)
     return {name: tensor.numpy().copy() for name, tensor in average.state_dict().items()}

@@ -40,7 +40,7 @@ def test_it_goes_on_from_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path:
     case = Case(6, 0, staleness="least", optimizer="muon", error_feedback=1.0, scheduler=True)
     run = Run(case, stages=3)
     run.train(stop=3)
-    run.strategy.flush()
+    run.strategy.drain()
     run.fabric.save(f"{tmp_path}/at", run.state)
     other = Run(case, stages=3, spoilt=True)
     other.fabric.load(f"{tmp_path}/at", other.state)
@@ -77,7 +77,7 @@ def test_a_model_that_is_not_cut_is_one_stage_whose_gradients_are_one_update_old
         plain.zero_grad()
         plain(plain(batch)).square().mean().backward()
         versions.append([w - 0.1 * p.grad for w, p in zip(versions[t], plain.parameters())])
-    strategy.flush()
+    strategy.drain()
     for actual, expected in zip(given.parameters(), versions[-1]):
         torch.testing.assert_close(actual, expected)
 

@@ -30,7 +30,7 @@ def train(emulated: int) -> dict[str, np.ndarray]:
         batch = (torch.randn(6, DIM, generator=generator), torch.randn(6, 1, generator=generator))
         strategy.training_step(lambda part: F.mse_loss(wrapped(part[0]), part[1]), batch)
         optimizer.step()
-    strategy.flush()
+    strategy.drain()
     return {name: p.detach().numpy() for name, p in wrapped.named_parameters() if p.requires_grad}
 
 

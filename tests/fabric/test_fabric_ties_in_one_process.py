@@ -63,7 +63,7 @@ class Run:
             loss = self.strategy.training_step(lambda b: cross_entropy(self.model(b[0]), b[1]), (x, y))
             self.optimizer.step()
             losses.append(float(loss))
-        self.strategy.flush()
+        self.strategy.drain()
         return losses
 
     def check_copies(self) -> None:

@@ -37,7 +37,7 @@ def train(when: str) -> dict[str, np.ndarray]:
     for index in range(3):
         strategy.training_step(Case(2).step(model), Case(2).batch(index))
         optimizer.step()
-    strategy.flush()
+    strategy.drain()
     return {name: value.numpy() for name, value in strategy.full_state_dict().items()}
 
 

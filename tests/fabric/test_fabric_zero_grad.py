@@ -44,7 +44,7 @@ def train(name: str, accumulate: int, skip: bool) -> dict[str, np.ndarray]:
         if i != DROPPED:
             optimizer.step()
         optimizer.zero_grad()
-    strategy.flush()
+    strategy.drain()
     return {name: p.detach().numpy().copy() for name, p in wrapped.named_parameters()}
 
 

@@ -102,7 +102,7 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """This rank's final weights and place."""
-        self.strategy.flush()
+        self.strategy.drain()
         stage = self.strategy.session.stage
         assert stage is not None
         tensors = {**stage.parameters, **stage.buffers}

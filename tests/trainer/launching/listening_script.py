@@ -70,7 +70,7 @@ def with_fabric(folder: Path, devices: int, arguments: dict[str, Any]) -> None:
         strategy.training_step(case.step(model), case.batch(index))
         optimizer.step()
     write(folder, fabric.global_rank)
-    strategy.flush()
+    strategy.drain()
 
 
 def train(folder: Path, kind: str, devices: int, arguments: dict[str, Any]) -> None:
