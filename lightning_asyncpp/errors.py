@@ -188,5 +188,5 @@ def _show(
     if rank is None:
         before(kind, error, trace)
         return
-    said = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
-    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {said}\n")  # in one call: other ranks write as well
+    text = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
+    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {text}\n")  # in one call: other ranks write as well

@@ -24,7 +24,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import Flight, StageBeforeFailedError, Task, stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.trace import Beside
+from lightning_asyncpp.core.trace import Activity
 from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Update
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 from lightning_asyncpp.core.weights import WeightVersions
@@ -159,8 +159,8 @@ class Engine:
                 self._backward(action.index)
             if updates.busy:
                 updates.poll(self.next_backward)
-        landed = [flight for flight in flights if flight.weight]
-        return BatchOutput([flight.result for flight in landed], [flight.weight for flight in landed])
+        weighted = [flight for flight in flights if flight.weight]
+        return BatchOutput([flight.result for flight in weighted], [flight.weight for flight in weighted])
 
     def drop(self) -> None:
         """Discard the gradient of the batches since the last :meth:`complete`.
@@ -213,7 +213,7 @@ class Engine:
         """
         with (
             torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(),
-            preserved_generators(self.runner.device), self.runner.span(Beside.DRAIN, self.mini_batch),
+            preserved_generators(self.runner.device), self.runner.span(Activity.DRAIN, self.mini_batch),
         ):  # fmt: skip
             return finish(self.iter_drain())
 
@@ -250,7 +250,9 @@ class Engine:
             slots = self._slots(batch)
             with preserved_generators(self.runner.device), self.runner.untraced():
                 for slot in slots:
-                    task = Task(self.evaluated, newest, weights, slot.content, slot.mark, step, purpose, slot.weight)
+                    task = Task(
+                        self.evaluated, newest, weights, slot.content, slot.fingerprint, step, purpose, slot.weight
+                    )
                     flights.append(self.runner.forward(task))
                     self.evaluated += 1
         except Exception as error:
@@ -315,12 +317,12 @@ class Engine:
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         opened = self.updates.open
         version = self.schedule.stage_rule.version(opened.index, k - opened.first)
-        task = Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step, weight=slot.weight)
+        task = Task(k, version, self.weights.leaves(version), slot.content, slot.fingerprint, step, weight=slot.weight)
         flight = self._flights[k] = self.runner.forward(task)
         self.next_forward = k + 1
         opened.weight += flight.weight
-        if flight.weight and flight.beside.statistics:
-            for layer, counts in flight.beside.take_statistics().items():
+        if flight.weight and flight.collected.statistics:
+            for layer, counts in flight.collected.take_statistics().items():
                 opened.counted.add(layer, counts)
         return flight
 
@@ -333,7 +335,7 @@ class Engine:
         else:
             self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
-        flight.beside.losses = []
+        flight.collected.losses = []
         self.next_backward = k + 1
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:

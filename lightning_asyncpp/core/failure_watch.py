@@ -30,7 +30,7 @@ from lightning_asyncpp.core.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_alike, is_noise, peer_lost
 
-TOLD_SECONDS = 2 * POLL_SECONDS
+CAUSE_SECONDS = 2 * POLL_SECONDS
 """Seconds that a rank waits for the first cause after it noticed that another rank is gone."""
 LEAVE_SECONDS = 30.0
 """Seconds that a rank may take to end after a failure, before it is terminated."""
@@ -59,7 +59,7 @@ class FailureWatch:
         self._mesh: Mesh | None = None
         self._transport: Transport | None = None
         self._agreed_end: Callable[[], bool] | None = None
-        self._unheard: PeerLostError | None = None  # another rank's failure that this script has not met yet
+        self._unraised: PeerLostError | None = None  # another rank's failure that this script has not met yet
         self._first: FirstCause | None = None
         self._at_exit: AtExit | None = None
         self._deadline: threading.Timer | None = None
@@ -98,8 +98,8 @@ class FailureWatch:
             PeerLostError: another rank failed or is gone, and this script has not met an error yet.
             RuntimeError: the pipeline failed before.
         """
-        if self._unheard is not None:
-            raise self._unheard
+        if self._unraised is not None:
+            raise self._unraised
         if self.failure is not None:
             raise RuntimeError(
                 "the pipeline failed and its ranks no longer answer each other:"
@@ -113,7 +113,7 @@ class FailureWatch:
         :meth:`set_deadline` if a teardown follows.
         """
         with _DECIDING:
-            is_first, self._unheard = self.failure is None, None
+            is_first, self._unraised = self.failure is None, None
             if is_first:
                 self.failure = error
             self.cancel_deadline()
@@ -154,7 +154,7 @@ class FailureWatch:
             self.fail(error)
             raise
         except RuntimeError as error:
-            if self._unheard is None and not is_noise(error):
+            if self._unraised is None and not is_noise(error):
                 raise
             lost = peer_lost(None, error)
             self.fail(lost)
@@ -168,13 +168,13 @@ class FailureWatch:
             return
         is_lost = isinstance(error, PeerLostError) or is_noise(error)
         if (is_lost or isinstance(error, ConsequenceError)) and getattr(error, "peer", None) is None:
-            self._first.wait(TOLD_SECONDS)
+            self._first.wait(CAUSE_SECONDS)
         met = peer_lost(None, error) if is_lost and not isinstance(error, PeerLostError) else error
-        cause = self._first.report(Cause.of(met, _name(self._mesh, self._mesh.rank)), TOLD_SECONDS)
+        cause = self._first.report(Cause.of(met, _name(self._mesh, self._mesh.rank)), CAUSE_SECONDS)
         if is_lost:
             error.args = (self._words(cause),)
         if not isinstance(error, KeyboardInterrupt):
-            self._adopt(0.0 if is_alike(error) else TOLD_SECONDS)
+            self._adopt(0.0 if is_alike(error) else CAUSE_SECONDS)
 
     def _disconnect_soon(self, error: BaseException) -> None:
         """End this rank's connections in the background.
@@ -192,7 +192,7 @@ class FailureWatch:
         with _DECIDING:
             if self.failure is not None:
                 return  # the script has an error already, which fail() completes
-            self._adopt(TOLD_SECONDS)
+            self._adopt(CAUSE_SECONDS)
             self.set_deadline()
         error = PeerLostError(self._words(cause))
         grace = GRACE_SECONDS if cause.trace else 0.0  # all ranks may be about to raise the same error
@@ -206,11 +206,11 @@ class FailureWatch:
     def _give_up(self, error: PeerLostError) -> None:
         with _DECIDING:
             if self.failure is None:
-                self.failure = self._unheard = error
+                self.failure = self._unraised = error
         abort_connections(self._mesh, self._transport)
 
     def _give_up_default_group(self) -> None:
-        if self._unheard is not None:
+        if self._unraised is not None:
             abort_default_group()
 
     # -- the end of the process -----------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ class FailureWatch:
             self.fail(error)
             if self._outlast is not None:  # handlers registered during exit are not called
                 self._outlast()
-        is_heard = self.failure is not None and self._unheard is None
-        if self._first is not None and self._first.cause is not None and not is_heard:
+        is_raised = self.failure is not None and self._unraised is None
+        if self._first is not None and self._first.cause is not None and not is_raised:
             sys.stdout.flush()
             os.write(_STDERR, f"asyncpp: {self._first.cause.line}\n".encode())
             os._exit(1)

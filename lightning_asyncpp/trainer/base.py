@@ -201,7 +201,7 @@ class PipelineStrategy(EvaluationSteps):
         if mesh.is_last:
             self.step_log.log_batch(output.weight)
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
-            returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
+            returned = {**output.extras(), "loss": or_nan(loss, self.root_device)}
         # Up to the end of the closure, hooks draw random numbers of this stage's own, as the hooks of the update do.
         seed = engine.runner.seed
         self._draws = drawing_from(seed, self.root_device, "closure", mesh.stage, engine.next_forward)

@@ -72,7 +72,7 @@ def test_weights_and_marks_are_read_from_the_host() -> None:
 
     slots = cut_batch(batch, 3, split_batch, weigh, on_host)
     assert [slot.weight for slot in slots] == [3.0, 12.0, 13.0]
-    assert {slot.mark for slot in slots} == {fingerprint(batch, 3)}
+    assert {slot.fingerprint for slot in slots} == {fingerprint(batch, 3)}
     assert {tensor.untyped_storage().data_ptr() for tensor in read} == {on_host.untyped_storage().data_ptr()}
     assert slots[0].content.data_ptr() == batch.data_ptr()
 

@@ -259,14 +259,14 @@ def test_large_tensors_are_sampled() -> None:
 def test_slots_of_a_batch_share_its_mark() -> None:
     batch = {"x": torch.arange(12.0).view(6, 2)}
     slots = cut_batch(batch, 4, split_batch)
-    assert {slot.mark for slot in slots} == {fingerprint(batch, 4)}
+    assert {slot.fingerprint for slot in slots} == {fingerprint(batch, 4)}
     assert [None if slot.content is None else len(slot.content["x"]) for slot in slots] == [2, 2, 1, 1]
 
 
 def test_slots_that_a_user_cuts_have_marks_of_their_own() -> None:
     """Only what they hold tells whether it was cut alike on two stages."""
     slots = cut_batch(torch.arange(4.0), 2, lambda batch, parts: list(batch.flip(0).tensor_split(parts)))
-    assert [slot.mark for slot in slots] == [fingerprint(torch.tensor(x)) for x in ([3.0, 2.0], [1.0, 0.0])]
+    assert [slot.fingerprint for slot in slots] == [fingerprint(torch.tensor(x)) for x in ([3.0, 2.0], [1.0, 0.0])]
 
 
 def test_as_many_slots_as_were_asked_for() -> None:

@@ -15,7 +15,7 @@ from lightning_asyncpp.core.trace import (
     ANCHOR_SECONDS,
     HOST,
     REST,
-    Beside,
+    Activity,
     DeviceClock,
     Span,
     SpanKind,
@@ -105,9 +105,9 @@ def test_readers_read_each_span_once_up_to_a_moment(device: FakeDevice) -> None:
     assert [span.index for span in reader.take(until=1000.025)] == [0, 1]
     assert [span.index for span in late.take()] == [0, 1, 2, 3], "what had not ended"
     late.close()
-    with trace.span(Beside.DRAIN, 0):
+    with trace.span(Activity.DRAIN, 0):
         device.launch(0.010)
-    assert [span.kind for span in reader.take(seconds=1.0)] == [Kind.FORWARD, Kind.FORWARD, Beside.DRAIN]
+    assert [span.kind for span in reader.take(seconds=1.0)] == [Kind.FORWARD, Kind.FORWARD, Activity.DRAIN]
     assert reader.take() == late.take() == trace.spans == []
 
 
@@ -140,8 +140,8 @@ def test_spans_between_moments_of_the_device_or_the_host(device: FakeDevice) -> 
     trace = Trace(0, clock)
     start = clock.now()
     device.launch(0.010)
-    trace.record(Beside.REDUCE, 4, start, clock.last([clock.now(), clock.now()]), num_bytes=7)
-    trace.record(Beside.REDUCE, 5, 999.0, 999.5)
+    trace.record(Activity.REDUCE, 4, start, clock.last([clock.now(), clock.now()]), num_bytes=7)
+    trace.record(Activity.REDUCE, 5, 999.0, 999.5)
     device.sleep(1.0)
     trace.settle()
     assert [(span.index, span.num_bytes) for span in trace.spans] == [(4, 7), (5, 0)]
@@ -167,7 +167,7 @@ def test_the_first_reader_starts_the_recording_and_the_last_ends_it() -> None:
 
 # -- sums -------------------------------------------------------------------------------------------------------------
 
-kinds = st.sampled_from([*Kind, *Wait, *Beside])
+kinds = st.sampled_from([*Kind, *Wait, *Activity])
 times = st.floats(0, 10, allow_nan=False)
 
 
@@ -181,10 +181,11 @@ def test_seconds_always_add_up(spans: list[tuple[SpanKind, float, float]]) -> No
 
 def test_the_innermost_span_counts_and_waits_in_a_drain_are_the_drain() -> None:
     spans = [
-        Span(Kind.FORWARD, 0, 1, 5), Span(Beside.SEND, 0, 3, 4), Span(Beside.REDUCE, 0, 0, 9), Span(Wait.DATA, 0, 5, 6),
-        Span(Beside.DRAIN, 0, 6, 10), Span(Wait.GRADIENT, 0, 6, 8), Span(Kind.BACKWARD, 0, 8, 9),
+        Span(Kind.FORWARD, 0, 1, 5), Span(Activity.SEND, 0, 3, 4), Span(Activity.REDUCE, 0, 0, 9),
+        Span(Wait.DATA, 0, 5, 6), Span(Activity.DRAIN, 0, 6, 10), Span(Wait.GRADIENT, 0, 6, 8),
+        Span(Kind.BACKWARD, 0, 8, 9),
     ]  # fmt: skip
     assert seconds_by_kind(spans, 0, 12) == {
-        REST: 3, Kind.FORWARD: 3, Beside.SEND: 1, Wait.DATA: 1, Beside.DRAIN: 3, Kind.BACKWARD: 1,
+        REST: 3, Kind.FORWARD: 3, Activity.SEND: 1, Wait.DATA: 1, Activity.DRAIN: 3, Kind.BACKWARD: 1,
     }  # fmt: skip
     assert utilisation(spans, 4, 9) == pytest.approx(2 / 5)

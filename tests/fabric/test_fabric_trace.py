@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import Beside, Wait
+from lightning_asyncpp.core.trace import Activity, Wait
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.tools.recorded_run import read_run
 from lightning_asyncpp.tools.trace_summary import summarise
@@ -46,11 +46,11 @@ def test_a_loop_is_recorded(pools: Pools, tmp_path: Path) -> None:
     assert not off_schedule(run)
     assert summary.total.staleness == 1
     for rank in run.ranks:
-        kinds = {kind: [s.index for s in rank.spans if s.kind is kind] for kind in (*Kind, *Wait, *Beside)}
+        kinds = {kind: [s.index for s in rank.spans if s.kind is kind] for kind in (*Kind, *Wait, *Activity)}
         assert kinds[Kind.UPDATE] == list(range(6))
         assert sorted(kinds[Kind.FORWARD]) == sorted(kinds[Kind.BACKWARD])
         assert kinds[Wait.DATA] == [1, 2, 3, 3, 4, 5]
-        assert kinds[Beside.EVALUATE] == [3]
+        assert kinds[Activity.EVALUATE] == [3]
 
 
 def test_recording_changes_nothing(pools: Pools, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.trace import HOST, Beside, Trace, Wait
+from lightning_asyncpp.core.trace import HOST, Activity, Trace, Wait
 from lightning_asyncpp.core.updates.mini_batch import (
     ControlMessage,
     HyperParameters,
@@ -356,10 +356,10 @@ class UpdateQueue:
     def _record_background(self, mini_batch: MiniBatch, trace: Trace) -> None:
         reduction, index = mini_batch.reduction, mini_batch.index
         if mini_batch.gradient_ready is not None:
-            trace.record(Beside.PENDING, index, mini_batch.gradient_ready, trace.clock.now())
+            trace.record(Activity.PENDING, index, mini_batch.gradient_ready, trace.clock.now())
         if reduction is not None and reduction.started is not None:
             end = trace.clock.last(reduction.ends)
-            trace.record(Beside.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
+            trace.record(Activity.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
 
 
 def _no_optimizer(_: Update) -> None:

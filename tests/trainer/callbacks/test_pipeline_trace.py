@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp import ConfigurationError, PipelineMonitor, PipelineTrace
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import Beside, Wait
+from lightning_asyncpp.core.trace import Activity, Wait
 from lightning_asyncpp.tools.recorded_run import RecordedRun, read_run
 from lightning_asyncpp.tools.trace_summary import summarise
 from tests.helpers.pool import Pools
@@ -27,7 +27,7 @@ def recorded(run: Run, folder: Path, **options: object) -> Run:
     return replace(run, callbacks=(trace, *run.callbacks))
 
 
-def indices(run: RecordedRun, kind: Kind | Wait | Beside, stage: int = 0) -> list[int]:
+def indices(run: RecordedRun, kind: Kind | Wait | Activity, stage: int = 0) -> list[int]:
     return sorted(span.index for span in run.ranks[stage].spans if span.kind is kind)
 
 
@@ -70,7 +70,7 @@ def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path)
         versions = {s.index: s.version for s in run.ranks[stage].spans if s.kind is Kind.FORWARD}
         assert [versions[k] for k in range(0, 24, 4)] == [0, 0, 1, 2, 3, 4]
         assert indices(run, Wait.DATA, stage) == [1, 2, 3, 4, 5, 6]
-    assert all(span.num_bytes > 0 for span in run.ranks[0].spans if span.kind is Beside.SEND)
+    assert all(span.num_bytes > 0 for span in run.ranks[0].spans if span.kind is Activity.SEND)
 
 
 def test_the_least_staleness_is_recorded(pools: Pools, tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_validation_and_checkpoints_are_kept_apart(pools: Pools, tmp_path: Path)
     pools.run(2, fit, recorded(run, tmp_path))
     read = read_run(tmp_path / "trace")
     summary = summarise(read)
-    assert indices(read, Beside.EVALUATE) == [2, 4, 6]
-    assert indices(read, Beside.CHECKPOINT) == [3, 6]
+    assert indices(read, Activity.EVALUATE) == [2, 4, 6]
+    assert indices(read, Activity.CHECKPOINT) == [3, 6]
     assert summary.rows[0].shares["evaluate"] > 0
     assert indices(read, Kind.FORWARD) == list(range(12))
     assert not off_schedule(read)
@@ -203,7 +203,15 @@ def test_what_a_device_does_later_than_its_host_is_recorded_nevertheless(pools: 
     read, host = read_run(tmp_path / "trace"), read_run(tmp_path / "host" / "trace")
     assert read.notes == []
     for stage in range(2):
-        for kind in (*Kind, Wait.ACTIVATION, Wait.GRADIENT, Wait.AGREEMENT, Beside.SEND, Beside.DRAIN, Beside.EVALUATE):
+        for kind in (
+            *Kind,
+            Wait.ACTIVATION,
+            Wait.GRADIENT,
+            Wait.AGREEMENT,
+            Activity.SEND,
+            Activity.DRAIN,
+            Activity.EVALUATE,
+        ):
             assert indices(read, kind, stage) == indices(host, kind, stage), kind
         assert read.ranks[stage].places == host.ranks[stage].places
     assert not off_schedule(read)
