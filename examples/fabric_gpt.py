@@ -62,7 +62,7 @@ def main(devices: int, steps: int) -> None:
         if loss is not None and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
 
-    strategy.flush()  # the last gradients are still in flight
+    strategy.drain()  # the last gradients are still in flight
     model.eval()
     for batch in validation_loader:
         loss = strategy.evaluation_step(step_fn, batch)

@@ -93,20 +93,20 @@ class collecting:  # noqa: N801 - used as torch.no_grad is; a generator would co
     pass to the enclosing collection at the end.
     """
 
-    __slots__ = ("_said", "_token")
+    __slots__ = ("_collected", "_token")
 
     def __enter__(self) -> Collected:
         """Begin to collect."""
-        self._said = Collected()
-        self._token = COLLECTED.set(self._said)
-        return self._said
+        self._collected = Collected()
+        self._token = COLLECTED.set(self._collected)
+        return self._collected
 
     def __exit__(self, *_: object) -> None:
         """Pass the remaining statistics to the enclosing collection."""
         outer = None if self._token.old_value is Token.MISSING else self._token.old_value
         COLLECTED.reset(self._token)
         if outer is not None:
-            for layer, counts in self._said.take_statistics().items():
+            for layer, counts in self._collected.take_statistics().items():
                 outer.add(layer, counts)
 
 

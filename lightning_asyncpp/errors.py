@@ -118,7 +118,7 @@ def different_calls(what: str) -> ProtocolError:
     """
     return ProtocolError(
         f"ranks are in different calls: {what}. A collective call was made by some ranks only, or in another order:"
-        ' usually fabric.save, trainer.save_checkpoint, strategy.flush or evaluation_step under an "if" on the rank,'
+        ' usually fabric.save, trainer.save_checkpoint, strategy.drain or evaluation_step under an "if" on the rank,'
         " clip_gradients, or loops over different numbers of batches; make the same calls on all ranks"
     )
 
@@ -136,7 +136,7 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
         f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
         " numbers of batches on these ranks: all ranks of a replica must read the same data. Or a hook or a dataset"
         " raised StopIteration on one rank alone, which Lightning takes for the end of the epoch; or"
-        " trainer.save_checkpoint, fabric.save, strategy.flush or evaluation_step is called on some ranks only, under"
+        " trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step is called on some ranks only, under"
         ' an "if" on the rank'
     )
 
@@ -188,5 +188,5 @@ def _show(
     if rank is None:
         before(kind, error, trace)
         return
-    said = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
-    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {said}\n")  # in one call: other ranks write as well
+    text = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
+    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {text}\n")  # in one call: other ranks write as well

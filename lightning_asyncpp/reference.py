@@ -269,12 +269,12 @@ def gradient_of(
                 go_to(k - first)
                 for parameter, leaf in further_uses:
                     leaf.data.copy_(parameter.data)
-                with _derived_randomness(model, seed, k), collecting() as said:
+                with _derived_randomness(model, seed, k), collecting() as collected:
                     loss = step(microbatch)
-                ((loss + said.total_loss()) * w).backward()
+                ((loss + collected.total_loss()) * w).backward()
                 found.weight += w
                 found.losses.append((loss.item(), w))
-                for layer, counts in said.statistics.items():
+                for layer, counts in collected.statistics.items():
                     found.counts.add(layer, counts)
                 for use, (parameter, leaf) in enumerate(uses):
                     if leaf.grad is not None:

@@ -104,7 +104,7 @@ def save_file(content: Any, path: Path) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    with written_beside(path) as partial:
+    with atomic_write(path) as partial:
         _save(content, partial)
 
 
@@ -133,13 +133,13 @@ def read_file(path: Path, weights_only: bool | None = None) -> Any:
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename it to ``path`` at the end; on an error, remove it.
 
     Raises:
         StorageError: writing or renaming fails, or ``path`` is a folder with other files.
     """
-    partial = beside(path)
+    partial = temporary_name(path)
     try:
         make_folder(path.parent)
         remove_leftovers(path)
@@ -158,7 +158,7 @@ def local_path(path: Any) -> Path | None:
     return Path(name) if isinstance(files, LocalFileSystem) else None
 
 
-def beside(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
     """Return a temporary name in the same folder."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
 
@@ -301,7 +301,7 @@ def new_target(path: Path) -> Target:
             check_replaceable(path)
     except OSError as error:
         raise not_written(path, error) from error
-    folder = path if is_folder(path) else beside(path)
+    folder = path if is_folder(path) else temporary_name(path)
     return Target(str(path), str(folder), secrets.token_hex(6))
 
 
@@ -371,7 +371,7 @@ def give_up(target: Target) -> None:
 def remove_sharded(path: Path) -> None:
     """Remove a checkpoint, whose name vanishes at once; of a link, remove only the link."""
     if is_folder(path):
-        aside = beside(path)
+        aside = temporary_name(path)
         with suppress(OSError):
             os.replace(path, aside)
             sync(path.parent)

@@ -157,13 +157,13 @@ def read_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any] 
     """Let the command itself read the recipe with its overrides; return the whole configuration, or the problems."""
     from lightning_asyncpp.lightning_cli.command import read_configuration
 
-    with tempfile.TemporaryFile("w+") as said:  # a file, since packages that are imported ask for its number
+    with tempfile.TemporaryFile("w+") as captured:  # a file, since packages that are imported ask for its number
         try:
-            with redirect_stderr(said):
+            with redirect_stderr(captured):
                 return read_configuration(["fit", "--config", str(recipe), *overrides]), []
         except SystemExit:
-            said.seek(0)
-            lines = [line.strip() for line in said.read().splitlines() if line.strip()]
+            captured.seek(0)
+            lines = [line.strip() for line in captured.read().splitlines() if line.strip()]
         first = next((i for i, line in enumerate(lines) if line.startswith("error:")), 0)
         return None, [f"{recipe} with its overrides: {' '.join(lines[first:]).removeprefix('error:').strip()}"]
 
@@ -224,8 +224,8 @@ def machine_problems(machine: str, devices: int, accelerator: str) -> tuple[list
     if not on_gpu:
         return [], [f"the recipe has accelerator={accelerator}: the GPUs of {machine} stay idle"]
     if devices > count:
-        mend = "lower --devices, or choose a larger machine or more of them"
-        return [f"--machine {machine}: has {count} GPU(s), and {devices} devices are wanted on it; {mend}"], []
+        remedy = "lower --devices, or choose a larger machine or more of them"
+        return [f"--machine {machine}: has {count} GPU(s), and {devices} devices are wanted on it; {remedy}"], []
     return [], [f"{count - devices} of {count} GPUs of {machine} stay idle"] if devices < count else []
 
 

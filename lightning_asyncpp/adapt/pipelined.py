@@ -49,11 +49,11 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         ConfigurationError: the model cannot be called with the example, or not be cut between its blocks.
     """
     if not has_layers(model) or (blocks and not hasattr(model, "pipeline_layers")):
-        _cut_as_it_is(model, example, [blocks] if isinstance(blocks, str) else blocks)
+        _add_pipeline_layers(model, example, [blocks] if isinstance(blocks, str) else blocks)
     return model
 
 
-def _cut_as_it_is(model: nn.Module, example: Example | None = None, blocks: Sequence[str] = ()) -> None:
+def _add_pipeline_layers(model: nn.Module, example: Example | None = None, blocks: Sequence[str] = ()) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigurationError(
             f"{class_name(model)} is on the meta device, but pipelined() has to run it: build it with real weights"
@@ -88,7 +88,7 @@ def problems_of_layers(
         return []
     given = example if example is None or isinstance(example, (tuple, Mapping)) else (example,)
     try:
-        _cut_as_it_is(model, given)
+        _add_pipeline_layers(model, given)
     except ConfigurationError as error:
         return [f"{name} is a {class_name(model)}, which the pipeline cannot cut by itself: {error}"]
     return []

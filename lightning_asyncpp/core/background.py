@@ -19,13 +19,13 @@ from pathlib import Path
 
 GLOO_WORKER = "pt_gloo_runloop"  # torch's name of these threads
 _PATIENCE_SECONDS = 5.0
-_LET_GO_SECONDS = 1.0
+_WORKER_SECONDS = 1.0
 _MOMENT_SECONDS = 0.001
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_later: weakref.WeakSet[_Later] = weakref.WeakSet()
+_delayed: weakref.WeakSet[_DelayedAction] = weakref.WeakSet()
 
 
-class _Later:
+class _DelayedAction:
     """Action that runs once: after some seconds, or when the interpreter ends, whichever comes first."""
 
     def __init__(self, seconds: float, action: Callable[[], object]) -> None:
@@ -57,13 +57,13 @@ def run(action: Callable[[], object], name: str) -> None:
 
 def run_later(seconds: float, action: Callable[[], object]) -> None:
     """Run an action in a thread after ``seconds``, or when the interpreter ends."""
-    _later.add(_Later(seconds, action))
+    _delayed.add(_DelayedAction(seconds, action))
 
 
 def finish() -> None:
     """Run the remaining actions and wait for all threads, none of which waits for other ranks any more."""
-    for later in list(_later):
-        later.do_now()
+    for delayed in list(_delayed):
+        delayed.do_now()
     deadline = time.monotonic() + _PATIENCE_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -72,7 +72,7 @@ def finish() -> None:
 
 def wait_for_workers() -> None:
     """Wait until all of gloo's workers sleep, which they do once they have freed their tensors; at most a second."""
-    deadline = time.monotonic() + _LET_GO_SECONDS
+    deadline = time.monotonic() + _WORKER_SECONDS
     calm = 0
     while calm < 2 and time.monotonic() < deadline:  # twice: a thread that waits for the GIL sleeps, too
         time.sleep(_MOMENT_SECONDS)

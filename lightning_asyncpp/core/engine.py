@@ -1,6 +1,6 @@
 """The engine, which runs the schedule on one stage: forwards, backwards and updates.
 
-Methods that may wait for other stages come in two forms. :meth:`Engine.run`, :meth:`Engine.close`,
+Methods that may wait for other stages come in two forms. :meth:`Engine.run`, :meth:`Engine.complete`,
 :meth:`Engine.apply_due` and :meth:`Engine.drain` block, for processes with one stage. Each has a variant ``iter_...``
 that yields every action right before it runs, so that stages in one process (``local.py``) can take turns.
 """
@@ -24,7 +24,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import Flight, StageBeforeFailedError, Task, stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.trace import Beside
+from lightning_asyncpp.core.trace import Activity
 from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Update
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 from lightning_asyncpp.core.weights import WeightVersions
@@ -39,7 +39,7 @@ Actions = Generator[Action, None, T]
 class Engine:
     """One stage of a running pipeline.
 
-    Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`close`, then
+    Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`complete`, then
     :meth:`apply_due`. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
 
     Args:
@@ -102,12 +102,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight and no update is outstanding."""
-        return self.next_backward == self.next_forward and not self.updates.closed
+        return self.next_backward == self.next_forward and not self.updates.pending
 
     @property
     def drained(self) -> bool:
         """Whether nothing has run since the last drain; :attr:`idle` alone says nothing about other stages."""
-        return self.idle and self._drained == self.next_forward
+        return all(part.idle and part._drained == part.next_forward for part in self.parts)
 
     def ended_as_agreed(self) -> bool:
         """Return whether all ranks have agreed to end the run, and this one has nothing in flight."""
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def accumulating(self) -> bool:
-        """Whether batches have run since the last :meth:`close`."""
+        """Whether batches have run since the last :meth:`complete`."""
         return self.next_forward > self.updates.open.first
 
     @property
@@ -141,7 +141,7 @@ class Engine:
         count = self.settings.microbatches
         slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
         self._in_evaluation = {module for module in self._modules if not module.training}
-        if not self.updates.closed:  # no update is outstanding, so hooks may have changed weights
+        if not self.updates.pending:  # no update is outstanding, so hooks may have changed weights
             self.weights.adopt()
         first = self.next_forward
         flights: list[Flight] = []
@@ -159,11 +159,11 @@ class Engine:
                 self._backward(action.index)
             if updates.busy:
                 updates.poll(self.next_backward)
-        landed = [flight for flight in flights if flight.weight]
-        return BatchOutput([flight.result for flight in landed], [flight.weight for flight in landed])
+        weighted = [flight for flight in flights if flight.weight]
+        return BatchOutput([flight.result for flight in weighted], [flight.weight for flight in weighted])
 
     def drop(self) -> None:
-        """Discard the gradient of the batches since the last :meth:`close`.
+        """Discard the gradient of the batches since the last :meth:`complete`.
 
         The weight versions of later batches do not change.
         """
@@ -172,7 +172,7 @@ class Engine:
                 self.runner.transport.announce_drop(self.next_forward)
             self.updates.drop_open(self.next_forward, self.next_backward)
 
-    def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
+    def complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
         """Complete the mini-batch: all batches since the last call share one update.
 
         Args:
@@ -180,12 +180,12 @@ class Engine:
             note: value that the strategy receives with this update.
         """
         with preserved_generators(self.runner.device):
-            finish(self.iter_close(hyper_parameters, note))
+            finish(self.iter_complete(hyper_parameters, note))
 
-    def iter_close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
-        """Complete the mini-batch, and with a flush its backwards, action by action; see :meth:`close`."""
+    def iter_complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
+        """Complete the mini-batch, and with a flush its backwards, action by action; see :meth:`complete`."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
-        self.updates.close(self.next_forward, hyper_parameters, note)
+        self.updates.complete(self.next_forward, hyper_parameters, note)
         if flushes:
             yield from self._iter_backwards()
         self.updates.poll(self.next_backward)
@@ -213,7 +213,7 @@ class Engine:
         """
         with (
             torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(),
-            preserved_generators(self.runner.device), self.runner.span(Beside.DRAIN, self.mini_batch),
+            preserved_generators(self.runner.device), self.runner.span(Activity.DRAIN, self.mini_batch),
         ):  # fmt: skip
             return finish(self.iter_drain())
 
@@ -250,7 +250,9 @@ class Engine:
             slots = self._slots(batch)
             with preserved_generators(self.runner.device), self.runner.untraced():
                 for slot in slots:
-                    task = Task(self.evaluated, newest, weights, slot.content, slot.mark, step, purpose, slot.weight)
+                    task = Task(
+                        self.evaluated, newest, weights, slot.content, slot.fingerprint, step, purpose, slot.weight
+                    )
                     flights.append(self.runner.forward(task))
                     self.evaluated += 1
         except Exception as error:
@@ -304,7 +306,7 @@ class Engine:
         """Replace masters in the module by the trained weights."""
         self.weights.release_masters()
 
-    def close_connections(self) -> None:
+    def close(self) -> None:
         """Close the connections to the neighbours, which have received everything."""
         if self.runner.transport is not None:
             self.runner.transport.close()
@@ -315,12 +317,12 @@ class Engine:
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         opened = self.updates.open
         version = self.schedule.stage_rule.version(opened.index, k - opened.first)
-        task = Task(k, version, self.weights.leaves(version), slot.content, slot.mark, step, weight=slot.weight)
+        task = Task(k, version, self.weights.leaves(version), slot.content, slot.fingerprint, step, weight=slot.weight)
         flight = self._flights[k] = self.runner.forward(task)
         self.next_forward = k + 1
         opened.weight += flight.weight
-        if flight.weight and flight.beside.statistics:
-            for layer, counts in flight.beside.take_statistics().items():
+        if flight.weight and flight.collected.statistics:
+            for layer, counts in flight.collected.take_statistics().items():
                 opened.counted.add(layer, counts)
         return flight
 
@@ -333,7 +335,7 @@ class Engine:
         else:
             self.runner.backward(flight, weights)
         flight.outputs = flight.inputs = ()
-        flight.beside.losses = []
+        flight.collected.losses = []
         self.next_backward = k + 1
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:

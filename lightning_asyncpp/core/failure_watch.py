@@ -30,7 +30,7 @@ from lightning_asyncpp.core.ranks.mesh import GRACE_SECONDS, Mesh
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import ConsequenceError, PeerLostError, is_alike, is_noise, peer_lost
 
-TOLD_SECONDS = 2 * POLL_SECONDS
+CAUSE_SECONDS = 2 * POLL_SECONDS
 """Seconds that a rank waits for the first cause after it noticed that another rank is gone."""
 LEAVE_SECONDS = 30.0
 """Seconds that a rank may take to end after a failure, before it is terminated."""
@@ -44,8 +44,8 @@ _DECIDING = threading.Lock()
 class FailureWatch:
     """Handling of a failure on any rank of a session.
 
-    Call :meth:`begin` when the ranks are connected, and :meth:`started` when the engine exists. Pass every error to
-    :meth:`fail`, and wait for other ranks only within :meth:`collective`, after a :meth:`check`.
+    Call :meth:`start` when the ranks are connected, and :meth:`set_transport` when the engine exists. Pass every error
+    to :meth:`fail`, and wait for other ranks only within :meth:`collective`, after a :meth:`check`.
 
     Attributes:
         failure: first failure, after which no collective can run.
@@ -59,13 +59,13 @@ class FailureWatch:
         self._mesh: Mesh | None = None
         self._transport: Transport | None = None
         self._agreed_end: Callable[[], bool] | None = None
-        self._unheard: PeerLostError | None = None  # another rank's failure that this script has not met yet
+        self._unraised: PeerLostError | None = None  # another rank's failure that this script has not met yet
         self._first: FirstCause | None = None
         self._at_exit: AtExit | None = None
         self._deadline: threading.Timer | None = None
         self._outlast: Callable[[], None] | None = None
 
-    def begin(self, mesh: Mesh) -> None:
+    def start(self, mesh: Mesh) -> None:
         """Begin to watch for failures, unless it has begun or there are no other ranks; a collective call.
 
         Raises:
@@ -79,9 +79,9 @@ class FailureWatch:
         watch = weakref.ref(self)  # so that neither the thread nor the exit handler keeps a session alive
         self._first = FirstCause(key, _name(mesh, 0), lambda cause: _call(watch, FailureWatch._learn, cause))
         self._at_exit = AtExit(lambda: _call(watch, FailureWatch._end_process))
-        weakref.finalize(self, _let_go, self._first, self._at_exit).atexit = False
+        weakref.finalize(self, _stop_watching, self._first, self._at_exit).atexit = False
 
-    def started(self, transport: Transport | None, ended_as_agreed: Callable[[], bool]) -> None:
+    def set_transport(self, transport: Transport | None, ended_as_agreed: Callable[[], bool]) -> None:
         """Set the connections and the end condition of a new engine.
 
         Args:
@@ -98,8 +98,8 @@ class FailureWatch:
             PeerLostError: another rank failed or is gone, and this script has not met an error yet.
             RuntimeError: the pipeline failed before.
         """
-        if self._unheard is not None:
-            raise self._unheard
+        if self._unraised is not None:
+            raise self._unraised
         if self.failure is not None:
             raise RuntimeError(
                 "the pipeline failed and its ranks no longer answer each other:"
@@ -110,35 +110,35 @@ class FailureWatch:
         """Record the first failure; from now on every collective of this session raises, soon on other ranks too.
 
         If another rank's error caused it, the first cause replaces its text. No deadline runs afterwards: call
-        :meth:`hurry` if a teardown follows.
+        :meth:`set_deadline` if a teardown follows.
         """
         with _DECIDING:
-            is_first, self._unheard = self.failure is None, None
+            is_first, self._unraised = self.failure is None, None
             if is_first:
                 self.failure = error
-            self.release()
+            self.cancel_deadline()
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # all scripts may end so
         if not (ends_well or (self._agreed_end is not None and self._agreed_end())):
             self._tell(error)
         if is_first:
             self._disconnect_soon(error)
 
-    def hurry(self) -> None:
-        """Set a deadline for the end of this process, until :meth:`release`."""
+    def set_deadline(self) -> None:
+        """Set a deadline for the end of this process, until :meth:`cancel_deadline`."""
         if self._first is not None:
             self._deadline = threading.Timer(LEAVE_SECONDS, self._leave_now)
             self._deadline.daemon = True
             self._deadline.start()
 
-    def release(self) -> None:
+    def cancel_deadline(self) -> None:
         """Cancel the deadline, as the script has received the error."""
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Stop watching."""
         if self._first is not None and self._at_exit is not None:
-            _let_go(self._first, self._at_exit)
+            _stop_watching(self._first, self._at_exit)
             self._first = self._at_exit = None
 
     @contextmanager
@@ -154,7 +154,7 @@ class FailureWatch:
             self.fail(error)
             raise
         except RuntimeError as error:
-            if self._unheard is None and not is_noise(error):
+            if self._unraised is None and not is_noise(error):
                 raise
             lost = peer_lost(None, error)
             self.fail(lost)
@@ -168,13 +168,13 @@ class FailureWatch:
             return
         is_lost = isinstance(error, PeerLostError) or is_noise(error)
         if (is_lost or isinstance(error, ConsequenceError)) and getattr(error, "peer", None) is None:
-            self._first.wait(TOLD_SECONDS)
+            self._first.wait(CAUSE_SECONDS)
         met = peer_lost(None, error) if is_lost and not isinstance(error, PeerLostError) else error
-        cause = self._first.report(Cause.of(met, _name(self._mesh, self._mesh.rank)), TOLD_SECONDS)
+        cause = self._first.report(Cause.of(met, _name(self._mesh, self._mesh.rank)), CAUSE_SECONDS)
         if is_lost:
             error.args = (self._words(cause),)
         if not isinstance(error, KeyboardInterrupt):
-            self._adopt(0.0 if is_alike(error) else TOLD_SECONDS)
+            self._adopt(0.0 if is_alike(error) else CAUSE_SECONDS)
 
     def _disconnect_soon(self, error: BaseException) -> None:
         """End this rank's connections in the background.
@@ -183,7 +183,7 @@ class FailureWatch:
         """
         if self._mesh is not None and self._mesh.groups is not None:
             grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
-            background.run_later(grace, partial(end_connections, self._mesh, self._transport))
+            background.run_later(grace, partial(abort_connections, self._mesh, self._transport))
 
     # -- an error of another rank ----------------------------------------------------------------------------------
 
@@ -192,8 +192,8 @@ class FailureWatch:
         with _DECIDING:
             if self.failure is not None:
                 return  # the script has an error already, which fail() completes
-            self._adopt(TOLD_SECONDS)
-            self.hurry()
+            self._adopt(CAUSE_SECONDS)
+            self.set_deadline()
         error = PeerLostError(self._words(cause))
         grace = GRACE_SECONDS if cause.trace else 0.0  # all ranks may be about to raise the same error
         background.run_later(grace, lambda: self._give_up(error))
@@ -206,12 +206,12 @@ class FailureWatch:
     def _give_up(self, error: PeerLostError) -> None:
         with _DECIDING:
             if self.failure is None:
-                self.failure = self._unheard = error
-        end_connections(self._mesh, self._transport)
+                self.failure = self._unraised = error
+        abort_connections(self._mesh, self._transport)
 
     def _give_up_default_group(self) -> None:
-        if self._unheard is not None:
-            leave_default_group()
+        if self._unraised is not None:
+            abort_default_group()
 
     # -- the end of the process -----------------------------------------------------------------------------------
 
@@ -221,8 +221,8 @@ class FailureWatch:
             self.fail(error)
             if self._outlast is not None:  # handlers registered during exit are not called
                 self._outlast()
-        is_heard = self.failure is not None and self._unheard is None
-        if self._first is not None and self._first.cause is not None and not is_heard:
+        is_raised = self.failure is not None and self._unraised is None
+        if self._first is not None and self._first.cause is not None and not is_raised:
             sys.stdout.flush()
             os.write(_STDERR, f"asyncpp: {self._first.cause.line}\n".encode())
             os._exit(1)
@@ -277,7 +277,7 @@ def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) 
     first.stop()
 
 
-def _let_go(first: FirstCause, at_exit: AtExit) -> None:
+def _stop_watching(first: FirstCause, at_exit: AtExit) -> None:
     first.stop()
     at_exit.cancel()
 
@@ -291,13 +291,13 @@ def _name(mesh: Mesh, rank: int) -> str:
     return f"rank {rank} (stage {mesh.stage_of(rank)})"
 
 
-def end_connections(mesh: Mesh | None, transport: Transport | None) -> None:
+def abort_connections(mesh: Mesh | None, transport: Transport | None) -> None:
     """End a rank's connections to its neighbours and its process groups, so that no rank waits for it.
 
     The groups cannot be used afterwards. Torch's default group, which later runs need, is kept.
     """
     if transport is not None:
-        transport.leave_neighbours()
+        transport.abort()
     if mesh is None or mesh.groups is None:
         return
     for group in mesh.groups.on_host():
@@ -306,7 +306,7 @@ def end_connections(mesh: Mesh | None, transport: Transport | None) -> None:
         _abort(group)
 
 
-def leave_default_group() -> None:
+def abort_default_group() -> None:
     """End this rank's waits in torch's default group, which cannot be used afterwards."""
     if dist.is_initialized() and (group := dist.group.WORLD) is not None:
         config = dist.get_backend_config(group)

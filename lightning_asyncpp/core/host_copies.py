@@ -35,7 +35,7 @@ class HostCopy:
         if tensor.is_cpu:
             return
         self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream = _beside(tensor.device)
+        stream = _copy_stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             self.tensor.copy_(tensor.detach(), non_blocking=True)
@@ -174,6 +174,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 @lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all copies from a device: one each, since torch reuses its pool of 32 streams."""
     return torch.cuda.Stream(device, priority=-1)

@@ -106,11 +106,6 @@ class LocalPipeline(Engine):
         """Whether nothing is in flight and no update is outstanding."""
         return all(engine.idle for engine in self.engines)
 
-    @property
-    def drained(self) -> bool:
-        """Whether a drain would do nothing."""
-        return self.idle
-
     def schedules(self) -> list[Schedule]:
         """Return the schedules of all stages."""
         return [engine.schedule for engine in self.engines]
@@ -122,14 +117,14 @@ class LocalPipeline(Engine):
             return self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
 
     def drop(self) -> None:
-        """Discard the gradient of the batches since the last :meth:`close`."""
+        """Discard the gradient of the batches since the last :meth:`complete`."""
         for engine in self.engines:
             engine.drop()
 
-    def close(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
-        """Complete the mini-batch on all stages; see :meth:`Engine.close`."""
+    def complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
+        """Complete the mini-batch on all stages; see :meth:`Engine.complete`."""
         with preserved_generators(self.runner.device):
-            self._take_turns([engine.iter_close(hyper_parameters, note) for engine in self.engines])
+            self._take_turns([engine.iter_complete(hyper_parameters, note) for engine in self.engines])
 
     def apply_due(self) -> list[Update]:
         """Apply the updates that are due; return those of the first stage."""
@@ -205,7 +200,7 @@ class LocalPipeline(Engine):
             return engine.mesh.is_first or bool(mailbox.activations[number])
         if action.kind is Kind.BACKWARD:
             return engine.mesh.is_last or engine.has_no_backward(action.index) or bool(mailbox.gradients[number])
-        mini_batch = next((m for m in engine.updates.closed if m.index == action.index), None)
+        mini_batch = next((m for m in engine.updates.pending if m.index == action.index), None)
         if mini_batch is None:
             return True  # a drain has applied the update
         if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):

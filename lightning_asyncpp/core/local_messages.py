@@ -38,10 +38,10 @@ class Mailbox:
         self.parts: dict[tuple[int, int], Tensor] = {}
         self.totals: dict[int, Tensor] = {}
         self.arrived: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
-        self.awaited: defaultdict[tuple[int, int, int], deque[Letter]] = defaultdict(deque)
+        self.awaited: defaultdict[tuple[int, int, int], deque[LocalWork]] = defaultdict(deque)
 
 
-class Letter:
+class LocalWork:
     """Message from one stage to another, with the interface of ``torch.distributed``'s ``Work``.
 
     Args:
@@ -91,18 +91,18 @@ class LocalMesh(Mesh):
             self._mailbox.awaited[key].popleft().put(tensor)
         else:
             self._mailbox.arrived[key].append(tensor.clone())
-        sent = Letter(torch.empty_like(tensor))
+        sent = LocalWork(torch.empty_like(tensor))
         sent.put(tensor)
         return sent
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
         """Post a receive from a rank."""
-        key, letter = (rank, self.rank, tag), Letter(tensor)
+        key, work = (rank, self.rank, tag), LocalWork(tensor)
         if self._mailbox.arrived[key]:
-            letter.put(self._mailbox.arrived[key].popleft())
+            work.put(self._mailbox.arrived[key].popleft())
         else:
-            self._mailbox.awaited[key].append(letter)
-        return letter
+            self._mailbox.awaited[key].append(work)
+        return work
 
 
 class LocalTransport(Transport):

@@ -112,7 +112,7 @@ def _is_array_of(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) == samples
 
 
-NO_MARK = 0
+NO_FINGERPRINT = 0
 
 
 class Slot(NamedTuple):
@@ -120,12 +120,12 @@ class Slot(NamedTuple):
 
     Attributes:
         content: the microbatch; None for an empty slot, and on stages without batches.
-        mark: fingerprint that the first and the last stage compare; :data:`NO_MARK` if none was computed.
+        fingerprint: hash that the first and the last stage compare; :data:`NO_FINGERPRINT` if none was computed.
         weight: w_k, on stages that compute it.
     """
 
     content: Any = None
-    mark: int = NO_MARK
+    fingerprint: int = NO_FINGERPRINT
     weight: float = 1.0
 
 
@@ -136,10 +136,10 @@ def cut_batch(
     weigh: Callable[[Any], float] | None = None,
     on_host: Any = None,
 ) -> list[Slot]:
-    """Cut a batch into slots with their marks and weights.
+    """Cut a batch into slots with their fingerprints and weights.
 
-    If :func:`split_batch` cuts the batch, which is deterministic, all microbatches share one mark of the whole batch:
-    hashing each would cost more.
+    If :func:`split_batch` cuts the batch, which is deterministic, all microbatches share one fingerprint of the whole
+    batch: hashing each would cost more.
 
     Args:
         batch: the batch.
@@ -161,12 +161,12 @@ def cut_batch(
     is_whole = split is split_batch
     readable = split(on_host, parts) if is_whole and on_host is not batch else contents
     if any(tensor.is_cuda for tensor in _tensors(on_host if is_whole else contents)):
-        marks = [NO_MARK] * parts  # waiting for the GPU would cost more than the check is worth
+        fingerprints = [NO_FINGERPRINT] * parts  # waiting for the GPU would cost more than the check is worth
     else:
-        marks = [fingerprint(on_host, parts)] * parts if is_whole else list(map(fingerprint, contents))
+        fingerprints = [fingerprint(on_host, parts)] * parts if is_whole else list(map(fingerprint, contents))
     if weigh is None:
-        return list(map(Slot, contents, marks))
-    return list(map(Slot, contents, marks, _weights(readable, weigh)))
+        return list(map(Slot, contents, fingerprints))
+    return list(map(Slot, contents, fingerprints, _weights(readable, weigh)))
 
 
 def _weights(microbatches: Sequence[Any], weigh: Callable[[Any], Any]) -> list[float]:
@@ -208,7 +208,7 @@ def fingerprint(batch: Any, microbatches: int = 1) -> int:
         stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * microbatches)) or 1
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # not NO_MARK
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # not NO_FINGERPRINT
 
 
 @dataclass(frozen=True)
@@ -248,12 +248,12 @@ class BatchOutput:
         others = losses.masked_fill(missing, 0.0).sum() / (total - (weights * missing).sum()).to(losses.dtype)
         return torch.where(missing.any(), others, losses.sum() / total)  # torch.where, as an if would wait for the GPU
 
-    def beside_loss(self) -> dict[str, Any]:
+    def extras(self) -> dict[str, Any]:
         """Return the other entries that training steps returned with their losses, merged over the batch."""
         if not self.results or not isinstance(self.results[0], Mapping):
             return {}
-        beside = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
-        return merge_outputs(map_tensors(Tensor.detach, beside), self.weights) if any(beside) else {}
+        extras = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
+        return merge_outputs(map_tensors(Tensor.detach, extras), self.weights) if any(extras) else {}
 
 
 def loss_of(result: Any) -> Tensor:
@@ -267,12 +267,12 @@ def loss_of(result: Any) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
         if isinstance(result, Mapping):
             what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
-        mend = "" if result is not None else (
+        remedy = "" if result is not None else (
             "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): then only momentum and"
             " weight decay change weights"
         )  # fmt: skip
         raise ConfigurationError(
-            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{mend}"
+            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{remedy}"
         )
     return loss.reshape(()) if loss.ndim else loss
 

@@ -16,11 +16,11 @@ from lightning_asyncpp.auxiliary import COLLECTED, Collected
 from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.host_copies import HostBatch
-from lightning_asyncpp.core.microbatch import NO_MARK, ModelCall, Slot, Step, UserHooks, cut_batch, loss_of
+from lightning_asyncpp.core.microbatch import NO_FINGERPRINT, ModelCall, Slot, Step, UserHooks, cut_batch, loss_of
 from lightning_asyncpp.core.randomness import generator_states, seed_generators, set_generator_states
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import Beside, Trace, Wait, clock_of
+from lightning_asyncpp.core.trace import Activity, Trace, Wait, clock_of
 from lightning_asyncpp.core.tree import flatten, map_tensors, unflatten
 from lightning_asyncpp.core.wire.link import Header, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival, Transport, arrived_at, begin
@@ -47,7 +47,7 @@ class Flight:
         inputs: autograd nodes that receive the gradients of the received activations.
         outputs: tensors from which the backward starts; on the last stage the loss.
         result: result of the user's step, on the last stage.
-        beside: auxiliary losses of this stage's layers, from which the backward starts, too, and their statistics.
+        collected: auxiliary losses of this stage's layers, from which the backward starts, too, and their statistics.
     """
 
     k: int
@@ -56,7 +56,7 @@ class Flight:
     inputs: tuple[Any, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     result: Any = None
-    beside: Collected = field(default_factory=Collected)
+    collected: Collected = field(default_factory=Collected)
 
 
 class Task(NamedTuple):
@@ -67,7 +67,7 @@ class Task(NamedTuple):
         version: version of the weights.
         weights: name -> leaf tensor, or None for the parameters themselves.
         slot: the microbatch on the first and the last stage; None for an empty slot, and on other stages.
-        mark: fingerprint of the batch or the microbatch, on the first and the last stage, if computed.
+        fingerprint: hash of the batch or the microbatch, on the first and the last stage, if computed.
         step: the user's step, called with the microbatch and its weight, or None on the first stage.
         purpose: ``"train"`` or a name of the evaluation, from which random seeds are derived.
         weight: w_k, on the first stage.
@@ -77,7 +77,7 @@ class Task(NamedTuple):
     version: int
     weights: dict[str, Tensor] | None
     slot: Any
-    mark: int
+    fingerprint: int
     step: Step
     purpose: str = "train"
     weight: float = 1.0
@@ -156,10 +156,10 @@ class StageRunner(ABC):
         """Run the backward while the module holds its weights."""
         gradients = self._output_gradients(flight)
         outputs = flight.outputs
-        if flight.beside.losses:
+        if flight.collected.losses:
             # An auxiliary loss is a part of the microbatch's mean loss, and so has the same weight.
-            gradients += [torch.full_like(loss, flight.weight) for loss in flight.beside.losses]
-            outputs = (*outputs, *flight.beside.losses)
+            gradients += [torch.full_like(loss, flight.weight) for loss in flight.collected.losses]
+            outputs = (*outputs, *flight.collected.losses)
         if outputs:
             with self.span(Kind.BACKWARD, flight.k, flight.version):
                 torch.autograd.backward(outputs, gradients)
@@ -173,7 +173,7 @@ class StageRunner(ABC):
         """Send the gradients of received activations; zeros where the loss does not depend on them."""
         gradients = list(map(arrived_at, flight.inputs))
         size = sum(gradient.nbytes for gradient in gradients) if self.trace is not None else 0
-        with self.span(Beside.SEND, flight.k, num_bytes=size):
+        with self.span(Activity.SEND, flight.k, num_bytes=size):
             self._neighbours.send_gradients(flight.k, gradients)
 
     def announce_failure(self, k: int, error: Exception) -> None:
@@ -186,7 +186,7 @@ class StageRunner(ABC):
             self._neighbours.send_activation(news, ())
 
     def span(
-        self, kind: Kind | Wait | Beside, index: int, version: int = -1, num_bytes: int = 0
+        self, kind: Kind | Wait | Activity, index: int, version: int = -1, num_bytes: int = 0
     ) -> AbstractContextManager[None]:
         """Record a span if there is a trace."""
         return _NOTHING if self.trace is None else self.trace.span(kind, index, version, num_bytes)
@@ -220,9 +220,9 @@ class StageRunner(ABC):
         is_tensor = arrival.header.kind == Header.TENSOR
         return tuple(inputs), tensors[0] if is_tensor else unflatten(tensors, arrival.header.structure)
 
-    def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], beside: Collected) -> Any:
-        """Run the layers; collect their auxiliary losses and statistics in ``beside``."""
-        token = COLLECTED.set(beside)
+    def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], collected: Collected) -> Any:
+        """Run the layers; collect their auxiliary losses and statistics in ``collected``."""
+        token = COLLECTED.set(collected)
         try:
             forward = partial(self.stage.forward, args, kwargs, self.seed, self.mesh.replica, task.k)
             return self.stage.under(task.weights, forward)
@@ -237,7 +237,7 @@ class StageRunner(ABC):
         infos = tuple(map(TensorInfo.of, tensors))
         outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure)
         flight.outputs = tuple([tensor for tensor in tensors if tensor.requires_grad])
-        with self.span(Beside.SEND, task.k, num_bytes=0 if self.trace is None else outgoing.num_bytes):
+        with self.span(Activity.SEND, task.k, num_bytes=0 if self.trace is None else outgoing.num_bytes):
             self._neighbours.send_activation(outgoing, tensors)
         return flight
 
@@ -259,8 +259,8 @@ class FirstStage(StageRunner):
             with self._step_context():
                 args, kwargs = self.call.capture(partial(task.step, task.slot, None))
             with self.hooks.forward_context():
-                output = self._compute(task, args, kwargs, flight.beside)
-        return self._send(task, output, Header(task.k, weight=task.weight, fingerprint=task.mark), flight)
+                output = self._compute(task, args, kwargs, flight.collected)
+        return self._send(task, output, Header(task.k, weight=task.weight, fingerprint=task.fingerprint), flight)
 
     def send_input_gradients(self, flight: Flight) -> None:
         """Do nothing: the first stage receives no activations."""
@@ -281,7 +281,7 @@ class MiddleStage(StageRunner):
         with self.span(Kind.FORWARD, task.k, task.version), self.hooks.forward_context():
             inputs, argument = self._open(arrival)
             flight = Flight(task.k, task.version, arrival.header.weight, inputs)
-            output = self._compute(task, (argument,), {}, flight.beside)
+            output = self._compute(task, (argument,), {}, flight.collected)
         return self._send(task, output, arrival.header, flight)
 
 
@@ -298,7 +298,7 @@ class LastStage(StageRunner):
             return Flight(task.k, task.version)
         if task.slot is None:
             raise BatchMismatchError(_mismatch(task.k, "samples on the first stage, an empty slot on the last"))
-        if NO_MARK not in (header.fingerprint, task.mark) and header.fingerprint != task.mark:
+        if NO_FINGERPRINT not in (header.fingerprint, task.fingerprint) and header.fingerprint != task.fingerprint:
             raise BatchMismatchError(_mismatch(task.k, "their shapes or contents differ"))
         with self.span(Kind.FORWARD, task.k, task.version):
             inputs, received = self._open(arrival)
@@ -318,16 +318,16 @@ class LastStage(StageRunner):
                 args, kwargs = received, {}
             states = generator_states(self.device)  # the step's later draws must not depend on the layers
             with self._layers_context():
-                output = self._compute(task, args, kwargs, flight.beside)
+                output = self._compute(task, args, kwargs, flight.collected)
             set_generator_states(states, self.device)
             return output
 
         seed_generators(self.seed, self.device, task.purpose, self.mesh.replica, task.k)
         with self._step_context():
             result = self.call.redirect(partial(task.step, task.slot, flight.weight), compute)
-        return self._landed(task, flight, result)
+        return self._with_result(task, flight, result)
 
-    def _landed(self, task: Task, flight: Flight, result: Any) -> Flight:
+    def _with_result(self, task: Task, flight: Flight, result: Any) -> Flight:
         flight.result = result
         if task.purpose == "train":
             loss = loss_of(result)
@@ -371,13 +371,13 @@ class WholeStep(OnlyStage):
     def _run_step(self, task: Task, flight: Flight, received: tuple | None = None) -> Flight:
         """Run the step."""
         seed_generators(self.seed, self.device, task.purpose, self.mesh.replica, task.k)
-        token = COLLECTED.set(flight.beside)
+        token = COLLECTED.set(flight.collected)
         try:
             with self._step_context():
                 result = self.stage.under(task.weights, partial(task.step, task.slot, flight.weight))
         finally:
             COLLECTED.reset(token)
-        return self._landed(task, flight, result)
+        return self._with_result(task, flight, result)
 
 
 def stage_runner(

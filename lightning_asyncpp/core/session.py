@@ -79,7 +79,7 @@ class PipelineSession:
             self.resolved = resolved
             self.mesh = Mesh(resolved.num_stages, resolved.data_parallel_size, rank)
             self.mesh.connect(self.timeout, agree=partial(compare_ranks, self.mesh, self.started_with))
-        self.watch.begin(self.mesh)
+        self.watch.start(self.mesh)
         return self.mesh
 
     def cut(
@@ -116,13 +116,13 @@ class PipelineSession:
         """
         mesh, stage = self._connected(), self.stage
         assert stage is not None, "call cut() before start()"
-        self.watch.begin(mesh)
+        self.watch.start(mesh)
         stage.refresh()
         copy_first_replica(mesh, stage.state_dict)
         resolved = self._begin(training).resolved(mesh.world_size)
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
-        self.watch.started(self.engine.runner.transport, self.engine.ended_as_agreed)
+        self.watch.set_transport(self.engine.runner.transport, self.engine.ended_as_agreed)
         return self.engine
 
     def _begin(self, training: bool) -> PipelineSettings:
@@ -204,14 +204,14 @@ class PipelineSession:
         """Raise the failure that ended the run, if any, after which no collective can succeed."""
         self.watch.check()
 
-    def close(self, note: Any = None) -> list[Update]:
+    def complete(self, note: Any = None) -> list[Update]:
         """Complete the mini-batch with the present hyper-parameters, and apply the updates that are due.
 
         Args:
             note: value that the strategy receives with this mini-batch's update.
         """
         engine = self.running()
-        engine.close(self.stage_optimizer.hyper_parameters(), note)
+        engine.complete(self.stage_optimizer.hyper_parameters(), note)
         return engine.apply_due()
 
     def check_drain(self) -> None:
@@ -243,7 +243,7 @@ class PipelineSession:
             raise RuntimeError("gradients can be clipped only while an update is applied")
         clip_by_norm(self.running().weights.parameters.values(), self._update.message.norm, max_norm)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """End the run after all messages have arrived; a collective call unless the session failed.
 
         The engine is kept until the next :meth:`start`, so that weights and state can be gathered.
@@ -255,7 +255,7 @@ class PipelineSession:
                 self.engine.runner.transport.settle()
                 self.engine.runner.transport.announce_end_of_run()
                 finish_together(self.engine.mesh)
-                self.engine.close_connections()
+                self.engine.close()
         except (PeerLostError, ProtocolError) as error:
             self.watch.fail(error)
             raise
@@ -268,12 +268,12 @@ class PipelineSession:
             attached.release()
         self._attached = []
 
-    def leave(self) -> None:
-        """Finish the run, and stop watching for failures; a collective call unless the session failed."""
+    def teardown(self) -> None:
+        """End the run, and stop watching for failures; a collective call unless the session failed."""
         try:
-            self.finish()
+            self.close()
         finally:
-            self.watch.end()
+            self.watch.close()
 
     @property
     def _update(self) -> Update | None:

@@ -190,7 +190,7 @@ class AttachedOptimizer:
         self.stage_optimizer, self._engine, self._step = stage_optimizer, engine, step
         self.update: Update | None = None
         optimizer: Any = stage_optimizer.optimizer
-        self._told_delay: Callable[[float], None] | None = getattr(optimizer, "set_delay", None)
+        self._set_optimizer_delay: Callable[[float], None] | None = getattr(optimizer, "set_delay", None)
         self.set_delay()
         engine.weights.masters_hold_weights = not hasattr(optimizer, "compute_weights")
         optimized = set(stage_optimizer.parameters)
@@ -205,12 +205,12 @@ class AttachedOptimizer:
     def set_delay(self) -> None:
         """Pass the age of the next mini-batch's gradients to an optimizer with ``set_delay``."""
         engine, rule = self._engine, self._engine.schedule.stage_rule
-        if self._told_delay is not None:
-            self._told_delay(rule.staleness_of(engine.mini_batch, engine.settings.microbatches))
+        if self._set_optimizer_delay is not None:
+            self._set_optimizer_delay(rule.staleness_of(engine.mini_batch, engine.settings.microbatches))
 
     def _apply(self, update: Update) -> None:
-        if self._told_delay is not None:
-            self._told_delay(update.staleness)
+        if self._set_optimizer_delay is not None:
+            self._set_optimizer_delay(update.staleness)
         masters = self._engine.weights.compute_weights()
         self.update = update
         try:

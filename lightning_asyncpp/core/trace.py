@@ -29,7 +29,7 @@ class Wait(str, Enum):
     DATA = "data"  # the loader's next batch
 
 
-class Beside(str, Enum):
+class Activity(str, Enum):
     """Activity of a stage other than its work and waits; values are the names in files."""
 
     SEND = "send"  # handing a message to the transport; the cost for the stage, not the transfer
@@ -40,8 +40,8 @@ class Beside(str, Enum):
     CHECKPOINT = "checkpoint"
 
 
-SpanKind = Kind | Wait | Beside
-BACKGROUND = frozenset({Beside.REDUCE, Beside.PENDING})
+SpanKind = Kind | Wait | Activity
+BACKGROUND = frozenset({Activity.REDUCE, Activity.PENDING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +326,8 @@ def seconds_by_kind(spans: Iterable[Span], start: float, end: float) -> dict[Spa
             advance(min(under_way[-1][1], span.start))
             under_way.pop()
         advance(span.start)
-        draining = isinstance(span.kind, Wait) and any(kind is Beside.DRAIN for kind, _ in under_way)
-        under_way.append((Beside.DRAIN if draining else span.kind, span.end))
+        draining = isinstance(span.kind, Wait) and any(kind is Activity.DRAIN for kind, _ in under_way)
+        under_way.append((Activity.DRAIN if draining else span.kind, span.end))
     while under_way:
         advance(under_way[-1][1])
         under_way.pop()

@@ -95,11 +95,11 @@ def encode(tokenizer: Any, row: Row) -> Example:
     template = tokenizer.chat_template
     if template is None and not row.is_pair:
         raise DataError(f"{row.where} has messages, and the tokenizer has no chat template; give prompt and response")
-    if isinstance(template, str) and any(mark in template for mark in _MARKED):
-        told = _rendered(
+    if isinstance(template, str) and any(tag in template for tag in _MARKED):
+        rendered = _rendered(
             tokenizer, row, row.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        return Example(list(told["input_ids"]), [bool(value) for value in told["assistant_masks"]])
+        return Example(list(rendered["input_ids"]), [bool(value) for value in rendered["assistant_masks"]])
     text, spans = _pair(tokenizer, row) if template is None else _conversation(tokenizer, row)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     is_target = [

@@ -123,7 +123,7 @@ class PipelineStrategy(PipelineCheckpoints):
             raise ConfigurationError(ONE_MODEL_ONE_OPTIMIZER)
         self.session.whole_model.pruned.show(False)
         with self.session.watch.collective():
-            self.session.finish()
+            self.session.close()
             self.session.start(self._hooks, self.root_device, training=True)
             rank_zero_info(f"Pipeline: {self.session.describe()}")
             self.session.attach(optimizer, self._step_optimizer)
@@ -197,7 +197,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
-        """Close this mini-batch with the current hyper-parameters, and apply the update that is due.
+        """Complete this mini-batch with the current hyper-parameters, and apply the update that is due.
 
         Raises:
             ConfigurationError: no optimizer was set up.
@@ -206,7 +206,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self._trained_engine("optimizer.step()")
         with self._driving():
             note, self._note = self._note, MiniBatchNote()
-            self._applied(self.session.close(note=note))
+            self._applied(self.session.complete(note=note))
         if self._recorder is not None:
             self._recorder.end_batch()
 
@@ -240,12 +240,12 @@ class PipelineStrategy(PipelineCheckpoints):
     def _clip(self, algorithm: str, limit: float) -> None:
         self._note.clip(Clipping(algorithm, limit))
 
-    def flush(self) -> None:
+    def drain(self) -> None:
         """Finish all microbatches in flight and apply every update; a collective call.
 
         This changes the run time, never the trajectory. Batches after the last ``optimizer.step()`` are not trained on.
         """
-        self._settle()
+        self._drain()
         if self._recorder is not None:
             self._recorder.write()
 
@@ -269,14 +269,11 @@ class PipelineStrategy(PipelineCheckpoints):
         self.session.check_drain()
 
     def _drain(self) -> None:
-        self._applied(self.session.drain())
-
-    def _settle(self) -> None:
         """Drain between two mini-batches."""
         self._check_drain()
         self.session.running()
         with self._driving():
-            self._drain()
+            self._applied(self.session.drain())
 
     def _trained_engine(self, caller: str) -> Engine:
         if self.session.optimizer is None:
@@ -319,7 +316,7 @@ class PipelineStrategy(PipelineCheckpoints):
         engine = self.session.running()
         with self._driving():
             if not engine.drained:
-                self._drain()
+                self._applied(self.session.drain())
             recorded = nullcontext() if self._recorder is None else self._recorder.evaluating()
             with torch.no_grad(), recorded:
                 output = engine.evaluate(batch, self._user_step(step_fn))
@@ -378,7 +375,7 @@ class PipelineStrategy(PipelineCheckpoints):
         try:
             self.checkpoints.close()
         finally:
-            self.session.leave()
+            self.session.teardown()
         super().teardown()
 
 

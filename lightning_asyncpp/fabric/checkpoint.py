@@ -38,23 +38,13 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Return a context in which the engine may run."""
 
     @abstractmethod
-    def _check_drain(self) -> None:
-        """Refuse a call that drains in a step, and while an update is applied."""
-
-    @abstractmethod
     def _drain(self) -> None:
-        """Finish all microbatches in flight and apply every update."""
-
-    @abstractmethod
-    def _settle(self) -> None:
         """Drain between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
         """Drain, and return the whole model's ``state_dict`` on rank 0, this stage's part on others; collective."""
-        self._check_drain()
-        self.session.running()
+        self._drain()
         with self._driving():
-            self._drain()
             return gathered(self.session, self._stage_state())
 
     def _stage_state(self) -> dict[str, Any]:
@@ -74,7 +64,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """
         parts: dict[str, Any] = {}
         if self.session.stage is not None:
-            self._settle()
+            self._drain()
             with self._driving():
                 parts = self._parts_of(state)
         content = _converted({**state, **parts}, filter or {})
@@ -111,7 +101,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
         """
         if self.session.stage is not None:
-            self._settle()
+            self._drain()
         self.checkpoints.settle()
         if isinstance(state, Optimizer):
             self.session.stage_optimizer.load_state_dict(super().load_checkpoint(path, None, strict, weights_only))

@@ -34,7 +34,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
             loss = strategy.training_step(lambda microbatch: loss_of(model, microbatch), batch)
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
             optimizer.step()
-        strategy.flush()
+        strategy.drain()
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021).
     """

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_asyncpp.models.architectures import ARCHITECTURES, Architecture, name_there
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import TRAINING_ONLY, SavedGPT, WeightsError, expected_shapes, values_of
-from lightning_asyncpp.storage import written_beside
+from lightning_asyncpp.storage import atomic_write
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -204,7 +204,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already; name another folder, or remove it")
-    with written_beside(folder) as temporary:
+    with atomic_write(folder) as temporary:
         temporary.mkdir()
         yield temporary
         for file in temporary.iterdir():

@@ -19,23 +19,23 @@ from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
 from lightning_asyncpp.core.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.core.trace import Beside, Moment, Reader, Span, SpanKind, Trace, Wait
+from lightning_asyncpp.core.trace import Activity, Moment, Reader, Span, SpanKind, Trace, Wait
 from lightning_asyncpp.errors import ConfigurationError
 
 PATTERN = "rank-*.json"
-PER_MICROBATCH = frozenset({Kind.FORWARD, Kind.BACKWARD, Wait.ACTIVATION, Wait.GRADIENT, Beside.SEND})
+PER_MICROBATCH = frozenset({Kind.FORWARD, Kind.BACKWARD, Wait.ACTIVATION, Wait.GRADIENT, Activity.SEND})
 NAMES: dict[SpanKind, str] = {
     Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update", Wait.ACTIVATION: "wait for activation",
     Wait.GRADIENT: "wait for gradient", Wait.AGREEMENT: "wait for agreement", Wait.DATA: "wait for data",
-    Beside.SEND: "send", Beside.REDUCE: "reduce", Beside.PENDING: "update pending", Beside.DRAIN: "drain",
-    Beside.EVALUATE: "validation", Beside.CHECKPOINT: "checkpoint",
+    Activity.SEND: "send", Activity.REDUCE: "reduce", Activity.PENDING: "update pending", Activity.DRAIN: "drain",
+    Activity.EVALUATE: "validation", Activity.CHECKPOINT: "checkpoint",
 }  # fmt: skip
 THREADS = ("work", "waits", "messages", "updates under way", "drains and pauses")
 
 
 def thread_of(kind: SpanKind) -> int:
     """Return the number of the row, from 1, in which spans of a kind are shown."""
-    rows = {Wait.DATA: 5, Beside.SEND: 3, Beside.REDUCE: 4, Beside.PENDING: 4}
+    rows = {Wait.DATA: 5, Activity.SEND: 3, Activity.REDUCE: 4, Activity.PENDING: 4}
     return rows.get(kind, 1 if isinstance(kind, Kind) else 2 if isinstance(kind, Wait) else 5)
 
 
@@ -199,7 +199,7 @@ class Recorder:
     def note_checkpoint(self) -> None:
         """Count the pause until the next batch as the saving of a checkpoint."""
         if self._pause is not None:
-            self._pause = Beside.CHECKPOINT, self._pause[1]
+            self._pause = Activity.CHECKPOINT, self._pause[1]
 
     def begin_pause(self, kind: SpanKind) -> None:
         """Begin a pause, an evaluation or a wait for data, which lasts until the next pause or batch."""
@@ -217,7 +217,7 @@ class Recorder:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Record a ``with`` block as an evaluation."""
-        self.begin_pause(Beside.EVALUATE)
+        self.begin_pause(Activity.EVALUATE)
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.checkpoint import PIPELINE
 from lightning_asyncpp.core.tree import tensors_of
-from lightning_asyncpp.storage import StorageError, is_sharded, load, read_index, save_file, written_beside
+from lightning_asyncpp.storage import StorageError, atomic_write, is_sharded, load, read_index, save_file
 from lightning_asyncpp.tools.parsers import checkpoint_parser
 
 _OF_PIPELINE = (
@@ -65,7 +65,7 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
     if output.suffix != ".safetensors":
         save_file(dict(weights), output)
         return
-    with written_beside(output) as partial:
+    with atomic_write(output) as partial:
         # The format does not allow tensors that share memory.
         own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
         save_safetensors(own, partial)

@@ -106,10 +106,10 @@ def build(trained: TrainedHF, merge: bool = True) -> nn.Module:
         with torch.device("meta"):
             kind = type(getattr(transformers, trained.task).from_config(config))
         plain = _without_adapters(trained.weights) if trained.lora is not None else dict(trained.weights)
-        model, told = kind.from_pretrained(
+        model, info = kind.from_pretrained(
             None, config=config, state_dict=plain, dtype=_dtype_of(plain), output_loading_info=True
         )
-        problems = sorted(map(str, [*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]]))
+        problems = sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]))
         if trained.lora is not None and not problems:
             model = _adapted(model, trained, merge)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import Beside, Span, SpanKind, Wait
+from lightning_asyncpp.core.trace import Activity, Span, SpanKind, Wait
 from lightning_asyncpp.strategy_parts.recording import PATTERN, PER_MICROBATCH, Meta
 
-_KINDS: dict[str, SpanKind] = {kind.value: kind for kinds in (Kind, Wait, Beside) for kind in kinds}
+_KINDS: dict[str, SpanKind] = {kind.value: kind for kinds in (Kind, Wait, Activity) for kind in kinds}
 
 
 class TraceError(ValueError):

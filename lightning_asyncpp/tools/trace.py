@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import BACKGROUND, Beside, Span, SpanKind, Wait
+from lightning_asyncpp.core.trace import BACKGROUND, Activity, Span, SpanKind, Wait
 from lightning_asyncpp.strategy_parts.recording import NAMES, PER_MICROBATCH, about, event
 from lightning_asyncpp.tools.parsers import trace_parser
 from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun, read_run
@@ -17,9 +17,9 @@ from lightning_asyncpp.tools.trace_summary import Summary, headline, summarise, 
 
 # Later kinds are drawn on top.
 _COLORS: dict[SpanKind, str] = {
-    Beside.DRAIN: "#98a3b0", Wait.DATA: "#cfe0c0", Beside.EVALUATE: "#bcc7d3", Beside.CHECKPOINT: "#cbb48d",
+    Activity.DRAIN: "#98a3b0", Wait.DATA: "#cfe0c0", Activity.EVALUATE: "#bcc7d3", Activity.CHECKPOINT: "#cbb48d",
     Wait.ACTIVATION: "#c3d9f3", Wait.GRADIENT: "#fae0b5", Wait.AGREEMENT: "#edc2d3", Kind.FORWARD: "#4c8fdb",
-    Kind.BACKWARD: "#f0a136", Kind.UPDATE: "#b02a5b", Beside.SEND: "#159b86",
+    Kind.BACKWARD: "#f0a136", Kind.UPDATE: "#b02a5b", Activity.SEND: "#159b86",
 }  # fmt: skip
 _LANE, _BAR = 30, 22  # heights in pixels
 _MICROSECONDS = 1e6
@@ -59,7 +59,7 @@ def _bar(run: RecordedRun, rank: RankTrace, span: Span, lane: int) -> str:
     facts += [f"{mini_batch - span.version} updates old"] if span.version >= 0 and span.kind is not Kind.UPDATE else []
     facts += [f"{span.num_bytes} bytes"] if span.num_bytes else []
     microbatch = f' data-k="{rank.meta.replica}-{span.index}"' if span.kind in PER_MICROBATCH else ""
-    high = _BAR if span.kind is not Beside.SEND else _BAR // 3
+    high = _BAR if span.kind is not Activity.SEND else _BAR // 3
     return (
         f'<rect x="{start * _MICROSECONDS:.1f}" y="{_LANE * lane + (_LANE - _BAR) // 2}" height="{high}"'
         f' width="{(end - start) * _MICROSECONDS:.1f}" fill="{_COLORS[span.kind]}"{microbatch}>'

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.simulation import Pace, pace_of
-from lightning_asyncpp.core.trace import WORK, Beside, seconds_by_kind
+from lightning_asyncpp.core.trace import WORK, Activity, seconds_by_kind
 from lightning_asyncpp.strategy_parts.recording import NAMES
 from lightning_asyncpp.tools.parsers import columns
 from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun
@@ -130,7 +130,7 @@ def _row(run: RecordedRun, rank: RankTrace, ideal: float | None) -> Row:
         seconds[NAMES[kind] if isinstance(kind, Kind) else str(getattr(kind, "value", kind))] += value
     begun = rank.meta.schedule.pipeline_rule.synchronous_start
     ages = [t - span.version for span in rank.of(Kind.FORWARD) if (t := rank.mini_batch(span)) > begun]
-    sent = sum(span.num_bytes for span in rank.of(Beside.SEND))
+    sent = sum(span.num_bytes for span in rank.of(Activity.SEND))
     return Row(
         rank.meta.name, {cause: value / run.seconds for cause, value in seconds.items()}, ideal,
         1e3 * (_median(rank, Kind.FORWARD) or 0.0), 1e3 * (_median(rank, Kind.BACKWARD) or 0.0), sent,

@@ -201,7 +201,7 @@ class PipelineStrategy(EvaluationSteps):
         if mesh.is_last:
             self.step_log.log_batch(output.weight)
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
-            returned = {**output.beside_loss(), "loss": or_nan(loss, self.root_device)}
+            returned = {**output.extras(), "loss": or_nan(loss, self.root_device)}
         # Up to the end of the closure, hooks draw random numbers of this stage's own, as the hooks of the update do.
         seed = engine.runner.seed
         self._draws = drawing_from(seed, self.root_device, "closure", mesh.stage, engine.next_forward)
@@ -232,7 +232,7 @@ class PipelineStrategy(EvaluationSteps):
         if not engine.accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)
         assert self._batch_ends is not None
-        engine.close(self._hyper_parameters(), private.state_at_update(self._module))
+        engine.complete(self._hyper_parameters(), private.state_at_update(self._module))
         updates = engine.apply_due()
         if self._batch_ends.waiting:
             self._batch_ends.call_late()
@@ -291,7 +291,7 @@ class PipelineStrategy(EvaluationSteps):
         # After a preemption all ranks end together.
         if self._pipeline_callback is None or not self._pipeline_callback.preemption.ended:
             self.session.watch.fail(exception)
-            self.session.watch.hurry()
+            self.session.watch.set_deadline()
 
     @override
     def teardown(self) -> None:
@@ -305,13 +305,13 @@ class PipelineStrategy(EvaluationSteps):
             try:
                 self.checkpoints.close()
             finally:
-                self.session.leave()
+                self.session.teardown()
             with without_meta_tensors(self.lightning_module):
                 super().teardown()  # moves the module to the host
             if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
         finally:
-            self.session.watch.release()
+            self.session.watch.cancel_deadline()
 
 
 class _NoLoss:

@@ -102,11 +102,11 @@ def load_model(
         if not pretrained:
             model: nn.Module = auto.from_config(config, **how)
             return model
-        model, told = auto.from_pretrained(model_id, config=config, **reads, **how)
+        model, info = auto.from_pretrained(model_id, config=config, **reads, **how)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ConfigurationError(f"model_id={model_id!r}: {_first_line(error)}") from error
-    mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in told["mismatched_keys"]]
-    missing = sorted({*told["missing_keys"], *mismatched})
+    mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]]
+    missing = sorted({*info["missing_keys"], *mismatched})
     if task == CLASSIFICATION:  # the head may be new: the weights may be a language model's or have other labels
         missing = [name for name in missing if name in mismatched and not _HEAD.match(name)]
     if missing:

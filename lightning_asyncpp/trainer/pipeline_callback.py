@@ -161,10 +161,10 @@ class PipelineCallback(Callback):
     def _stop_evaluation_if_agreed(self, after_batch: bool) -> None:
         """End the evaluation if all ranks do, after one of its batches or at the end of a loader."""
         engine = self.session.running()
-        requested = engine.updates.requested.interrupted
+        interrupted = engine.updates.requested.interrupted
         if not after_batch:
             engine.end_evaluation()  # before this rank waits for all others
-        if self._rounds.after_batch(requested) if after_batch else self._rounds.finish(requested):
+        if self._rounds.after_batch(interrupted) if after_batch else self._rounds.finish(interrupted):
             self._is_preempted = True
             raise SIGTERMException
 

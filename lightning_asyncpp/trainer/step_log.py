@@ -264,10 +264,10 @@ class StepLog:
             return
         known = self._trainer.callback_metrics  # replicas compute them together
         own = {} if self._mesh.rank else {name: value.detach().cpu() for name, value in known.items()}
-        told = broadcast(self._mesh, own, source=0)
+        received = broadcast(self._mesh, own, source=0)
         if self._mesh.rank:
             known.clear()
-            known.update(told)
+            known.update(received)
             private.set_step_values(self._trainer, known)
 
     def share_epoch(self, hook: str = "") -> None:

@@ -144,7 +144,7 @@ def _run_fabric(run: Run, system: str) -> RankRun:
         loss = strategy.training_step(lambda piece: run.loss(model(piece[0]), piece[1]), batch)
         optimizer.step()
         clock.mark()
-    strategy.flush()
+    strategy.drain()
     return RankRun(system, meter.stage, meter.spans, clock, None if loss is None else float(loss))
 
 

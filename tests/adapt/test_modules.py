@@ -163,7 +163,7 @@ def loop() -> dict[str, Any]:
         strategy.training_step(lambda part: model(*part)[1], batch)
         optimizer.step()
         optimizer.zero_grad()
-    strategy.flush()
+    strategy.drain()
     return arrays(dict(model.module.named_parameters()))
 
 

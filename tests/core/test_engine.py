@@ -249,7 +249,7 @@ def test_all_uses_count() -> None:
 def trained(case: Case, batches: int = 2, stages: int | None = None) -> Training:
     training = Training(case, Mesh(1, 1, 0), stages)
     for i in range(batches):
-        training.close([training.engine.run(case.batch(i), case.step(training.model))])
+        training.complete([training.engine.run(case.batch(i), case.step(training.model))])
     training.drain()
     return training
 
@@ -301,7 +301,7 @@ def test_a_long_run_costs_per_mini_batch_what_a_short_one_does() -> None:
         batch, step = case.batch(i), case.step(training.model)
         sys.setprofile(note)
         try:
-            training.session.close(note=[training.engine.run(batch, step), training.engine.mini_batch][1])
+            training.session.complete(note=[training.engine.run(batch, step), training.engine.mini_batch][1])
         finally:
             sys.setprofile(None)
     assert min(counts[50:]) <= 1.02 * min(counts[5:15])

@@ -182,7 +182,7 @@ def test_shapes_and_the_order_of_tensors_count() -> None:
 def test_slots_that_a_user_cuts_have_marks_of_their_own() -> None:
     """Only what they hold tells whether it was cut alike on two stages."""
     slots = cut_batch(torch.arange(4.0), 2, lambda batch, parts: list(batch.flip(0).tensor_split(parts)))
-    assert [slot.mark for slot in slots] == [fingerprint(torch.tensor(x)) for x in ([3.0, 2.0], [1.0, 0.0])]
+    assert [slot.fingerprint for slot in slots] == [fingerprint(torch.tensor(x)) for x in ([3.0, 2.0], [1.0, 0.0])]
 
 
 def test_a_batch_is_looked_at_as_closely_as_its_microbatches() -> None:
@@ -264,7 +264,7 @@ def test_weights_and_marks_are_read_from_the_host() -> None:
 
     slots = cut_batch(batch, 3, split_batch, weigh, on_host)
     assert [slot.weight for slot in slots] == [3.0, 12.0, 13.0]
-    assert {slot.mark for slot in slots} == {fingerprint(batch, 3)}
+    assert {slot.fingerprint for slot in slots} == {fingerprint(batch, 3)}
     assert {tensor.untyped_storage().data_ptr() for tensor in read} == {on_host.untyped_storage().data_ptr()}
     assert slots[0].content.data_ptr() == batch.data_ptr()
 

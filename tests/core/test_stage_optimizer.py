@@ -240,7 +240,7 @@ def engine_of_one_stage() -> Engine:
 def train_a_batch(engine: Engine, attached: AttachedOptimizer) -> None:
     model = engine.stage.model
     engine.run(torch.ones(2, 2), lambda batch, weight: model(batch).mean())
-    engine.close(attached.stage_optimizer.hyper_parameters())
+    engine.complete(attached.stage_optimizer.hyper_parameters())
     engine.apply_due()
 
 

@@ -11,7 +11,7 @@ from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import (
     ANCHOR_SECONDS,
     REST,
-    Beside,
+    Activity,
     DeviceClock,
     Span,
     SpanKind,
@@ -114,7 +114,7 @@ def test_a_broken_device_hides_no_error(device: FakeDevice) -> None:
 
 # -- sums -------------------------------------------------------------------------------------------------------------
 
-kinds = st.sampled_from([*Kind, *Wait, *Beside])
+kinds = st.sampled_from([*Kind, *Wait, *Activity])
 times = st.floats(0, 10, allow_nan=False)
 
 
@@ -128,10 +128,11 @@ def test_seconds_always_add_up(spans: list[tuple[SpanKind, float, float]]) -> No
 
 def test_the_innermost_span_counts_and_waits_in_a_drain_are_the_drain() -> None:
     spans = [
-        Span(Kind.FORWARD, 0, 1, 5), Span(Beside.SEND, 0, 3, 4), Span(Beside.REDUCE, 0, 0, 9), Span(Wait.DATA, 0, 5, 6),
-        Span(Beside.DRAIN, 0, 6, 10), Span(Wait.GRADIENT, 0, 6, 8), Span(Kind.BACKWARD, 0, 8, 9),
+        Span(Kind.FORWARD, 0, 1, 5), Span(Activity.SEND, 0, 3, 4), Span(Activity.REDUCE, 0, 0, 9),
+        Span(Wait.DATA, 0, 5, 6), Span(Activity.DRAIN, 0, 6, 10), Span(Wait.GRADIENT, 0, 6, 8),
+        Span(Kind.BACKWARD, 0, 8, 9),
     ]  # fmt: skip
     assert seconds_by_kind(spans, 0, 12) == {
-        REST: 3, Kind.FORWARD: 3, Beside.SEND: 1, Wait.DATA: 1, Beside.DRAIN: 3, Kind.BACKWARD: 1,
+        REST: 3, Kind.FORWARD: 3, Activity.SEND: 1, Wait.DATA: 1, Activity.DRAIN: 3, Kind.BACKWARD: 1,
     }  # fmt: skip
     assert utilisation(spans, 4, 9) == pytest.approx(2 / 5)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import Beside, Wait
+from lightning_asyncpp.core.trace import Activity, Wait
 from lightning_asyncpp.storage import merged
 from lightning_asyncpp.tools.recorded_run import read_run
 from lightning_asyncpp.tools.trace_summary import summarise
@@ -210,7 +210,7 @@ def averaged(path: str, resumes: bool) -> dict[str, Any]:
         run.fabric.load(path, state)
     for start in (2,) if resumes else (0, 2):
         run.train(start, start + 2)
-        run.strategy.flush()
+        run.strategy.drain()
         average.update_parameters(run.model)
         if not start:
             run.fabric.save(path, state)
@@ -269,7 +269,7 @@ def recorded(folder: str) -> None:
     run = Run(Case(microbatches=4, batch_sizes=(8,) * 6))
     with run.strategy.record_trace(folder):
         run.train(evaluate_after=(2,))
-        run.strategy.flush()
+        run.strategy.drain()
     assert run.strategy.session.running().runner.trace is None
 
 
@@ -279,8 +279,8 @@ def test_a_loop_is_recorded(pools: Pools, tmp_path: Path) -> None:
     assert not off_schedule(run)
     assert summarise(run).total.staleness == 1
     for rank in run.ranks:
-        kinds = {kind: [s.index for s in rank.spans if s.kind is kind] for kind in (*Kind, *Wait, *Beside)}
+        kinds = {kind: [s.index for s in rank.spans if s.kind is kind] for kind in (*Kind, *Wait, *Activity)}
         assert kinds[Kind.UPDATE] == list(range(6))
         assert sorted(kinds[Kind.FORWARD]) == sorted(kinds[Kind.BACKWARD])
         assert kinds[Wait.DATA] == [1, 2, 3, 3, 4, 5]
-        assert kinds[Beside.EVALUATE] == [3]
+        assert kinds[Activity.EVALUATE] == [3]

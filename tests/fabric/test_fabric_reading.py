@@ -57,7 +57,7 @@ def read_and_train(folder: Path, at: str = "") -> dict[str, Any]:
         state["epoch"] = epoch + 1
         if not at:
             fabric.save(folder / f"epoch-{epoch + 1}", state)
-    strategy.flush()
+    strategy.drain()
     weights = {name: p.detach() for name, p in model.named_parameters()}
     return {"numbers": numbers, "losses": losses, "weights": arrays(weights)}
 

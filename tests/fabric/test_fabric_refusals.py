@@ -48,7 +48,7 @@ def during_an_update(case: Case, path: Path) -> tuple[dict[str, Any], set[str]]:
     run, told = Run(case), set()
     tries = (
         lambda: run.fabric.save(path, run.state), lambda: run.fabric.load(path, run.state),
-        run.strategy.flush, run.strategy.full_state_dict, run.evaluate,
+        run.strategy.drain, run.strategy.full_state_dict, run.evaluate,
     )  # fmt: skip
 
     def meet(*_: Any) -> None:

@@ -49,7 +49,7 @@ def fail(where: str) -> None:
     call = run.strategy.evaluation_step if where == "evaluation" else run.strategy.training_step
     call(step, run.case.batch(10))
     run.train(start=11)
-    run.strategy.flush()
+    run.strategy.drain()
 
 
 @pytest.mark.parametrize("where", ["step", "evaluation"])

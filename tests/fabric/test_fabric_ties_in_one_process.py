@@ -34,29 +34,29 @@ def test_weights_loaded_in_the_middle_are_the_copys_too(tmp_path: Path, holds: t
     torch.save({name: saved[name] for name in holds}, path)
     run.train(2, 5)
     run.fabric.load(path, {name: run.state[name] for name in holds})
-    run.strategy.flush()
+    run.strategy.drain()
     check_copies(run)
     run.train(5, 7)
-    run.strategy.flush()
+    run.strategy.drain()
     check_copies(run)
 
 
 def test_options_of_steps_before_a_load_are_forgotten(tmp_path: Path) -> None:
     run = Run(Case(4, tied=True, optimizer="counting", batch_sizes=(4,) * 9), stages=2)
     run.train(0, 2)
-    run.strategy.flush()
+    run.strategy.drain()
     run.fabric.save(tmp_path / "saved", run.state)
     run.train(2, 7)
     run.fabric.load(tmp_path / "saved", run.state)
     run.train(7, 9)
-    run.strategy.flush()
+    run.strategy.drain()
     assert run.optimizer.param_groups[0]["count"] == 4
 
 
 def test_evaluation_runs_on_the_trained_weights_of_the_copy() -> None:
     run = Run(Case(4, tied=True, bf16=True, optimizer="muon", error_feedback=1.0, batch_sizes=(8,) * 6), stages=2)
     run.train()
-    run.strategy.flush()
+    run.strategy.drain()
     newest = run.strategy.session.running().weights.shown()[FIRST]
     seen: list[Tensor] = []
     for layer in (run.model.module[0], run.model.module[8]):

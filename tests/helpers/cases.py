@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp.auxiliary import StatisticsLayer, add_auxiliary_loss, add_statistics
-from lightning_asyncpp.core.cut.units import pipeline_units, spread
+from lightning_asyncpp.core.cut.partition import uniform
+from lightning_asyncpp.core.cut.units import has_parameters, pipeline_units
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.tree import children_of
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
@@ -179,7 +180,7 @@ class Case:
         units = pipeline_units(self.make_model())
         heavy = [i for i, unit in enumerate(units) if any(True for _ in unit.module.parameters())]
         if self.cut == "even":
-            return spread(units, num_stages)
+            return uniform(list(map(has_parameters, units)), num_stages)
         if self.cut == "front":
             starts = [0, *heavy[len(heavy) - num_stages + 1 :]]
         else:  # layers without parameters begin stages

@@ -81,10 +81,10 @@ def train_local(
     step = step_of(model)
     for batch in batches:
         engine.run(batch, step)
-        session.close(note=engine.mini_batch)
+        session.complete(note=engine.mini_batch)
     session.drain()
     trained = {name: p.detach().clone() for name, p in stage.parameters.items() if p.requires_grad}
-    session.finish()
+    session.close()
     return trained
 
 
@@ -119,7 +119,7 @@ def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[st
             outputs.append(training.engine.run(case.batch(i, mesh.replica), case.step(training.model)))
             if i in case.drains and i != last:
                 training.drain()
-        training.close(outputs)
+        training.complete(outputs)
         if last in case.drains:
             training.drain()
         if last in case.evaluates:
@@ -166,14 +166,14 @@ class Training:
         self.scheduler = case.make_scheduler(self.optimizer)
         session.attach(self.optimizer, self._step)
 
-    def close(self, outputs: list[BatchOutput]) -> None:
+    def complete(self, outputs: list[BatchOutput]) -> None:
         """End the mini-batch."""
         if self.mesh.is_last:
             known = [(loss, _weight_of_numbers(o)) for o in outputs if (loss := o.mean_loss()) is not None]
             counted = [(float(loss), weight) for loss, weight in known if weight]  # the others are NaN
             total = sum(weight for _, weight in counted)
             self.losses.append(sum(loss * weight for loss, weight in counted) / max(total, 1e-9))
-        self._take(self.session.close(note=self.engine.mini_batch))
+        self._take(self.session.complete(note=self.engine.mini_batch))
         check_what_is_kept(self.engine, outputs)
         if self.scheduler is not None:
             self.scheduler.step()
@@ -195,7 +195,7 @@ class Training:
             "optimizer": state.gathered(self.session, self.session.stage_optimizer.state_dict()),
         }  # fmt: skip
         saved = self._from_first_rank(saved)
-        self.session.finish()
+        self.session.close()
         other = Training(self.case, self.mesh, self.local_stages)
         other.model.load_state_dict({name: saved["weights"][name] for name in other.model.state_dict()})
         state.load_pipeline_state(other.session, saved["pipeline"])
@@ -250,8 +250,8 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
     """Nothing that is done with may hold on to memory until the next drain, or the end of the batch."""
     results = [tensor for output in outputs for tensor in tensors_of(output.results)]
     assert not any(tensor.requires_grad for tensor in results)
-    assert all(len(part.updates._leaving) <= 3 for part in engine.parts)  # shared gradients on their way
-    stepped = [mini_batch for part in engine.parts for mini_batch in part.updates.closed if mini_batch.stepped]
+    assert all(len(part.updates._sending) <= 3 for part in engine.parts)  # shared gradients on their way
+    stepped = [mini_batch for part in engine.parts for mini_batch in part.updates.pending if mini_batch.stepped]
     assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
     assert not any(mini_batch.reduction._sent for mini_batch in stepped if mini_batch.reduction is not None)
 

@@ -118,7 +118,7 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """This rank's final weights and place."""
-        self.strategy.flush()
+        self.strategy.drain()
         stage = self.strategy.session.stage
         assert stage is not None
         trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}

@@ -113,7 +113,7 @@ class Run:
     def train(self, index: int, batch: Batch | None = None, step: Callable[..., Tensor] | None = None) -> list[Update]:
         """One batch, and the updates that are due after it."""
         self.engine.run(self.case.batch(index, self.mesh.replica) if batch is None else batch, step or self.step)
-        self.engine.close()
+        self.engine.complete()
         return self.engine.apply_due()
 
     def drain(self) -> None:

@@ -74,7 +74,7 @@ def _without_handover(rank: int, share_of_waits: float) -> Callable[[], None]:
 
 def _put_at_once(self: Outbox, tensors: Sequence[Tensor]) -> None:
     whole = [tensor.contiguous() for tensor in tensors]
-    self._sends += zip(self._way.send(whole, self._way.mark()), whole)
+    self._sends += zip(self._way.send(whole, self._way.record_event()), whole)
 
 
 def _take_unasked(self: Inbox, infos: Sequence[TensorInfo]) -> Any:

@@ -90,7 +90,7 @@ class HostWaits:
         # To other devices than these Lightning copies without blocking.
         blocking = patch("lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES", ("mps",))
         computing = patch("torch.cuda.current_stream", lambda *_: stream)
-        copying = patch("lightning_asyncpp.core.host_copies._beside", lambda _: stream)
+        copying = patch("lightning_asyncpp.core.host_copies._copy_stream", lambda _: stream)
         kept = patch.object(Tensor, "record_stream", lambda *_: None)
         with computing, copying, kept, patch("torch.cuda.stream", nullcontext), blocking:
             with _Operations(self), _Calls(self):

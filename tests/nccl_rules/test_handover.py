@@ -35,7 +35,7 @@ class Wire:
     def enter(self) -> None:
         self.threads.append(threading.current_thread())
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         return None
 
     def send(self, tensors: Sequence[Tensor], ready: object) -> list[Mock]:

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.own_forward import buffers_everywhere, cut_of
+from lightning_asyncpp.core.cut.partition import uniform
 from lightning_asyncpp.core.cut.pruned import fill, places_of
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import (
     Unit,
     collective_problems,
+    has_parameters,
     meta_problems,
     ownership_problems,
     pipeline_units,
-    spread,
 )
 from lightning_asyncpp.core.cut.whole_model import WholeModel, whole_of
 from lightning_asyncpp.core.randomness import seeded
@@ -51,7 +52,8 @@ def cut(
     units, around = pipeline_units(model), model if root is None else root
     whole = whole_before(model, index, num_stages)
     if whole is None:
-        whole = _prune(model, index, seed, device, around, spread(units, num_stages) if counts is None else counts)
+        counts = uniform(list(map(has_parameters, units)), num_stages) if counts is None else counts
+        whole = _prune(model, index, seed, device, around, counts)
         units = pipeline_units(model)
     elif counts is not None and tuple(counts) != whole.counts:
         raise ConfigurationError(
@@ -99,13 +101,13 @@ def _prune(
     materialize(units, [*own, *_sharing_with(units, own)], seed, device, root)
     units = pipeline_units(model)
     kept = {tensor for position in own for tensor in _tensors_of(units[position])}
-    if (as_it_is := cut_of(model)) is not None:
-        kept |= set(buffers_everywhere(model, as_it_is))
+    if (model_cut := cut_of(model)) is not None:
+        kept |= set(buffers_everywhere(model, model_cut))
     others = [units[position] for position in range(len(units)) if position not in own]
     # Layers of other stages lose parameters that they share with this stage, too. Not if the model's own forward runs
     # on every stage, as its code may use any module.
     own_modules = {module for position in own for module in units[position].module.modules()}
-    modules = {module for unit in others for module in unit.module.modules()} if as_it_is is None else set()
+    modules = {module for unit in others for module in unit.module.modules()} if model_cut is None else set()
     gone = [t for unit in others for t in _tensors_of(unit) if t not in kept]
     whole.pruned.prune(root, index, gone, modules - own_modules)
     if len(counts) > 1:

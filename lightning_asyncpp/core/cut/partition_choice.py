@@ -216,9 +216,9 @@ def _time(unit: Unit, args: tuple, kwargs: dict[str, Any], example: Example) -> 
     for _ in range(_WARM_UP + RUNS):
         inputs, options = map_tensors(_as_received, (args, kwargs))
         start = _now(example.device)
-        with example.context(), collecting() as said:
+        with example.context(), collecting() as collected:
             output = unit.apply(inputs, options)
-        ends = [t for t in (*tensors_of(output), *said.losses) if t.requires_grad]
+        ends = [t for t in (*tensors_of(output), *collected.losses) if t.requires_grad]
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         seconds.append(_now(example.device) - start)
     return min(seconds[_WARM_UP:]), map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)

@@ -12,7 +12,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_asyncpp.core.cut.network import called_by_steps, class_name
 from lightning_asyncpp.core.cut.own_forward import Members, OwnForwardStage, cut_of
-from lightning_asyncpp.core.cut.partition import uniform
 from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
 
@@ -172,15 +171,6 @@ def has_parameters(unit: Unit) -> bool:
     return any(True for _ in unit.module.parameters())
 
 
-def spread(units: Sequence[Unit], num_stages: int) -> list[int]:
-    """Return the number of units on each stage with units with parameters spread evenly; see :func:`uniform`.
-
-    Raises:
-        ConfigurationError: there are fewer units with parameters than stages.
-    """
-    return uniform([has_parameters(unit) for unit in units], num_stages)
-
-
 def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, int]:
     """Return name of a parameter of ``model`` -> its stage, with ``counts`` units on each stage.
 
@@ -198,12 +188,12 @@ def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, i
 def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str = "self.model") -> list[str]:
     """Return the problem of trainable parameters outside of all units, which no stage would train."""
     owned = {id(p) for unit in units for p in unit.module.parameters()}
-    homeless = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in owned]
-    if not homeless:
+    outside = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in owned]
+    if not outside:
         return []
     return [
-        f"parameters outside the layers of {model_name}: {', '.join(homeless[:8])}"
-        f"{' and more' if len(homeless) > 8 else ''}; the pipeline trains only what its layers hold: move them into a"
+        f"parameters outside the layers of {model_name}: {', '.join(outside[:8])}"
+        f"{' and more' if len(outside) > 8 else ''}; the pipeline trains only what its layers hold: move them into a"
         f" layer of {model_name}, or freeze them (requires_grad=False)"
     ]
 
@@ -241,11 +231,11 @@ def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
     """Return the problem of meta tensors outside of all units, which no stage would initialise."""
     owned = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *unit.module.buffers())}
     tensors = [*root.named_parameters(), *root.named_buffers()]
-    homeless = [name for name, t in tensors if t.is_meta and not t.requires_grad and id(t) not in owned]
-    if not homeless:
+    outside = [name for name, t in tensors if t.is_meta and not t.requires_grad and id(t) not in owned]
+    if not outside:
         return []
     return [
-        f"meta tensors outside the layers of the model: {', '.join(homeless[:8])}; no stage would give them a value:"
+        f"meta tensors outside the layers of the model: {', '.join(outside[:8])}; no stage would give them a value:"
         " move them into a layer that has reset_parameters(), or build the model with real weights"
     ]
 

@@ -297,7 +297,7 @@ class ControlExchange:
             for rank in self._others():
                 self._works.append(started(dist.isend(own, rank, group=self._group, tag=_CONTROL_TAG)))
 
-    def finish(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for all vectors, and return their sum (length,)."""
         with lost_peers():
             for work in self._works:

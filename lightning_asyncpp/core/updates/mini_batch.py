@@ -71,9 +71,9 @@ class StopFlags:
 class MiniBatch:
     """Microbatches that share one update.
 
-    Batches are added until :meth:`close`. After the last backward, :meth:`launch` starts the reduction of the gradient
-    and the control message. Until :meth:`finish` nothing blocks, except that with one replica on CPUs :meth:`poll`
-    reads the next stage's part of the control message, which follows that stage's last gradient.
+    Batches are added until :meth:`complete`. After the last backward, :meth:`launch` starts the reduction of the
+    gradient and the control message. Until :meth:`wait` nothing blocks, except that with one replica on CPUs
+    :meth:`poll` reads the next stage's part of the control message, which follows that stage's last gradient.
 
     The control message is an fp64 vector, summed over all ranks: five numbers, and the layers' statistics.
 
@@ -82,12 +82,12 @@ class MiniBatch:
         index: index t of the mini-batch.
         first: first microbatch.
         transport: transport to the neighbours; None with a single stage.
-        end: one past the last microbatch; None before :meth:`close`.
+        end: one past the last microbatch; None before :meth:`complete`.
         weight: sum of the microbatches' weights so far.
         counted: statistics of this stage's layers.
-        hyper_parameters: hyper-parameters of the optimizer's groups for the update; set after :meth:`close`.
+        hyper_parameters: hyper-parameters of the optimizer's groups for the update; set after :meth:`complete`.
         note: value that the strategy receives with the update.
-        length: length of the control message; set by :meth:`close`.
+        length: length of the control message; set by :meth:`complete`.
         exchange: exchange of control messages; None if they travel along the pipeline.
         tied: gradients of parameters shared with other stages; None without any.
         reduction: reduction of the gradient over replicas; None before it begins, and with one replica.
@@ -95,7 +95,7 @@ class MiniBatch:
         gradients: name -> summed gradient of this stage, later the sum over replicas.
         stepped: whether this stage has stepped ahead of the others.
         squares: name -> squared norm of a gradient that this stage counts, once known on the host.
-        completed: moment at which the gradient was complete; None without a trace.
+        gradient_ready: moment at which the gradient was complete; None without a trace.
         message: this rank's part of the control message, once sent.
     """
 
@@ -116,7 +116,7 @@ class MiniBatch:
     gradients: Gradients = field(default_factory=dict)
     stepped: bool = False
     squares: dict[str, float] = field(default_factory=dict)
-    completed: Moment | None = None
+    gradient_ready: Moment | None = None
     message: Tensor | None = None
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class MiniBatch:
     _reading: Reading | None = None  # norms that are on a device
     _total: Tensor | None = None  # sum over all stages, on the first stage
 
-    def close(self, end: int, num_statistics: int) -> None:
+    def complete(self, end: int, num_statistics: int) -> None:
         """Complete the mini-batch: no further batch shares its update.
 
         Args:
@@ -211,17 +211,17 @@ class MiniBatch:
         self._count, counted = None, total.cpu()
         return float(counted[0]), self._is_finite(), counted[1:]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the gradients; only the control message is still needed."""
         self.gradients.clear()
         if self.reduction is not None:
-            self.reduction.let_go()
+            self.reduction.release()
 
-    def finish(self) -> ControlMessage:
+    def wait(self) -> ControlMessage:
         """Wait for the control messages of all ranks, and for the sums of shared gradients over all stages."""
         total = self.send_message()
         if self.exchange is not None:
-            total = self.exchange.finish()
+            total = self.exchange.wait()
         elif self.transport is not None:
             total = self.transport.receive_total(self.index, self.length) if self._total is None else self._total
         if self.tied is not None and not self.stepped:

@@ -181,7 +181,7 @@ class Reduction:
     def poll(self) -> bool:
         """Process buckets that have arrived, without waiting; return whether all have."""
         while self._taken < len(self._sent) and self._sent[self._taken].work.is_completed():
-            self._take_up()
+            self._process_next()
         if self._reading is not None and self._reading.is_there():
             self._read(self._reading)
         return self._taken == len(self._buckets) and self._reading is None
@@ -193,11 +193,11 @@ class Reduction:
             PeerLostError: another replica is gone.
         """
         while self._taken < len(self._sent):
-            self._take_up()
+            self._process_next()
         if self._reading is not None:
             self._read(self._reading)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free all tensors, after all buckets were processed."""
         self.gradients.clear()
         self._sent.clear()
@@ -223,7 +223,7 @@ class Reduction:
         with lost_peers():
             self._sent.append(_Sent(bucket, flat, self._group, self._clock))
 
-    def _take_up(self) -> None:
+    def _process_next(self) -> None:
         sent = self._sent[self._taken]
         with lost_peers():
             sent.work.wait()
@@ -341,7 +341,7 @@ class TiedGradients:
             if tie.before(self._mesh.stage) is not None:
                 gradients[tie.name_on(self._mesh.stage)] = self._taken(self._whole, number)
 
-    def have_left(self) -> bool:
+    def have_been_sent(self) -> bool:
         """Free the sends that have completed, and return whether all have."""
         self._sends = [work for work in self._sends if not work.is_completed()]
         return not self._sends

@@ -20,7 +20,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.trace import HOST, Beside, Trace, Wait
+from lightning_asyncpp.core.trace import HOST, Activity, Trace, Wait
 from lightning_asyncpp.core.updates.mini_batch import (
     ControlMessage,
     HyperParameters,
@@ -55,7 +55,7 @@ class UpdateQueue:
 
     Attributes:
         open: mini-batch to which batches are added.
-        closed: complete mini-batches that have not been applied yet, in order.
+        pending: complete mini-batches that have not been applied yet, in order.
         last_norm: norm of the newest finite gradient that all ranks have agreed on; None before the first.
         requested: requests of this rank.
         agreed: requests of any rank, which all ranks know.
@@ -75,7 +75,7 @@ class UpdateQueue:
         self.mesh, self.settings, self.runner, self.weights, self.schedule = mesh, settings, runner, weights, schedule
         self._starts: deque[tuple[int, int]] = deque(maxlen=_KNOWN_STARTS)
         self.begin(0, 0)
-        self.closed: deque[MiniBatch] = deque()
+        self.pending: deque[MiniBatch] = deque()
         self.last_norm: float | None = None
         self.requested = StopFlags()
         self.agreed = StopFlags()
@@ -91,7 +91,7 @@ class UpdateQueue:
         self.busy = False
         self._applied: list[Update] = []  # not returned yet
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
-        self._leaving: deque[TiedGradients] = deque()  # kept until their sends have completed
+        self._sending: deque[TiedGradients] = deque()  # kept until their sends have completed
 
     def train_only(self, names: Collection[str]) -> None:
         """Restrict norms and reductions to the gradients of parameters that the optimizer has.
@@ -128,9 +128,9 @@ class UpdateQueue:
     @property
     def applied(self) -> int:
         """Number of updates that this stage has applied or skipped."""
-        return next((mini_batch.index for mini_batch in self.closed if not mini_batch.stepped), self.open.index)
+        return next((mini_batch.index for mini_batch in self.pending if not mini_batch.stepped), self.open.index)
 
-    def close(self, end: int, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
+    def complete(self, end: int, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
         """Complete the open mini-batch.
 
         Args:
@@ -139,7 +139,7 @@ class UpdateQueue:
             note: value that the strategy receives with its update.
         """
         mini_batch, whole = self.open, self.runner.stage.whole
-        mini_batch.close(end, whole.statistics.length)
+        mini_batch.complete(end, whole.statistics.length)
         mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
         if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._late):
             # Created long before the gradient is complete, so that receives are posted before others send.
@@ -147,12 +147,12 @@ class UpdateQueue:
         if self._ties:
             tags = tags_of(self._ties, whole.ties, mini_batch.index)
             mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
-        self.closed.append(mini_batch)
+        self.pending.append(mini_batch)
         self.begin(mini_batch.index + 1, end)
         self.busy = True
 
     def drop_open(self, end: int, next_backward: int) -> None:
-        """Discard the gradient of the batches since the last :meth:`close`, after their last backward.
+        """Discard the gradient of the batches since the last :meth:`complete`, after their last backward.
 
         Args:
             end: one past their last microbatch.
@@ -171,7 +171,7 @@ class UpdateQueue:
             k: number of the microbatch.
             weights: name -> leaf tensor on which gradients accumulate.
         """
-        complete = next((m for m in self.closed if m.end == k + 1), None)
+        complete = next((m for m in self.pending if m.end == k + 1), None)
         if complete is None:
             return nullcontext()
         complete.reduction = self._new_reduction()
@@ -194,16 +194,16 @@ class UpdateQueue:
             self._dropped.popleft()
             self.weights.take_gradients()
         in_order = True
-        for mini_batch in self.closed:
+        for mini_batch in self.pending:
             if not mini_batch.launched:
                 if done < (mini_batch.end or 0):
                     in_order = False
                     break
                 self._launch(mini_batch)
             in_order = in_order and mini_batch.poll()
-        while self._leaving and self._leaving[0].have_left():
-            self._leaving.popleft()
-        self.busy = not in_order or bool(self._dropped or self._leaving)
+        while self._sending and self._sending[0].have_been_sent():
+            self._sending.popleft()
+        self.busy = not in_order or bool(self._dropped or self._sending)
 
     def apply_held(self) -> None:
         """Apply the previous mini-batch's update, once the open one no longer needs the older weights.
@@ -211,11 +211,11 @@ class UpdateQueue:
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; not if the stage steps ahead.
         """
-        while self.closed and not self.closed[0].stepped:
-            if self.schedule.steps_ahead(self.closed[0].index):
-                self._step_ahead(self.closed[0])
+        while self.pending and not self.pending[0].stepped:
+            if self.schedule.steps_ahead(self.pending[0].index):
+                self._step_ahead(self.pending[0])
                 return
-            self._applied.append(self._apply(self.closed.popleft()))
+            self._applied.append(self._apply(self.pending.popleft()))
 
     def iter_due(self) -> Iterator[Action]:
         """Apply the updates that are due: after mini-batch t those up to t - delay.
@@ -224,18 +224,18 @@ class UpdateQueue:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
         """
         due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
-        while self.closed and self.closed[0].index < due:
+        while self.pending and self.pending[0].index < due:
             yield from self._iter_apply()
-        if self.closed and self.schedule.stage_rule.held == 0 and self.schedule.steps_ahead(self.closed[-1].index):
-            yield Action(Kind.UPDATE, self.closed[-1].index)
-            self._step_ahead(self.closed[-1])
+        if self.pending and self.schedule.stage_rule.held == 0 and self.schedule.steps_ahead(self.pending[-1].index):
+            yield Action(Kind.UPDATE, self.pending[-1].index)
+            self._step_ahead(self.pending[-1])
 
     def iter_all(self) -> Iterator[Action]:
         """Apply the updates of all complete mini-batches, whose backwards are done."""
-        while self.closed:
+        while self.pending:
             yield from self._iter_apply()
-        while self._leaving:
-            self._leaving.popleft().settle()
+        while self._sending:
+            self._sending.popleft().settle()
 
     def take_applied(self) -> list[Update]:
         """Return the updates applied since the last call, in order."""
@@ -243,12 +243,12 @@ class UpdateQueue:
         return updates
 
     def _iter_apply(self) -> Iterator[Action]:
-        mini_batch = self.closed[0]
+        mini_batch = self.pending[0]
         if self.schedule.steps_ahead(mini_batch.index) and not mini_batch.stepped:
             yield Action(Kind.UPDATE, mini_batch.index)  # which does not wait for the agreement
             self._step_ahead(mini_batch)
         yield Action(Kind.UPDATE, mini_batch.index)
-        self._applied.append(self._apply(self.closed.popleft()))
+        self._applied.append(self._apply(self.pending.popleft()))
 
     def _launch(self, mini_batch: MiniBatch) -> None:
         apart = self._tied & self.weights.used_twice if self._tied and not self.reduces else ()
@@ -263,9 +263,9 @@ class UpdateQueue:
             counted = mini_batch.counted.take_statistics()
             statistics = stage.whole.statistics.pack(counted, stage.counting_layers)
         if mini_batch.tied is not None:
-            self._leaving.append(mini_batch.tied)
+            self._sending.append(mini_batch.tied)
         if self.runner.trace is not None:
-            mini_batch.completed = self.runner.trace.clock.now()
+            mini_batch.gradient_ready = self.runner.trace.clock.now()
         counts_now = self.mesh.num_replicas > 1 and self.schedule.steps_ahead(mini_batch.index)
         count_on = self.runner.device if counts_now else None
         mini_batch.launch(gradients, statistics, replace(self.requested), uses, count_on)
@@ -300,7 +300,7 @@ class UpdateQueue:
                     gradient.masked_fill_(~finite, 0.0)
             finite = True
         self._step(mini_batch, message, finite and weight > 0)
-        mini_batch.let_go()
+        mini_batch.release()
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch) -> Update:
@@ -308,7 +308,7 @@ class UpdateQueue:
         if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
-            message = mini_batch.finish()
+            message = mini_batch.wait()
         if self.runner.trace is not None:
             self._record_background(mini_batch, self.runner.trace)
         self.agreed.interrupted |= message.interrupted > 0
@@ -355,11 +355,11 @@ class UpdateQueue:
 
     def _record_background(self, mini_batch: MiniBatch, trace: Trace) -> None:
         reduction, index = mini_batch.reduction, mini_batch.index
-        if mini_batch.completed is not None:
-            trace.record(Beside.PENDING, index, mini_batch.completed, trace.clock.now())
+        if mini_batch.gradient_ready is not None:
+            trace.record(Activity.PENDING, index, mini_batch.gradient_ready, trace.clock.now())
         if reduction is not None and reduction.started is not None:
             end = trace.clock.last(reduction.ends)
-            trace.record(Beside.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
+            trace.record(Activity.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
 
 
 def _no_optimizer(_: Update) -> None:

@@ -121,11 +121,11 @@ def call(offer: str, who: str) -> socket.socket:
     Raises:
         PeerLostError: that stage cannot be reached.
     """
-    told = json.loads(offer)
-    host, port = told["address"]
+    offered = json.loads(offer)
+    host, port = offered["address"]
     try:
         connection = socket.create_connection((host, port), timeout=_CALL_SECONDS)
-        connection.sendall(bytes.fromhex(told["token"]))
+        connection.sendall(bytes.fromhex(offered["token"]))
     except OSError as error:
         raise PeerLostError(
             f"{who} cannot be reached from {socket.gethostname()} at {host}, port {port} ({error}): set"

@@ -69,7 +69,7 @@ class Way(NamedTuple):
         """Return a context in which launches do not wait for earlier work of this thread."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def record_event(self) -> torch.cuda.Event | None:
         """Return an event on the compute stream, for which a message can wait."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
@@ -137,7 +137,7 @@ class Outbox:
             PeerLostError: the neighbour is gone.
             RuntimeError: a send failed.
         """
-        put = _Put([written_out(tensor) for tensor in tensors], self._way.mark())
+        put = _Put([written_out(tensor) for tensor in tensors], self._way.record_event())
         with self._changed:
             self._raise_error()
             while self._sends and self._sends[0][0].is_completed():
@@ -162,7 +162,7 @@ class Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._link.hang_up()
+        self._link.abort()
         atexit.unregister(self.close)
 
     def _serve(self) -> None:
@@ -174,7 +174,7 @@ class Outbox:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-            self._link.hang_up()  # the other side may be waiting for an answer
+            self._link.abort()  # the other side may be waiting for an answer
         if self._closed:
             self._link.close()
 
@@ -238,7 +238,7 @@ class Inbox:
 
     def close(self) -> None:
         """Close the connection."""
-        self._link.hang_up()
+        self._link.abort()
         self._link.close()
 
 
@@ -337,14 +337,14 @@ class DeviceTensors:
             if (ways := after if begins else before) is None:
                 continue
             there, back = ways
-            sends = there.send([number], there.mark()) if begins else []
+            sends = there.send([number], there.record_event()) if begins else []
             infos = [TensorInfo.of(number)]
             (heard,) = back.receive(infos, back.allocate(infos))
-            sends += [] if begins else there.send([number], there.mark())
+            sends += [] if begins else there.send([number], there.record_event())
             for work in sends:
                 work.wait()
             peer = stage + 1 if begins else stage - 1
-            if (said := heard.item()) != peer:
+            if (received := heard.item()) != peer:
                 raise ProtocolError(
-                    f"{self.mesh.name_of(peer)} sent {peer} from its device, but {said} arrived on this one"
+                    f"{self.mesh.name_of(peer)} sent {peer} from its device, but {received} arrived on this one"
                 )

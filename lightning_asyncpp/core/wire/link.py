@@ -134,7 +134,7 @@ class Link:
         while filled < view.nbytes:
             filled += self._receive(view[filled:])
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """Shut the connection down, so that waits on both ends raise; may be called from any thread."""
         with suppress(OSError):  # already broken
             self._socket.shutdown(socket.SHUT_RDWR)

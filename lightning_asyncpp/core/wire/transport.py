@@ -303,11 +303,11 @@ class Transport:
         if self._direct is not None:
             self._direct.settle()
 
-    def leave_neighbours(self) -> None:
+    def abort(self) -> None:
         """End both connections, so that waiting neighbours raise; may be called from any thread."""
         for link in (self._before, self._after):
             if link is not None:
-                link.hang_up()
+                link.abort()
         if self._direct is not None:
             self._direct.close()
 

@@ -104,7 +104,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self._add_gradient_of(batch, step)
         output = BatchOutput(results, weights)
         loss = or_nan(output.mean_loss(self.hooks.loss_reduction), self.root_device)
-        return {**output.beside_loss(), "loss": loss}
+        return {**output.extras(), "loss": loss}
 
     def _add_gradient_of(self, batch: Any, step: Callable[[Any], Tensor]) -> None:
         """Add the gradient of a batch, each microbatch on the weights that the staleness rule assigns to it."""

@@ -125,7 +125,7 @@ class StageUnderTest:
 
     def _forward(self, k: int) -> Flight:
         flight = self.runner.forward(Task(k, 0, self.weights.leaves(0), self.batch, 0, self.step))
-        flight.beside.take_statistics()
+        flight.collected.take_statistics()
         return flight
 
     def _update(self, gradients: dict[str, Tensor | None]) -> None:

@@ -245,6 +245,6 @@ def peak_memory(session: PipelineSession, device: torch.device) -> dict[str, flo
     assert session.mesh is not None
     with session.watch.collective():
         own = f"{session.mesh.stage} {torch.cuda.max_memory_allocated(device)}"
-        told = [text.split() for text in exchange(session.mesh, own)]
-    peaks = [max(int(size) for stage, size in told if int(stage) == s) for s in range(session.mesh.num_stages)]
+        received = [text.split() for text in exchange(session.mesh, own)]
+    peaks = [max(int(size) for stage, size in received if int(stage) == s) for s in range(session.mesh.num_stages)]
     return {f"peak_memory_stage_{stage}": peak / _GB for stage, peak in enumerate(peaks)}

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_asyncpp.core.trace import Beside, Wait
+from lightning_asyncpp.core.trace import Activity, Wait
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.recording import Recorder
 from lightning_asyncpp.trainer.base import PipelineStrategy
@@ -85,7 +85,7 @@ class PipelineTrace(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the begin of a validation."""
         if self._recorder is not None:
-            self._recorder.begin_pause(Beside.EVALUATE)
+            self._recorder.begin_pause(Activity.EVALUATE)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the end of a validation."""

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_asyncpp.core.cut.partition import uniform
 from lightning_asyncpp.core.cut.units import (
     Unit,
     apply_layers,
     collective_problems,
+    has_parameters,
     meta_problems,
     ownership_problems,
     pipeline_units,
-    spread,
 )
 from lightning_asyncpp.errors import ConfigurationError
 
@@ -98,9 +99,9 @@ def test_units_are_spread_evenly(heavy: list[bool], num_stages: int) -> None:
     units = [Unit(str(i), nn.Linear(1, 1) if h else nn.GELU()) for i, h in enumerate(heavy)]
     if sum(heavy) < num_stages:
         with pytest.raises(ConfigurationError, match=f"has {sum(heavy)} layers with parameters, fewer than the"):
-            spread(units, num_stages)
+            uniform(list(map(has_parameters, units)), num_stages)
         return
-    counts = spread(units, num_stages)
+    counts = uniform(list(map(has_parameters, units)), num_stages)
     assert sum(counts) == len(units)
     ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
     parts = [heavy[end - count : end] for end, count in zip(ends, counts)]

@@ -92,9 +92,9 @@ def test_a_teardown_has_to_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_watch, "LEAVE_SECONDS", 0.2)
     watch, _ = watching()
     for hurries, expected in ((False, []), (True, ["left"])):
-        watch.hurry()
+        watch.set_deadline()
         if not hurries:
-            watch.release()  # the script has its error, and may take its time
+            watch.cancel_deadline()  # the script has its error, and may take its time
         time.sleep(0.4)
         assert left == expected
 
@@ -104,7 +104,7 @@ def test_children_outlive_no_rank_that_fails(monkeypatch: pytest.MonkeyPatch) ->
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     children = [child]
     monkeypatch.setattr(failure_watch, "LEAVE_SECONDS", 0.3)
-    monkeypatch.setattr(failure_watch, "TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(failure_watch, "CAUSE_SECONDS", 0.0)
     monkeypatch.setattr(failure_watch, "uncaught", lambda: None)
     watch, _ = watching()
     watch.children = children

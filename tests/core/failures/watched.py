@@ -21,7 +21,7 @@ KEPT: list[FailureWatch] = []
 def begun(mesh: Mesh) -> FailureWatch:
     failure_watch.GRACE_SECONDS = 0.3
     watch = FailureWatch()
-    watch.begin(mesh)
+    watch.start(mesh)
     KEPT.append(watch)
     return watch
 
@@ -81,7 +81,7 @@ def again_and_again(mesh: Mesh) -> list[list[int]]:
         for _ in range(times):
             watch = begun(mesh)
             dist.barrier()
-            watch.end()
+            watch.close()
         time.sleep(1.0)  # a thread that was told to end is listed until it has
         counts.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
     return counts

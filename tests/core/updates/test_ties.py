@@ -180,7 +180,7 @@ def test_a_stage_in_the_middle_waits_for_what_it_shares(
         engine.updates.apply = lambda _: optimizer.step() and None
         for i in range(4):
             engine.run(case.batch(i), case.step(stage.model))
-            engine.close()
+            engine.complete()
             engine.apply_due()
         engine.drain()
         return {name: p.detach() for name, p in stage.parameters.items()}

@@ -22,14 +22,14 @@ def launched(
 ) -> MiniBatch:
     """A mini-batch of one process with this gradient."""
     mini_batch = MiniBatch(Mesh(1, 1, 0), index, index, weight=2.0, tied=tied)
-    mini_batch.close(index + 1, num_statistics=0)
+    mini_batch.complete(index + 1, num_statistics=0)
     mini_batch.launch(gradients, torch.zeros(0), stop or StopFlags(), {})
     return mini_batch
 
 
 def test_the_message_of_one_process() -> None:
     mini_batch = launched({"a": torch.tensor([3.0, 0.0, 0.0]), "b": torch.tensor([0.0, 4.0, 0.0]), "c": None})
-    message = mini_batch.finish()
+    message = mini_batch.wait()
     assert (message.weight, message.norm, message.finite) == (2.0, 2.5, True)
     assert (message.interrupted, message.finished) == (0, 0)
 
@@ -37,21 +37,21 @@ def test_the_message_of_one_process() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_element_that_is_no_number_is_noticed(value: float) -> None:
     mini_batch = launched({"a": torch.ones(3), "b": torch.tensor([0.0, value, 0.0])})
-    assert not mini_batch.finish().finite
+    assert not mini_batch.wait().finite
 
 
 @pytest.mark.parametrize("flag", ["interrupted", "finished"])
 def test_flags_are_told_apart(flag: str) -> None:
-    message = launched({"a": None}, stop=StopFlags(**{flag: True})).finish()
+    message = launched({"a": None}, stop=StopFlags(**{flag: True})).wait()
     assert (message.interrupted, message.finished) == (flag == "interrupted", flag == "finished")
 
 
 def test_norms_are_summed_in_double_precision() -> None:
     gradients = {"large": torch.tensor([1e4]), "small": torch.full((1000,), 1e-2)}
     exact = math.sqrt(1e8 + 1000 * float(torch.tensor(1e-2)) ** 2) / 2
-    assert launched(gradients).finish().norm == float(torch.tensor(exact, dtype=torch.float32))
+    assert launched(gradients).wait().norm == float(torch.tensor(exact, dtype=torch.float32))
     overflows = {"overflows in fp32": torch.tensor([1e30, 1e30]), "none": None}
-    assert launched(overflows).finish().norm == pytest.approx(math.sqrt(0.5) * 1e30, rel=1e-6)
+    assert launched(overflows).wait().norm == pytest.approx(math.sqrt(0.5) * 1e30, rel=1e-6)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0])
@@ -83,11 +83,11 @@ def test_mini_batches_pass_on_in_order() -> None:
     """What arrives between a look at one mini-batch and at the next one must not let the second go first."""
     passed_on: list[str] = []
     queue = object.__new__(UpdateQueue)
-    queue.closed, queue._leaving, queue._dropped, queue._next_backward = deque(), deque(), deque(), 2
+    queue.pending, queue._sending, queue._dropped, queue._next_backward = deque(), deque(), deque(), 2
     for index, (name, looks) in enumerate({"first": 1, "second": 0}.items()):
         tied = cast("TiedGradients", ArrivesLate(looks, passed_on, name))
-        queue.closed.append(launched({"a": torch.ones(2)}, index=index, tied=tied))
-    queue.closed.append(MiniBatch(Mesh(1, 1, 0), 2, 2, end=3))
+        queue.pending.append(launched({"a": torch.ones(2)}, index=index, tied=tied))
+    queue.pending.append(MiniBatch(Mesh(1, 1, 0), 2, 2, end=3))
     queue.poll()
     assert passed_on == []
     queue.poll()

@@ -98,7 +98,7 @@ def test_what_is_unsent_arrives_though_the_writer_closes(ends: tuple[Link, Link]
 
 @pytest.mark.parametrize("who", [0, 1], ids=["this side", "the other side"])
 def test_hanging_up_ends_a_wait(ends: tuple[Link, Link], who: int) -> None:
-    timer = threading.Timer(0.2, ends[who].hang_up)
+    timer = threading.Timer(0.2, ends[who].abort)
     timer.start()
     start = time.monotonic()
     with pytest.raises(PeerLostError, match="closed by peer"):

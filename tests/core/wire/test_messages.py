@@ -234,7 +234,7 @@ class TestRefusals:
         with pytest.raises(PeerLostError, match=r"rank 0 \(stage 1\) is gone"):
             first.receive_part(0, 2)
         first, last = chain(2)
-        first.leave_neighbours()
+        first.abort()
         with pytest.raises(PeerLostError, match=r"rank 1 \(stage 0\) is gone"):
             last.receive_activation(0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, Staleness, StalenessRule
 from lightning_asyncpp.core.simulation import simulate
-from lightning_asyncpp.core.trace import Beside, Span, Wait
+from lightning_asyncpp.core.trace import Activity, Span, Wait
 from lightning_asyncpp.strategy_parts.recording import Meta, TraceFile
 from lightning_asyncpp.tools.recorded_run import RecordedRun, read_run
 
@@ -80,7 +80,7 @@ class Recording:
             leaves = span.kind is Kind.FORWARD and schedule.stage < self.stages - 1
             returns = span.kind is Kind.BACKWARD and schedule.stage > 0
             if leaves or returns:
-                spans.append(Span(Beside.SEND, span.index, now, now, num_bytes=1000))
+                spans.append(Span(Activity.SEND, span.index, now, now, num_bytes=1000))
         return spans
 
     def _with_version(self, span: Span, schedule: Schedule) -> Span:

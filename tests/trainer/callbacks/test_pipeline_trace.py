@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp import PipelineMonitor, PipelineTrace
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import Beside, Wait
+from lightning_asyncpp.core.trace import Activity, Wait
 from lightning_asyncpp.tools.recorded_run import RecordedRun, read_run
 from lightning_asyncpp.tools.trace_summary import summarise
 from tests.helpers.pool import Pools
@@ -28,7 +28,7 @@ def recorded(run: Run, folder: Path) -> Run:
     return replace(run, callbacks=(trace, *run.callbacks))
 
 
-def indices(run: RecordedRun, kind: Kind | Wait | Beside, stage: int = 0) -> list[int]:
+def indices(run: RecordedRun, kind: Kind | Wait | Activity, stage: int = 0) -> list[int]:
     return sorted(span.index for span in run.ranks[stage].spans if span.kind is kind)
 
 
@@ -99,8 +99,8 @@ def test_drains_are_kept_apart(pools: Pools, tmp_path: Path) -> None:
     trainer = {"val_check_interval": 2, "enable_checkpointing": True}
     pools.run(2, fit, recorded(replace(SMALL, callbacks=(save,), val_samples=(8,), trainer=trainer), tmp_path))
     read = read_run(tmp_path / "trace")
-    assert indices(read, Beside.EVALUATE) == [2, 4, 6]
-    assert indices(read, Beside.CHECKPOINT) == [3, 6]
+    assert indices(read, Activity.EVALUATE) == [2, 4, 6]
+    assert indices(read, Activity.CHECKPOINT) == [3, 6]
     assert summarise(read).rows[0].shares["evaluate"] > 0
     assert (off_schedule(read), indices(read, Kind.FORWARD)) == ([], list(range(12)))
 
@@ -121,7 +121,15 @@ def test_what_a_device_does_later_than_its_host_is_recorded_nevertheless(pools: 
     read, host = read_run(tmp_path / "trace"), read_run(tmp_path / "host" / "trace")
     assert (read.notes, off_schedule(read)) == ([], [])
     for stage in range(2):
-        for kind in (*Kind, Wait.ACTIVATION, Wait.GRADIENT, Wait.AGREEMENT, Beside.SEND, Beside.DRAIN, Beside.EVALUATE):
+        for kind in (
+            *Kind,
+            Wait.ACTIVATION,
+            Wait.GRADIENT,
+            Wait.AGREEMENT,
+            Activity.SEND,
+            Activity.DRAIN,
+            Activity.EVALUATE,
+        ):
             assert indices(read, kind, stage) == indices(host, kind, stage), kind
         assert read.ranks[stage].places == host.ranks[stage].places
     logged = [metrics for _, metrics in results[0]["records"] if "bubble" in metrics]

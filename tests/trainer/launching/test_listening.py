@@ -94,7 +94,7 @@ def with_fabric(writes: Writes, devices: int, options: dict[str, Any]) -> None:
         strategy.training_step(Case(devices).step(model), Case(devices).batch(index))
         optimizer.step()
     writes.write(fabric.global_rank)
-    strategy.flush()
+    strategy.drain()
 
 
 def main(folder: str, kind: str, devices: str, replicas: str) -> None:
