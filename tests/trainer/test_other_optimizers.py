@@ -99,10 +99,10 @@ class Supported(Net):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(pytorch_optimizer.get_supported_optimizers()) - OTHERWISE))
-def test_every_optimizer_of_a_library(name: str) -> None:
-    """Those that take plain parameters, on two stages, against a plain Trainer."""
+def test_every_optimizer_of_a_library(pools: Pools, name: str) -> None:
+    """Those that take plain parameters, on two ranks, each with an optimizer of its own, against a plain Trainer."""
     run = Run(Supported, "sync", optimizer=name)
-    weights = train(staged(run, 2))["weights"]
+    weights = joined_weights(pools.run(2, fit, run), 2)
     if name in TO_NO_BITS:
         assert all(np.isfinite(value).all() for value in weights.values())
         return
