@@ -17,9 +17,8 @@ import yaml
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_asyncpp.cli import main
-from tests.helpers import forked
-from tests.helpers.pool import Pools, elastic_environment
-from tests.helpers.workers import free_port
+from tests.helpers import programs as forked
+from tests.helpers.pool import Pools, elastic_environment, free_port
 
 ROOT = Path(__file__).parents[1]
 ASYNCPP = [str(Path(sys.executable).with_name("asyncpp"))]

@@ -20,7 +20,7 @@ from lightning_asyncpp.lightning_cli.arguments import written_out
 from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
-from tests.helpers.workers import worker_context
+from tests.helpers.pool import worker_context
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = str(RECIPES / "quickstart.yaml")

@@ -22,9 +22,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.helpers import forked
-from tests.helpers.pool import elastic_environment
-from tests.helpers.workers import free_port
+from tests.helpers import programs as forked
+from tests.helpers.pool import elastic_environment, free_port
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start"

@@ -23,7 +23,7 @@ from packaging.version import Version
 import lightning_asyncpp
 import lightning_asyncpp.fabric
 from docs.site_hooks import REPOSITORY
-from tests.helpers import forked
+from tests.helpers import programs as forked
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_asyncpp"

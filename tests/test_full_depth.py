@@ -13,7 +13,7 @@ from torch import nn
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.models import GPT, GPTConfig
-from tests.helpers.alone import allocated
+from tests.helpers.programs import allocated
 from tests.test_recipes import ROOT, run
 
 STAGES = 16

@@ -18,7 +18,7 @@ from lightning_asyncpp.data import TextDataModule
 from lightning_asyncpp.lightning_cli.command import AsyncppCLI, make_cli
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.tools.parsers import prepare_parser
-from tests.helpers.unigram import unigram_loss
+from tests.helpers.models import unigram_loss
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_asyncpp.core import background
-from tests.helpers.alone import run_script
+from tests.helpers.programs import run_script
 
 SCRIPT = """
     import sys, threading, time

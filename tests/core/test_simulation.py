@@ -7,7 +7,7 @@ import pytest
 
 from lightning_asyncpp.core.schedule import Kind, Schedule, Slack, StalenessRule
 from lightning_asyncpp.core.simulation import DeadlockError, simulate
-from tests.helpers.steady import steady_utilisation
+from tests.helpers.engine import steady_utilisation
 
 
 def schedules(stages: int, lookahead: int, delay: int) -> list[Schedule]:

@@ -22,8 +22,7 @@ from lightning_asyncpp.storage import merged
 from lightning_asyncpp.tools.recorded_run import read_run
 from lightning_asyncpp.tools.trace_summary import summarise
 from tests.helpers.cases import Case, frozen_in_front, make_model
-from tests.helpers.compare import assert_same_norms, assert_same_weights, weights_of
-from tests.helpers.engine import run_oracle
+from tests.helpers.engine import assert_same_norms, assert_same_weights, run_oracle, weights_of
 from tests.helpers.fabric import Run, go_through, train
 from tests.helpers.modules import Second
 from tests.helpers.oracle import assert_equal_weights

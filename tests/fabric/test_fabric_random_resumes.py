@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.helpers.compare import assert_same_norms, weights_of
-from tests.helpers.engine import run_oracle
+from tests.helpers.engine import assert_same_norms, run_oracle, weights_of
 from tests.helpers.fabric import go_through
 from tests.helpers.pool import Pools
-from tests.helpers.random_resumes import Leg, chains, expected_case
+from tests.helpers.random_cases import Leg, chains, expected_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 

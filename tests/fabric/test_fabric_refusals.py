@@ -11,8 +11,7 @@ import torch
 
 from lightning_asyncpp.errors import ConfigurationError, NonFiniteGradientError
 from tests.helpers.cases import Case, make_model
-from tests.helpers.compare import assert_same_weights
-from tests.helpers.engine import run_oracle
+from tests.helpers.engine import assert_same_weights, run_oracle
 from tests.helpers.fabric import Run
 from tests.helpers.pool import Pools
 

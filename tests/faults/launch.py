@@ -14,8 +14,7 @@ from typing import Any
 from tests.faults import script
 from tests.faults.jobs import Job
 from tests.faults.places import Fault
-from tests.helpers.pool import elastic_environment
-from tests.helpers.workers import free_port, worker_context
+from tests.helpers.pool import elastic_environment, free_port, worker_context
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 
 from tests.faults.jobs import Here, Job
 from tests.faults.places import Fault, Places
-from tests.helpers.forked import end_process
-from tests.helpers.workers import end_with_parent
+from tests.helpers.pool import end_with_parent
+from tests.helpers.programs import end_process
 
 WHERE_SIGNAL = signal.SIGUSR2
 _CLONE_NEWNET = 0x40000000

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.cases import Case
-from tests.helpers.compare import assert_same_norms, weights_of
-from tests.helpers.engine import run_oracle
-from tests.helpers.engine_pool import EnginePools
+from tests.helpers.engine import assert_same_norms, run_oracle, weights_of
+from tests.helpers.pool import EnginePools
 
 CASES = {
     "plain": Case(4),

@@ -23,7 +23,7 @@ from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.errors import NonFiniteGradientError
 from tests.helpers.cases import Case, make_model
-from tests.helpers.workers import free_port, worker_context
+from tests.helpers.pool import free_port, worker_context
 from tests.nccl_rules.late import know_on_device_alone
 
 CPU = torch.device("cpu")

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.cases import DIM, Case
-from tests.helpers.compare import assert_same_norms, assert_same_weights, check_random_case
-from tests.helpers.engine import run_oracle
-from tests.helpers.engine_pool import EnginePools, Prepare
-from tests.helpers.workers import opened
+from tests.helpers.engine import assert_same_norms, assert_same_weights, check_random_case, run_oracle
+from tests.helpers.pool import EnginePools, Prepare, opened
 from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once
 from tests.nccl_rules.emulated import emulate
 from tests.nccl_rules.late import read_late

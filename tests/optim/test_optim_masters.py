@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.optim import ErrorFeedback
-from tests.helpers.alone import allocated
+from tests.helpers.programs import allocated
 
 BASE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

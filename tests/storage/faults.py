@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.helpers.workers import worker_context
+from tests.helpers.pool import worker_context
 
 COUNT, FAIL, KILL = range(3)
 NO_SPACE, BROKEN = errno.ENOSPC, errno.EIO

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_asyncpp.data import TextDataModule, Tokenizer
 from lightning_asyncpp.tools.prepare import main
-from tests.helpers import forked
+from tests.helpers import programs as forked
 
 TEXTS = [f"document {index} größe 漢字 " + "word " * (index % 50) for index in range(800)]
 

@@ -12,7 +12,7 @@ import torch
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.models.hf import HFTensors
-from tests.helpers.hf_cases import exported
+from tests.helpers.models import exported
 from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Run, arrays, fit, initial_weights, staged, train

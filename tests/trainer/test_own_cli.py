@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.forked import run_ranks
-from tests.helpers.pool import elastic_environment
-from tests.helpers.workers import free_port
+from tests.helpers.pool import elastic_environment, free_port
+from tests.helpers.programs import run_ranks
 
 SCRIPT = """
 import lightning as L

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.cases import make_model
+from tests.helpers.cases import make, make_model
 from tests.helpers.modules import small_gpt
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
-from tests.helpers.random_layers import make
 from tests.helpers.resumable import RESUMABLE_TRAINER, ResumableNet, saving
 from tests.helpers.trainer import Net, Run, fit, staged, train
 

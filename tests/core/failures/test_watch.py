@@ -17,8 +17,8 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError, peer_lost
 from tests.core.failures import watched
-from tests.helpers.alone import run_script
 from tests.helpers.failing import Outcome, run_ranks
+from tests.helpers.programs import run_script
 
 RANKS = 3  # rank 2 is the first stage, rank 0 the last
 CAUSE = Cause("rank 1 (stage 0) failed first: ValueError: the user's own mistake", "Traceback ...")

@@ -20,7 +20,7 @@ from lightning_asyncpp.core.ranks import mesh as mesh_module
 from lightning_asyncpp.core.ranks import process_groups
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.ranks.process_groups import HostWork
-from tests.helpers.workers import end_with_parent, free_port, worker_context
+from tests.helpers.pool import end_with_parent, free_port, worker_context
 
 SHAPES = [(1, 3), (2, 1), (3, 1), (2, 2), (3, 2), (8, 4)]
 

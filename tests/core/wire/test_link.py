@@ -20,7 +20,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.wire.link import Link
 from lightning_asyncpp.core.wire.transport import Transport
 from lightning_asyncpp.errors import PeerLostError
-from tests.helpers.workers import end_with_parent, free_port, worker_context
+from tests.helpers.pool import end_with_parent, free_port, worker_context
 
 LARGE = 8 * 2**20  # more than both sockets hold
 

@@ -16,7 +16,7 @@ from research.benchmarks.ideal import make_schedules, steady_state
 from research.benchmarks.report import Figures, Spread
 from research.benchmarks.run import Clock, RankRun, Run
 from research.benchmarks.stages import jitter_factor
-from tests.helpers import forked
+from tests.helpers import programs as forked
 
 ROOT = Path(__file__).parents[3]
 TINY = ["--stages", "2", "--mini-batches", "2", "--warm-up", "2", "--repeats", "1"]

@@ -29,8 +29,7 @@ MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TR
 
 def measure(recipe: dict[str, Any], world_size: int, timeout: int = 500) -> list[int]:
     """Train a recipe in ``world_size`` processes; bytes that each stage of the first replica took, first to last."""
-    from tests.helpers.pool import elastic_environment
-    from tests.helpers.workers import free_port
+    from tests.helpers.pool import elastic_environment, free_port
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"

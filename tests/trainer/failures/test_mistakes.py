@@ -9,10 +9,9 @@ import pytest
 from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning, StochasticWeightAveraging
 
 from lightning_asyncpp.errors import ConfigurationError
-from tests.helpers.forked import run_ranks
-from tests.helpers.pool import Pools, elastic_environment
+from tests.helpers.pool import Pools, elastic_environment, free_port
+from tests.helpers.programs import run_ranks
 from tests.helpers.trainer import CountsSteps, Net, Run, assert_refused, delayed, fit, refusals
-from tests.helpers.workers import free_port
 from tests.trainer.failures import mistakes as m
 
 MODULES = [

@@ -23,10 +23,10 @@ import torch
 from lightning_asyncpp.core.wire.connect import Listener
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.helpers import forked
+from tests.helpers import programs as forked
 from tests.helpers.cases import Case, make_model
+from tests.helpers.pool import free_port
 from tests.helpers.trainer import Net, Run, Samples
-from tests.helpers.workers import free_port
 
 ROOT = Path(__file__).parents[3]
 PLAIN = [sys.executable, __file__]

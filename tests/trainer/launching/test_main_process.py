@@ -21,10 +21,9 @@ from tests.helpers.cases import DIM
 from tests.helpers.modules import EMA, HasAverage
 from tests.helpers.modules import SECOND_NAMES_RUN as SECOND_NAMES
 from tests.helpers.oracle import assert_equal_weights
-from tests.helpers.pool import Outcome, Pools
+from tests.helpers.pool import Outcome, Pools, free_port, worker_context
 from tests.helpers.resumable import ONE_PROCESS, saving
 from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, plain_metrics, val_loaders
-from tests.helpers.workers import free_port, worker_context
 from tests.trainer.launching.test_several_trainers import RUN as SEVERAL
 from tests.trainer.launching.test_several_trainers import train_twice_and_validate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers import forked
+from tests.helpers import programs as forked
 
 # As a cell of a notebook: a class that no file has, and sys.ps1, by which Lightning knows a session.
 CELL = """

@@ -1,1 +1,0 @@
-from tests.helpers.models import exported  # noqa: F401

@@ -1,1 +1,0 @@
-from tests.helpers.models import unigram_loss  # noqa: F401
