@@ -1,4 +1,4 @@
-"""Cutting batches, weighing the pieces, and telling two batches apart."""
+"""Cutting batches, weighing the pieces, telling two batches apart, and joining what a step returned for the pieces."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.microbatch import (
-    Slot,
     checked_weight,
     cut_batch,
     fingerprint,
     split_batch,
 )
-from lightning_asyncpp.core.tree import map_tensors
+from lightning_asyncpp.core.tree import map_tensors, merge_outputs
 from lightning_asyncpp.errors import ConfigurationError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -36,14 +36,13 @@ class Sample:
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_slots_are_those_of_tensor_split(samples: int, parts: int) -> None:
+    """Nine samples make eight slots; ``chunk`` would make five. Lists are cut at the same places."""
     x = torch.arange(samples)
     expected = [piece.tolist() if piece.numel() else None for piece in torch.tensor_split(x, parts)]
     assert [None if slot is None else slot.tolist() for slot in split_batch(x, parts)] == expected
-
-
-def test_nine_samples_make_eight_slots() -> None:
-    """``chunk(9, 8)`` makes five."""
-    assert [len(slot) for slot in split_batch(torch.arange(9), 8)] == [2, 1, 1, 1, 1, 1, 1, 1]
+    slots = split_batch({"x": x, "names": x.tolist()}, parts)
+    assert [None if slot is None else slot["x"].tolist() for slot in slots] == expected
+    assert [None if slot is None else slot["names"] for slot in slots] == expected
 
 
 def test_nested_batches_are_cut_leaf_by_leaf() -> None:
@@ -94,17 +93,14 @@ SOME_OBJECTS = [object() for _ in range(5)]
     ("field", "expected"),
     [
         (["a", "b", "c", "d", "e"], [["a", "b", "c"], ["d", "e"]]),
-        (("a", b"b", 3, None, 0.5), [("a", b"b", 3), (None, 0.5)]),
         (SOME_OBJECTS, [SOME_OBJECTS[:3], SOME_OBJECTS[3:]]),
         ([["a"], [], ["b", "c"], ["d"] * 5, []], [[["a"], [], ["b", "c"]], [["d"] * 5, []]]),
-        ([{"id": i} for i in range(5)], [[{"id": 0}, {"id": 1}, {"id": 2}], [{"id": 3}, {"id": 4}]]),
-        ([Pair(i, "n") for i in range(5)], [[Pair(0, "n"), Pair(1, "n"), Pair(2, "n")], [Pair(3, "n"), Pair(4, "n")]]),
         ([("a", "b", "c", "d", "e"), ["f"] * 5], [[("a", "b", "c"), ["f"] * 3], [("d", "e"), ["f"] * 2]]),
         (Pair(["a"] * 5, {"deep": [(1, 2, 3, 4, 5)]}), [
             Pair(["a"] * 3, {"deep": [(1, 2, 3)]}), Pair(["a"] * 2, {"deep": [(4, 5)]}),
         ]),
     ],
-    ids=["strings", "tuple", "objects", "ragged", "dictionaries", "named tuples", "transposed", "inside structure"],
+    ids=["strings", "objects", "ragged", "transposed", "inside structure"],
 )  # fmt: skip
 def test_a_list_with_an_entry_per_sample_is_cut(field: Any, expected: list[Any]) -> None:
     pieces = cut(field)
@@ -127,7 +123,13 @@ def test_numpy_arrays_of_the_batch_are_cut() -> None:
         assert all(piece is other for piece in cut(other))
 
 
-# -- telling batches apart ----------------------------------------------------------------------------------------
+def test_what_default_collate_makes_of_strings() -> None:
+    samples = [{"x": torch.tensor(i), "name": f"n{i}", "tags": [f"a{i}", f"b{i}"], "size": (i, i)} for i in range(5)]
+    for slot in split_batch(default_collate(samples), 2):
+        numbers = slot["x"].tolist()
+        assert slot["name"] == [f"n{i}" for i in numbers]
+        assert [list(tags) for tags in slot["tags"]] == [[f"a{i}" for i in numbers], [f"b{i}" for i in numbers]]
+        assert [size.tolist() for size in slot["size"]] == [numbers, numbers]
 
 
 def some_batch() -> dict[str, Any]:
@@ -140,15 +142,6 @@ def some_batch() -> dict[str, Any]:
         "complex": torch.randn(2, generator=generator, dtype=torch.complex64),
         "scale": torch.tensor(0.5),
     }
-
-
-def test_equal_batches_have_equal_fingerprints() -> None:
-    mark = fingerprint(some_batch())
-    assert mark == fingerprint(some_batch())
-    assert 0 <= mark < 2**63
-    strided = some_batch()
-    strided["x"] = strided["x"].t().contiguous().t()
-    assert fingerprint(strided) == mark
 
 
 @given(st.data())
@@ -165,33 +158,34 @@ def test_any_changed_element_changes_the_fingerprint(data: st.DataObject) -> Non
     assert fingerprint(batch) != mark
 
 
-@given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=30), st.randoms(use_true_random=False))
-def test_the_order_counts(values: list[int], rng: Any) -> None:
-    shuffled = list(values)
-    rng.shuffle(shuffled)
-    same = fingerprint(torch.tensor(values)) == fingerprint(torch.tensor(shuffled))
-    assert same == (values == shuffled)
+X = torch.arange(2000.0)
 
 
-def test_shapes_and_the_order_of_tensors_count() -> None:
-    x, y = torch.arange(6.0), torch.arange(6.0) + 1
-    marks = [fingerprint(b) for b in (x, x.view(2, 3), x.view(3, 2), x.view(6, 1), (x, y), (y, x), (x, x), x.double())]
-    assert len(set(marks)) == len(marks)
+def changed(tensor: Tensor, place: int, change: float = 1.0) -> Tensor:
+    other = tensor.clone()
+    other[place] += change
+    return other
 
 
-def test_slots_that_a_user_cuts_have_marks_of_their_own() -> None:
-    """Only what they hold tells whether it was cut alike on two stages."""
-    slots = cut_batch(torch.arange(4.0), 2, lambda batch, parts: list(batch.flip(0).tensor_split(parts)))
-    assert [slot.fingerprint for slot in slots] == [fingerprint(torch.tensor(x)) for x in ([3.0, 2.0], [1.0, 0.0])]
-
-
-def test_a_batch_is_looked_at_as_closely_as_its_microbatches() -> None:
-    """Of a large tensor 1024 elements are hashed for each of them."""
-    x = torch.zeros(8 * 1024)
-    other = x.clone()
-    other[1] = 1.0
-    assert fingerprint(x) == fingerprint(other)
-    assert fingerprint(x, 8) != fingerprint(other, 8)
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (some_batch(), some_batch(), True),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
+        (X.view(40, 50).t(), X.view(40, 50).t().contiguous(), True),
+        (torch.tensor([1, 2, 3]), torch.tensor([1, 3, 2]), False),
+        (X, -X, False),
+        (X, X.view(40, 50), False),
+        (X, X.double(), False),
+        ((X, X + 1), (X + 1, X), False),
+        (X, torch.cat([X[:1024], X[1024:] + 1]), False),
+        (torch.zeros(8 * 1024), changed(torch.zeros(8 * 1024), -8), False),
+    ],
+    ids=["equal", "nan", "strides", "order", "signs", "shape", "dtype", "order of tensors", "spread", "sampled"],
+)
+def test_fingerprints(one: Any, other: Any, alike: bool) -> None:
+    assert 0 <= fingerprint(one) < 2**63
+    assert (fingerprint(one) == fingerprint(other)) == alike
 
 
 @pytest.mark.parametrize(
@@ -201,16 +195,9 @@ def test_a_weight_is_any_number(weight: Any) -> None:
     assert checked_weight(weight) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("weight", "what"),
-    [
-        (None, "returned None: return one number"), (torch.ones(2), r"a tensor of shape \(2,\): return one number"),
-        ("3", "returned '3'"), ([1.0], r"returned \[1.0\]"), (1j, "returned 1j"),
-        (-1.0, "returned -1.0: it must be finite"), (float("nan"), "finite"), (torch.tensor(float("inf")), "finite"),
-    ],
-)  # fmt: skip
-def test_what_is_no_weight_is_refused_with_what_was_returned(weight: Any, what: str) -> None:
-    with pytest.raises(ConfigurationError, match=what):
+@pytest.mark.parametrize("weight", [None, torch.ones(2), "3", -1.0, float("nan"), torch.tensor(float("inf"))])
+def test_what_is_no_weight_is_refused(weight: Any) -> None:
+    with pytest.raises(ConfigurationError, match="microbatch_weight"):
         checked_weight(weight)
 
 
@@ -246,14 +233,6 @@ def test_what_was_changed_since_is_read_as_it_is(change: Callable[[Any], object]
     assert known.of(copy)["x"] is copy["x"]
 
 
-def test_the_batch_before_is_forgotten_and_what_is_on_the_device_stays() -> None:
-    known, _, copy = moved()
-    loaded = torch.arange(3.0)  # by the loader, where it belongs
-    known.moved(loaded, loaded)
-    assert known.of(copy) is copy
-    assert known.of(loaded) is loaded
-
-
 def test_weights_and_marks_are_read_from_the_host() -> None:
     batch, on_host = torch.arange(8.0), torch.arange(8.0)
     read: list[Tensor] = []
@@ -269,15 +248,45 @@ def test_weights_and_marks_are_read_from_the_host() -> None:
     assert slots[0].content.data_ptr() == batch.data_ptr()
 
 
-def test_a_split_of_the_user_s_is_called_once() -> None:
-    calls: list[Tensor] = []
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values).view(-1, 1)
 
-    def split(batch: Tensor, parts: int) -> list[Any]:
-        calls.append(batch)
-        return [*batch.tensor_split(parts - 1), None]
 
-    batch = torch.arange(4.0)
-    slots = cut_batch(batch, 3, split, lambda x: float(x.sum()), batch.clone())
-    assert [slot.weight for slot in slots] == [1.0, 5.0, 0.0]
-    assert slots[2] == Slot(None, fingerprint(None), 0.0)
-    assert calls == [batch]
+THING = object()
+MERGED: dict[str, tuple[list[Any], Any]] = {  # results of two microbatches that weigh 3 and 1, and of both
+    "rows": ([tensor(1, 2), tensor(3)], tensor(1, 2, 3)),
+    "no dimensions": ([torch.tensor(1.0), torch.tensor(5.0)], torch.tensor(2.0)),
+    "numbers": ([1, 5.0], 2.0),
+    "arrays": ([np.arange(2), np.arange(1)], np.array([0, 1, 0])),
+    "strings": (["a", "b"], ["a", "b"]),
+    "objects": ([THING, None], [THING, None]),
+    "of two kinds": ([["a"], ("b",)], [["a"], ("b",)]),
+    "padded differently": ([torch.zeros(2, 5), torch.zeros(1, 7)], [torch.zeros(2, 5), torch.zeros(1, 7)]),
+    "nothing": ([None, None], None),
+    "lists": ([["a", "b"], ["c"]], ["a", "b", "c"]),
+    "dictionaries in lists": ([[{"id": 1}], [{"id": 2}]], [{"id": 1}, {"id": 2}]),
+    "tensors in lists": (
+        [[tensor(1, 2), ["a"], "s", 1.0], [tensor(3), ["b"], "t", 5.0]], [tensor(1, 2, 3), ["a", "b"], ["s", "t"], 2.0],
+    ),
+    "a tensor per sample": ([[tensor(1), tensor(2, 3)], [tensor(4)]], [tensor(1), tensor(2, 3), tensor(4)]),
+    "containers in tuples": ([(["a", "b"], 1.0), (["c"], 5.0)], (["a", "b", "c"], 2.0)),
+    "named tuples": ([Pair(tensor(1), ["a"]), Pair(tensor(2), ["b"])], Pair(tensor(1, 2), ["a", "b"])),
+    "keys": ([{"y": tensor(1), "n": "a"}, {"y": tensor(3), "z": 1.0}], {"y": tensor(1, 3), "n": ["a"], "z": 1.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_results_are_joined(name: str) -> None:
+    results, expected = MERGED[name]
+    merged = merge_outputs(results, (3.0, 1.0))
+    assert type(merged) is type(expected)
+    assert repr(merged) == repr(expected)
+
+
+def test_what_has_no_weight_is_left_out_of_averages_but_not_of_predictions() -> None:
+    losses = torch.tensor([float("nan"), 3.0])
+    results = [{"loss": losses[0], "p": torch.zeros(2)}, {"loss": losses[1], "p": torch.ones(2)}]
+    merged = merge_outputs(results, [0.0, 4.0])
+    assert float(merged["loss"]) == 3.0
+    assert merged["p"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert merge_outputs([1.0, 3.0], [0.0, 0.0]) == 2.0

@@ -1,4 +1,4 @@
-"""The engine over processes and replicas computes what the oracle computes; all options stand in `test_engine.py`."""
+"""Over processes the engine computes what the oracle computes; replicas to rounding, and all with the same bits."""
 
 from __future__ import annotations
 
@@ -10,90 +10,103 @@ import numpy as np
 import pytest
 
 from tests.helpers.cases import Case, frozen_in_front, make, make_model
-from tests.helpers.engine import assert_equals_oracle, assert_same_norms, check_random_case, run_oracle, weights_of
+from tests.helpers.engine import (
+    assert_same_losses,
+    assert_same_norms,
+    assert_same_statistics,
+    assert_same_weights,
+    check_random_case,
+    run_oracle,
+    weights_of,
+)
 from tests.helpers.pool import EnginePools
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
-
-CASES = {
-    "all at once": Case(3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, unequal_weights=True),
-    "accumulated": Case(5, accumulate=2, dropout=0.3, batch_sizes=(9, 9, 5, 2), drains=(1,), evaluates=(2,)),
-    "tied and routed": Case(4, tied=True, routed=True, resumes=(2,), checkpointing=True),
-    "least, slack": Case(4, staleness="least", slack=1, lookahead=1, tied=True, max_norm=0.5, drains=(2,)),
-    "least, exact": Case(4, staleness="least", slack="exact", nan_at=2, batch_sizes=(6, 6, 6, 0, 6)),
-    "masters": Case(4, bf16=True, error_feedback=0.5, optimizer="counting"),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_three_stages(engine_pools: EnginePools, name: str) -> None:
-    assert_equals_oracle(engine_pools.run(CASES[name], 3), CASES[name], 3)
-
-
-def test_the_cut_is_the_one_that_was_asked_for(engine_pools: EnginePools) -> None:
-    case = Case(2, cut="back", batch_sizes=(4, 4))
-    assert case.counts(2) == [1, 8]
-    last, first = engine_pools.run(case, 2)
-    layers = {int(name.partition(".")[0]) for name in first["weights"]}
-    assert max(layers) < 1 <= min(int(name.partition(".")[0]) for name in last["weights"])
-
-
-@pytest.mark.parametrize("seed", [pytest.param(k, marks=[] if k < 8 else pytest.mark.slow) for k in range(60)])
-def test_random_case(engine_pools: EnginePools, seed: int) -> None:
-    """With layers, replicas, drains, evaluations and resumes wherever they fall."""
-    check_random_case(engine_pools, seed)
-
 
 # The oracle adds all microbatches in one order; replicas add their own and then each other's. The sums differ in the
 # last bits, about 1e-7 relative, and adamw divides by the gradient's own size, so that an element whose terms nearly
 # cancel moves by up to lr * 1e-7 * (size of the terms / size of the sum) more or less per step. Weights are of order 1.
 TOLERANCE = 2e-6
 
+SHARED_BY_ALL = partial(
+    make, tuple((k, "tensor") for k in ("linear", "projection", "as first", "as first", "experts", "as first"))
+)
+ONE_REPLICA = {
+    "clipped feedback of muon": (
+        3, Case(7, lookahead=2, max_norm=0.3, scheduler=True, error_feedback=1.0, optimizer="muon"),
+    ),
+    "accumulated, partial, with dropout": (
+        4, Case(5, batch_sizes=(8, 5, 2, 1), unequal_weights=True, accumulate=2, dropout=0.3, random_input=True),
+    ),
+    "tied and routed, drained, resumed": (
+        3, Case(5, tied=True, routed=True, max_norm=0.3, drains=(0, 2), evaluates=(1,), resumes=(3,)),
+    ),
+    "stages step ahead": (4, Case(6, staleness="least", slack=1, max_norm=0.3, drains=(1,))),
+    "stages wait for the exact norm": (3, Case(5, staleness="least", slack="exact", max_norm=0.3, nan_at=2)),
+    "bf16, shared by three stages": (3, Case(4, model=SHARED_BY_ALL, cut=(2, 2, 3), bf16=True, checkpointing=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_REPLICA)
+def test_stages_in_processes_equal_the_oracle(engine_pools: EnginePools, name: str) -> None:
+    num_stages, case = ONE_REPLICA[name]
+    results = engine_pools.run(case, num_stages)
+    weights, losses = run_oracle(case, num_stages)
+    assert_same_weights(results, weights)
+    assert_same_losses(results, losses)
+    assert_same_norms(results)
+    assert_same_statistics(results)
+
+
+# All of them have replicas; those without are in core/test_engine.py.
+WITH_REPLICAS = (5, 6, 13, 14, 23, 28, 29, 30, 32, 36, 37, 42, 45, 46, 49, 52, 55)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(k, marks=[] if k < 14 else pytest.mark.slow) for k in WITH_REPLICAS])
+def test_random_case(engine_pools: EnginePools, seed: int) -> None:
+    check_random_case(engine_pools, seed)
+
+
 REPLICAS = {
-    "partial batches": Case(4, batch_sizes=(9, 9, 5, 2), unequal_weights=True, scheduler=True),
-    "error feedback": Case(3, error_feedback=1.0, optimizer="counting", accumulate=2, max_norm=0.5),
-    "skipped step": Case(3, nan_at=2),
+    "partial-batches": Case(4, batch_sizes=(9, 9, 5, 2), unequal_weights=True, scheduler=True),
+    "error-feedback": Case(3, error_feedback=1.0, optimizer="counting", accumulate=2, max_norm=0.5),
+    "skipped-step": Case(3, nan_at=2),
     "tied": Case(3, tied=True, unequal_weights=True, max_norm=0.5, drains=(1,)),
     "least": Case(3, staleness="least", lookahead=0, unequal_weights=True, max_norm=0.5, drains=(1,), accumulate=2),
-    "least, slack, tied": Case(4, staleness="least", slack=1, lookahead=1, tied=True, routed=True, max_norm=0.5),
-    "least, frozen": Case(3, staleness="least", model=frozen_in_front, cut=(1, 4), unequal_weights=True, max_norm=0.5),
+    "least-slack-tied": Case(4, staleness="least", slack=1, lookahead=1, tied=True, routed=True, max_norm=0.5),
+    "least-exact": Case(3, staleness="least", slack="exact", nan_at=2, error_feedback=1.0, optimizer="counting"),
+    "least-frozen": Case(3, staleness="least", model=frozen_in_front, cut=(1, 4), unequal_weights=True, max_norm=0.5),
     "synchronous": Case(2, delay=0, unequal_weights=True),
+    "uneven-cut": Case(3, cut="back", unequal_weights=True, max_norm=0.5),
 }
-
-
-def assert_copies_are_the_same(results: list[dict[str, Any]]) -> None:
-    first, second = weights_of(results, 0), weights_of(results, 1)
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-    assert all(np.array_equal(np.asarray(c), first[name]) for r in results for name, c in r["copies"].items())
-    assert_same_norms(results)
 
 
 @pytest.mark.parametrize("name", REPLICAS)
 def test_two_replicas_equal_the_oracle_to_rounding(engine_pools: EnginePools, name: str) -> None:
-    """And each other bitwise."""
     case = replace(REPLICAS[name], data_parallel_size=2)
     results = engine_pools.run(case, 2)
-    assert_copies_are_the_same(results)
     expected, losses = run_oracle(case, num_stages=2)
-    found = weights_of(results)
-    assert sorted(found) == sorted(expected)
-    for parameter, value in expected.items():
-        np.testing.assert_allclose(found[parameter], value.numpy(), rtol=0, atol=TOLERANCE, err_msg=parameter)
+    check_replicas(results, expected, TOLERANCE)
     if case.nan_at is None and not case.unequal_weights:
         means = np.mean([result["losses"] for result in results if result["losses"]], axis=0)
         assert means == pytest.approx(losses, rel=1e-5)
 
 
+def check_replicas(results: list[dict[str, Any]], expected: dict[str, Any], tolerance: float) -> None:
+    """Replicas and copies of shared weights have the same bits, and those of the oracle but for rounding."""
+    first, second = weights_of(results, 0), weights_of(results, 1)
+    assert sorted(first) == sorted(expected)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert all(np.array_equal(np.asarray(c), first[n]) for r in results for n, c in r["copies"].items())
+    for name, value in expected.items():
+        np.testing.assert_allclose(first[name], value.numpy(), rtol=0, atol=tolerance, err_msg=name)
+    assert_same_norms(results)
+
+
 def test_three_stages_and_two_replicas_share_a_weight(engine_pools: EnginePools) -> None:
     """To rounding: replicas add a stage's uses before they reduce."""
-    kinds = ("linear", "projection", "as first", "as first", "experts", "as first", "as first")
-    model = partial(make, tuple((kind, "tensor") for kind in kinds))
-    case = Case(3, model=model, cut=(2, 2, 4), data_parallel_size=2, max_norm=0.3, optimizer="counting")
-    results = engine_pools.run(case, 3)
-    assert_copies_are_the_same(results)
-    found = weights_of(results)
-    for name, value in run_oracle(case)[0].items():
-        np.testing.assert_allclose(found[name], value.numpy(), rtol=0, atol=1e-5)
+    case = Case(3, model=SHARED_BY_ALL, cut=(2, 2, 3), data_parallel_size=2, max_norm=0.3, optimizer="counting")
+    check_replicas(engine_pools.run(case, 3), run_oracle(case)[0], 1e-5)
 
 
 def test_an_unused_parameter_has_no_gradient_on_any_replica(engine_pools: EnginePools) -> None:
@@ -107,13 +120,14 @@ def test_an_unused_parameter_has_no_gradient_on_any_replica(engine_pools: Engine
         assert not np.array_equal(weights[sometimes], before[sometimes].detach().numpy())
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.3}, {"random_input": True}], ids=["layers", "user code"])
-def test_replicas_draw_their_own_random_numbers(engine_pools: EnginePools, options: dict[str, Any]) -> None:
-    """With the same numbers, equal batches on both would give the run of one, as they do without any."""
-    same = {}
-    for name, more in (("plain", {}), ("random", options)):
-        one = Case(3, max_norm=0.5, scheduler=True, error_feedback=1.0, same_data=True, **more)
-        alone = weights_of(engine_pools.run(one, 2))
-        together = weights_of(engine_pools.run(replace(one, data_parallel_size=2), 2))
-        same[name] = all(np.array_equal(alone[name], together[name]) for name in alone)
-    assert same == {"plain": True, "random": False}
+@pytest.mark.parametrize(
+    ("options", "alike"),
+    [({"max_norm": 0.5, "error_feedback": 1.0}, True), ({"dropout": 0.3}, False), ({"random_input": True}, False)],
+    ids=["g + g over w + w is g over w", "layers draw their own numbers", "user code draws its own numbers"],
+)
+def test_equal_batches_on_both_replicas(engine_pools: EnginePools, options: dict[str, Any], alike: bool) -> None:
+    """They give the run of one, exactly, unless something is random."""
+    one = Case(3, same_data=True, **options)
+    alone = weights_of(engine_pools.run(one, 2))
+    together = weights_of(engine_pools.run(replace(one, data_parallel_size=2), 2))
+    assert all(np.array_equal(alone[name], together[name]) for name in alone) == alike

@@ -37,24 +37,6 @@ def test_a_batch_leaves_the_generator_alone(kind: str) -> None:
     assert len({float(number) for number in drawn}) == run.microbatches, "each microbatch draws its own"
 
 
-def test_what_a_step_draws_after_the_model_does_not_depend_on_the_model() -> None:
-    """A unit that draws more, as another number of layers on the last stage would, changes nothing behind it."""
-    drawn = []
-    for more in (0, 5):
-        run = run_of_one_stage()
-        _draw_more(run.model, more)
-
-        def step(microbatch: Any, weight: float, run: Run = run) -> Tensor:
-            loss = run.step(microbatch, weight)
-            drawn.append(torch.rand(3))
-            return loss
-
-        run.engine.run(run.case.batch(0, 0), step)
-    half = len(drawn) // 2
-    assert half == run.microbatches
-    assert all(torch.equal(a, b) for a, b in zip(drawn[:half], drawn[half:], strict=True))
-
-
 @pytest.mark.parametrize("drained", [False, True])
 def test_what_a_backward_draws_does_not_depend_on_drains(drained: bool) -> None:
     run, drawn = run_of_one_stage(), []
@@ -75,10 +57,3 @@ def test_what_a_backward_draws_does_not_depend_on_drains(drained: bool) -> None:
         expected.append(float(torch.rand(1)))
     assert drawn == expected
     torch.set_rng_state(before)
-
-
-def _draw_more(model: nn.Module, count: int) -> None:
-    def draw(*_: Any) -> None:
-        torch.rand(count)
-
-    model[-1].register_forward_hook(draw)

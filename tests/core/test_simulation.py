@@ -55,14 +55,6 @@ def test_a_stage_that_steps_ahead_waits_for_its_own_gradient_alone(slack: Slack,
     assert lengths == [pytest.approx(6 * 3.0), pytest.approx(6 * 3.0 + waits)]
 
 
-def test_times_may_depend_on_stage_and_microbatch() -> None:
-    lanes = simulate(schedules(2, 0, 1), 3, 2, forward=lambda stage, k: 1.0 + stage, backward=lambda stage, k: k + 1.0)
-    for stage, lane in enumerate(lanes):
-        for span in lane:
-            expected = {Kind.FORWARD: 1.0 + stage, Kind.BACKWARD: span.index + 1.0, Kind.UPDATE: 0.0}[span.kind]
-            assert span.end - span.start == pytest.approx(expected)
-
-
 def test_the_busiest_stage_decides_on_the_steady_state() -> None:
     lanes = simulate(schedules(4, 0, 1), 8, 4, forward=lambda stage, k: 2.0 if stage == 2 else 1.0)
     length, busy = steady_utilisation(lanes, 4, 3, 6)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from lightning_asyncpp.core import trace as module
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import (
     ANCHOR_SECONDS,
+    HOST,
     REST,
     Activity,
     DeviceClock,
@@ -20,6 +24,7 @@ from lightning_asyncpp.core.trace import (
     seconds_by_kind,
     utilisation,
 )
+from lightning_asyncpp.strategy_parts.recording import follow
 from tests.helpers.fake_device import FakeDevice
 
 
@@ -32,15 +37,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 def traced(device: FakeDevice) -> Trace:
     return Trace(0, DeviceClock(device), keep=False)
-
-
-def test_a_span_is_recorded_even_when_what_runs_fails() -> None:
-    trace = Trace(0)
-    with pytest.raises(KeyError), trace.span(Wait.GRADIENT, 3, num_bytes=7):
-        raise KeyError
-    (span,) = trace.spans
-    assert (span.kind, span.index, span.version, span.num_bytes) == (Wait.GRADIENT, 3, -1, 7)
-    assert span.end >= span.start
 
 
 def test_a_span_lasts_as_long_as_the_device_works(device: FakeDevice) -> None:
@@ -89,17 +85,6 @@ def test_clocks_that_drift_stay_together(monkeypatch: pytest.MonkeyPatch) -> Non
         assert span.end - span.start == pytest.approx(0.010, abs=5e-6)
 
 
-def test_the_end_waits_for_what_was_launched_but_not_for_ever(device: FakeDevice) -> None:
-    trace = traced(device)
-    reader = trace.read()
-    with trace.span(Kind.FORWARD, 0):
-        device.launch(0.3)
-    with trace.span(Kind.BACKWARD, 0):
-        device.launch(3600)
-    assert [span.kind for span in reader.take(seconds=1.0)] == [Kind.FORWARD]
-    assert device.host == pytest.approx(1001.0, abs=0.01)
-
-
 def test_a_broken_device_hides_no_error(device: FakeDevice) -> None:
     def break_and_fail() -> None:
         device.is_broken = True
@@ -110,6 +95,23 @@ def test_a_broken_device_hides_no_error(device: FakeDevice) -> None:
     with pytest.raises(KeyError), trace.span(Kind.BACKWARD, 0):
         break_and_fail()
     assert reader.take(seconds=1.0) == []
+
+
+def engine(trace: Trace | None = None) -> Any:
+    return SimpleNamespace(runner=SimpleNamespace(trace=trace, clock=HOST), mesh=SimpleNamespace(stage=2))
+
+
+def test_the_first_reader_starts_the_recording_and_the_last_ends_it() -> None:
+    watched, trace = engine(), Trace(0)
+    first, second = follow(watched), follow(watched)
+    first.close()
+    first.close()
+    assert watched.runner.trace.stage == 2
+    second.close()
+    assert watched.runner.trace is None
+    foreign = engine(trace)
+    follow(foreign).close()
+    assert foreign.runner.trace is trace, "somebody else's stays"
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------

@@ -115,26 +115,17 @@ def test_masters_stay_and_versions_are_kept_in_the_compute_dtype() -> None:
     assert torch.equal(weights.masters()["w"], parameter.detach())  # type: ignore[index]
 
 
-def test_masters_are_restored_beside_the_versions() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
+def test_gradients_of_bf16_leaves_are_summed_in_fp32() -> None:
+    parameter = nn.Parameter(torch.ones(1))
     weights = WeightVersions({"w": parameter}, 2, compute_dtype=torch.bfloat16)
-    with torch.no_grad():
-        parameter.fill_(3.0)  # what a checkpoint shows
-    weights.restore(5, {"w": torch.tensor([2.0])}, {"w": torch.tensor([3.001])})
-    assert parameter.tolist() == torch.tensor([3.001]).tolist()
-    assert (weights.leaves(4)["w"].tolist(), weights.leaves(5)["w"].tolist()) == ([2.0], [3.0])
-
-
-def test_every_use_of_a_parameter_has_a_leaf_with_the_same_memory() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    weights = WeightVersions({"a": parameter}, 2, uses={"b": "a"})
-    leaves = weights.leaves(0)
-    assert leaves["a"].data_ptr() == leaves["b"].data_ptr()
-    (leaves["a"] * 2 + leaves["b"] * 3).sum().backward()
-    assert weights.take_gradients()["a"].tolist() == [5.0, 5.0]  # type: ignore[union-attr]
-    weights.advance()
-    assert weights.leaves(1)["b"].data_ptr() == weights.leaves(1)["a"].data_ptr() == parameter.data_ptr()
-    assert weights.older().keys() == {"a"}  # type: ignore[union-attr]
+    for factor in (256.0, 1.0):  # 257 is no number of bf16
+        (weights.leaves(0)["w"] * factor).sum().backward()
+    assert weights.leaves(0)["w"].grad is None
+    gradient = weights.take_gradients()["w"]
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    assert gradient.tolist() == [257.0]
+    assert weights.take_gradients()["w"] is None
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

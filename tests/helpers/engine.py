@@ -1,4 +1,4 @@
-"""Running a case through the engine (in a worker process) and through the oracle."""
+"""Running a case through the engine (in a worker process) and through the oracle, and comparing the two."""
 
 from __future__ import annotations
 
@@ -381,15 +381,6 @@ def assert_same_norms(results: Results) -> None:
 def assert_same_statistics(results: Results) -> None:
     """All ranks log the same numbers."""
     assert all(result["statistics"] == results[0]["statistics"] for result in results)
-
-
-def assert_equals_oracle(results: Results, case: Case, num_stages: int) -> None:
-    """Everything that the stages returned is what the oracle computes."""
-    weights, losses = run_oracle(case, num_stages)
-    assert_same_weights(results, weights)
-    assert_same_losses(results, losses)
-    assert_same_norms(results)
-    assert_same_statistics(results)
 
 
 def check_random_case(pools: EnginePools, seed: int) -> None:

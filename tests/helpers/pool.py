@@ -14,7 +14,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -30,140 +29,16 @@ from tests.helpers.cases import Case
 from tests.helpers.engine import run_case
 
 Scenario = Callable[..., Any]
+Prepare = Callable[[int], Callable[[], None]]
+"""Called with the rank in each worker at its beginning; what it returns is called after every case."""
 SHORT_GRACE_SECONDS = 0.3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a scenario came to on one rank: a value, or an error with its class's name and its message."""
-
-    value: Any = None
-    error: str = ""
-    message: str = ""
-    trace: str = ""
-
-
-class TrainerPool:
-    """``world_size`` processes in which Lightning sees externally started ranks; their process group is made once."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        context = worker_context()
-        self._tasks = [context.SimpleQueue() for _ in range(world_size)]
-        self._results = context.Queue()
-        self._processes = [
-            context.Process(target=_work, args=(rank, world_size, port, self._tasks[rank], self._results), daemon=True)
-            for port in (free_port(),)
-            for rank in range(world_size)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def outcomes(self, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Outcome]:
-        """Run a scenario on all ranks; what it came to on each, by rank."""
-        for task in self._tasks:
-            task.put((scenario, args))
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < self.world_size:
-            try:
-                rank, outcome = self._results.get(timeout=timeout)
-            except Exception as error:
-                ended = {rank: o.trace or "ended well" for rank, o in sorted(outcomes.items())}
-                raise TimeoutError(
-                    f"only these ranks of {self.world_size} ended within {timeout} s: {ended}"
-                ) from error
-            outcomes[rank] = outcome
-        return [outcomes[rank] for rank in range(self.world_size)]
-
-    def close(self) -> None:
-        """End the processes; with SIGKILL, because a failed scenario may have left threads that wait on gloo."""
-        for process in self._processes:
-            process.kill()
-            process.join(timeout=10)
-
-
-class Pools:
-    """One pool per number of processes, started when first needed and replaced after a hang."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, TrainerPool] = {}
-
-    def outcomes(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Outcome]:
-        """Run a scenario on ``world_size`` ranks, errors included."""
-        if world_size not in self._pools:
-            self._pools[world_size] = TrainerPool(world_size)
-        try:
-            return self._pools[world_size].outcomes(scenario, *args, timeout=timeout)
-        except BaseException:
-            self._pools.pop(world_size).close()
-            raise
-
-    def run(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Any]:
-        """Run a scenario that must not fail; what it returned on each rank."""
-        outcomes = self.outcomes(world_size, scenario, *args, timeout=timeout)
-        failed = {rank: outcome.trace for rank, outcome in enumerate(outcomes) if outcome.error}
-        if failed:
-            self._pools.pop(world_size).close()  # another test's ranks may not find each other in it
-        assert not failed, "\n".join(f"rank {rank}:\n{trace}" for rank, trace in failed.items())
-        return [outcome.value for outcome in outcomes]
-
-    def close(self) -> None:
-        """End all pools."""
-        for pool in self._pools.values():
-            pool.close()
-
-
-def impatient(scenario: Scenario, *args: Any) -> Any:
-    """Run a scenario in which one rank fails alone: it hangs up soon, not after the seconds that others have for it."""
-    grace, failure_watch.GRACE_SECONDS = failure_watch.GRACE_SECONDS, SHORT_GRACE_SECONDS
-    try:
-        return scenario(*args)
-    finally:
-        failure_watch.GRACE_SECONDS = grace
-
-
-def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables by which Lightning recognises torchrun."""
-    return {
-        "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
-        "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-    }  # fmt: skip
-
-
-def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> None:
-    end_with_parent()
-    os.environ.update(elastic_environment(rank, world_size, port))
-    # Lightning would take cores / processes threads, and sums would be rounded differently for every number of stages.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=20))
-    gc.freeze()
-    held: list[BaseException] = []
-    while True:
-        scenario, args = tasks.get()
-        # What failed holds its pipeline's connections, which another rank may have read from until it failed as well.
-        # They are let go only now that all ranks have ended; their threads would take the next scenario's cores.
-        held.clear()
-        gc.collect()
-        destroy_retired(grace=0.0)
-        try:
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                outcome = Outcome(scenario(*args))
-        except BaseException as error:
-            held.append(error)
-            outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
-        sys.stdout.flush()
-        results.put((rank, outcome))
-
-
 _IMPORTED = [
     *("pytest", "hypothesis", "lightning.pytorch.cli"),  # which come with the scenarios that test modules define
     *(
         f"tests.{name}"
-        for name in ("helpers.spared", "faults.script", "helpers.fabric", "helpers.engine", "storage.saves")
+        for name in ("helpers.spared", "faults.script", "helpers.fabric", "helpers.pool", "storage.saves")
     ),
-    *("tests.helpers.trainer", "tests.helpers.pool"),
+    "tests.helpers.trainer",
 ]
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -188,7 +63,7 @@ class Closable(Protocol):
 P = TypeVar("P", bound=Closable)
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened(pools: P) -> Iterator[P]:
     """Pools for a module's tests, beside which this process computes with one thread, as the workers do."""
     threads = torch.get_num_threads()
@@ -215,114 +90,171 @@ def free_port() -> int:
     ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 32_768
     while True:
         port = 10_000 + secrets.randbelow(ephemeral - 10_000)  # random numbers are seeded alike in all workers
-        with socket.socket() as listener, suppress(OSError):
+        with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
 
 
-Prepare = Callable[[int], Callable[[], None]]
+@dataclass(frozen=True)
+class Outcome:
+    """What a scenario came to on one rank: a value, or an error with its class's name and its message."""
+
+    value: Any = None
+    error: str = ""
+    message: str = ""
+    trace: str = ""
 
 
-class WorkerPool:
-    """``world_size`` processes over gloo; with replicas they stand as D x P.
-
-    Args:
-        world_size: their number.
-        prepare: called with the rank in each of them at its beginning; what it returns, after every case.
-    """
+class TrainerPool:
+    """``world_size`` processes in which Lightning sees externally started ranks; their process group is made once."""
 
     def __init__(self, world_size: int, prepare: Prepare | None = None) -> None:
         self.world_size = world_size
         context = worker_context()
         self._tasks = [context.SimpleQueue() for _ in range(world_size)]
         self._results = context.Queue()
-        port = free_port()
         self._processes = [
-            context.Process(target=_run_cases, args=(rank, world_size, port, task, self._results, prepare), daemon=True)
+            context.Process(target=_work, args=(rank, world_size, port, task, self._results, prepare), daemon=True)
+            for port in (free_port(),)
             for rank, task in enumerate(self._tasks)
         ]
         for process in self._processes:
             process.start()
 
-    def run(self, case: Case, timeout: float = 120.0) -> list[dict[str, Any]]:
-        """Run a case on all ranks and return what each returned, by rank."""
+    def outcomes(
+        self, scenario: Scenario, *args: Any, timeout: float = 40.0, until_error: bool = False
+    ) -> list[Outcome]:
+        """Run a scenario on all ranks; what it came to on each, by rank. ``until_error``: the first one ends it."""
         for task in self._tasks:
-            task.put(case)
-        results: dict[int, Any] = {}
-        for _ in range(self.world_size):
-            rank, outcome, error = self._results.get(timeout=timeout)
-            if error:
-                raise AssertionError(f"rank {rank} failed on {case}:\n{error}")
-            results[rank] = outcome
-        return [results[rank] for rank in range(self.world_size)]
+            task.put((scenario, args))
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.world_size:
+            try:
+                rank, outcome = self._results.get(timeout=timeout)
+            except Exception as error:
+                ended = {rank: o.trace or "ended well" for rank, o in sorted(outcomes.items())}
+                raise TimeoutError(
+                    f"only these ranks of {self.world_size} ended within {timeout} s: {ended}"
+                ) from error
+            assert not (until_error and outcome.error), f"rank {rank} failed on {args}:\n{outcome.trace}"
+            outcomes[rank] = outcome
+        return [outcomes[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.put(None)
+        """End the processes; with SIGKILL, because a failed scenario may have left threads that wait on gloo."""
         for process in self._processes:
-            process.join(timeout=20)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the processes that are still there: of a pool in which a rank failed, all."""
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
+            process.kill()
+            process.join(timeout=10)
 
 
-def _run_cases(rank: int, world_size: int, port: int, tasks: Any, results: Any, prepare: Prepare | None) -> None:
-    end_with_parent()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))
-    check = prepare(rank) if prepare is not None else None
-    meshes: dict[int, Mesh] = {}
-    while (case := tasks.get()) is not None:
-        try:
-            replicas = kind = case.data_parallel_size
-            if kind not in meshes:
-                meshes[kind] = Mesh(world_size // replicas, replicas, rank)
-                meshes[kind].connect(direct=check is not None)
-            outcome = run_case(case, meshes[kind])
-            if check is not None:
-                check()
-            results.put((rank, {k: _plain(v) for k, v in outcome.items()}, ""))
-        except Exception:
-            results.put((rank, None, traceback.format_exc()))
-            return
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _plain(value: Any) -> Any:
-    # numpy arrays travel by value; tensors would be shared by file descriptor
-    return {name: t.numpy() for name, t in value.items()} if isinstance(value, dict) else value
-
-
-class EnginePools:
-    """One pool per number of processes, started when first needed and replaced when a rank failed.
-
-    Args:
-        prepare: see :class:`WorkerPool`.
-    """
+class Pools:
+    """One pool per number of processes, started when first needed and replaced after a hang."""
 
     def __init__(self, prepare: Prepare | None = None) -> None:
         self._prepare = prepare
-        self._pools: dict[int, WorkerPool] = {}
+        self._pools: dict[int, TrainerPool] = {}
+
+    def outcomes(self, world_size: int, scenario: Scenario, *args: Any, **limits: Any) -> list[Outcome]:
+        """Run a scenario on ``world_size`` ranks, errors included; ``limits`` as for a pool."""
+        if world_size not in self._pools:
+            self._pools[world_size] = TrainerPool(world_size, self._prepare)
+        try:
+            return self._pools[world_size].outcomes(scenario, *args, **limits)
+        except BaseException:
+            self._pools.pop(world_size).close()
+            raise
+
+    def run(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Any]:
+        """Run a scenario that must not fail; what it returned on each rank."""
+        outcomes = self.outcomes(world_size, scenario, *args, timeout=timeout)
+        failed = {rank: outcome.trace for rank, outcome in enumerate(outcomes) if outcome.error}
+        if failed:
+            self._pools.pop(world_size).close()  # another test's ranks may not find each other in it
+        assert not failed, "\n".join(f"rank {rank}:\n{trace}" for rank, trace in failed.items())
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        """End all pools."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+class EnginePools:
+    """Processes that run the engine alone: those of :class:`Pools`; with replicas they stand as D x P."""
+
+    def __init__(self, prepare: Prepare | None = None) -> None:
+        self._pools = Pools(prepare)
 
     def run(self, case: Case, num_stages: int) -> list[dict[str, Any]]:
         """Run a case; the results by rank, so the last stage of replica 0 comes first."""
         world_size = num_stages * case.data_parallel_size
         if world_size == 1:
             return [run_case(case, Mesh(1, 1, 0))]
-        if world_size not in self._pools:
-            self._pools[world_size] = WorkerPool(world_size, self._prepare)
-        try:
-            return self._pools[world_size].run(case)
-        except BaseException:
-            self._pools.pop(world_size).kill()
-            raise
+        outcomes = self._pools.outcomes(world_size, _run_on_this_rank, case, timeout=120.0, until_error=True)
+        return [outcome.value for outcome in outcomes]
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+        """End all pools."""
+        self._pools.close()
+
+
+_meshes: dict[int, Mesh] = {}  # of this worker, by the number of replicas
+_checks: list[Callable[[], None]] = []  # what its preparation asked for
+
+
+def _run_on_this_rank(case: Case) -> dict[str, Any]:
+    replicas = case.data_parallel_size
+    if replicas not in _meshes:
+        _meshes[replicas] = Mesh(dist.get_world_size() // replicas, replicas, dist.get_rank())
+        _meshes[replicas].connect(direct=bool(_checks))
+    outcome = run_case(case, _meshes[replicas])
+    for check in _checks:
+        check()
+    # numpy arrays travel by value; tensors would be shared by file descriptor
+    return {k: {n: t.numpy() for n, t in v.items()} if isinstance(v, dict) else v for k, v in outcome.items()}
+
+
+def impatient(scenario: Scenario, *args: Any) -> Any:
+    """Run a scenario in which one rank fails alone: it hangs up soon, not after the seconds that others have for it."""
+    grace, failure_watch.GRACE_SECONDS = failure_watch.GRACE_SECONDS, SHORT_GRACE_SECONDS
+    try:
+        return scenario(*args)
+    finally:
+        failure_watch.GRACE_SECONDS = grace
+
+
+def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables by which Lightning recognises torchrun."""
+    return {
+        "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+        "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+    }  # fmt: skip
+
+
+def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any, prepare: Prepare | None) -> None:
+    end_with_parent()
+    os.environ.update(elastic_environment(rank, world_size, port))
+    # Lightning would take cores / processes threads, and sums would be rounded differently for every number of stages.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=20))
+    if prepare is not None:
+        _checks.append(prepare(rank))
+    gc.freeze()
+    held: list[BaseException] = []
+    while True:
+        scenario, args = tasks.get()
+        # What failed holds its pipeline's connections, which another rank may have read from until it failed as well.
+        # They are let go only now that all ranks have ended; their threads would take the next scenario's cores.
+        held.clear()
+        gc.collect()
+        destroy_retired(grace=0.0)
+        try:
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                outcome = Outcome(scenario(*args))
+        except BaseException as error:
+            held.append(error)
+            outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
+        sys.stdout.flush()
+        results.put((rank, outcome))

@@ -141,7 +141,7 @@ class Leg:
 def chains(draw: st.DrawFn) -> tuple[Leg, ...]:
     """Two to four runs."""
     rng = draw(st.randoms(use_true_random=True))
-    first = _first_case(rng)
+    first = _resumable(rng)
     count = len(first.mini_batches)
     ats = sorted(rng.sample(range(1, count), rng.randint(1, min(3, count - 1))))
     turning = rng.choice([None, *range(1, len(ats) + 1)]) if not (first.delay or first.bf16) else None
@@ -162,7 +162,7 @@ def expected_case(legs: tuple[Leg, ...]) -> Case:
     return replace(last, start=start or 0, data_parallel_size=1)
 
 
-def _first_case(rng: random.Random) -> Case:
+def _resumable(rng: random.Random) -> Case:
     while True:
         stages, case = draw_from(rng)
         least = 1 + (case.data_parallel_size > 1)  # microbatches, with which a run without delay may become one with

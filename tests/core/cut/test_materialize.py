@@ -85,24 +85,6 @@ def test_shared_parameters_stay_shared_and_frozen_ones_frozen() -> None:
     assert [p.requires_grad for p in (model[0].weight, model[0].bias, model[1].bias)] == [True, False, True]
 
 
-def test_real_weights_are_kept() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    parameters = list(model.parameters())
-    before = [p.detach().clone() for p in parameters]
-    cut(model, 0, 1, 0, CPU)
-    assert all(p is q and torch.equal(p, b) for p, q, b in zip(model.parameters(), parameters, before))
-
-
-def test_real_children_of_a_partly_meta_layer_are_kept() -> None:
-    """The parent's reset_parameters() would set its real child too: it is not called."""
-    block = on_meta(Block)
-    block.linear = nn.Linear(4, 4)
-    bias = block.linear.bias.detach().clone()
-    with pytest.raises(ConfigurationError, match=r"meta tensors without an initialiser: 0\.gain, 0\.table; "):
-        cut(nn.Sequential(block), 0, 1, 0, CPU)
-    assert torch.equal(block.linear.bias, bias)
-
-
 class Forgetful(nn.Module):
     """Sets ``kept`` and forgets the rest."""
 

@@ -1,4 +1,4 @@
-"""The arithmetic of cuts: the best one by brute force is the one that is found."""
+"""What a cut goes by: the user, the model, measured times or sizes; the best one by brute force is the one found."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_asyncpp.auxiliary import add_auxiliary_loss
 from lightning_asyncpp.core.cut.cutting import cut
-from lightning_asyncpp.core.cut.partition import Partition, balanced, check_given, loads_of, uniform
+from lightning_asyncpp.core.cut.partition import balanced, uniform
 from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition, unit_times
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.errors import ConfigurationError
@@ -60,36 +59,6 @@ def test_no_cut_is_better(units: list[tuple[float, bool]], num_stages: int) -> N
     assert counts in list(all_cuts(heavy, num_stages))
 
 
-def test_large_models_take_no_time() -> None:
-    costs = [0.01, *[1.0 + 0.001 * (i % 7) for i in range(200)], 9.0]
-    counts = balanced(costs, [True] * 202, 64)
-    assert (len(counts), sum(counts)) == (64, 202)
-    assert max(loads_of(costs, counts)) == 9
-
-
-def test_what_a_partition_says_of_itself() -> None:
-    partition = Partition((4, 2), (3, 3), "by pipeline_costs()", (0.0, 1.0, 1.0, 1.0, 1.0, 3.0))
-    assert partition.imbalance == pytest.approx(4 / 3.5)
-    assert partition.describe() == "partition=[4, 2] by pipeline_costs(), busiest stage 1.14 times the mean"
-    assert Partition((4, 2), (3, 3), "as given").describe() == "partition=[4, 2] as given"
-
-
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        ([2, 4], r"partition=\[2, 4\] places 6 layers, but the model has 5 .*: the numbers must add up to that"),
-        ([1, 2], r"partition=\[1, 2\] places 3 layers, but the model has 5 "),
-        (
-            [1, 2, 2],
-            r"partition=\[1, 2, 2\] leaves stage 1 \(layers 1 to 2\) without parameters: .* that do are 0, 3, 4$",
-        ),
-    ],
-)
-def test_numbers_that_do_not_fit(counts: list[int], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        check_given(counts, [True, False, False, True, True])
-
-
 CPU = torch.device("cpu")
 
 
@@ -120,13 +89,6 @@ def test_the_model_knows_best() -> None:
     assert partition.describe() == "partition=[1, 3] by pipeline_costs(), busiest stage 1.00 times the mean"
 
 
-def test_a_list_that_does_not_fit_is_refused_with_one_stage_too() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert choose_partition(model, 0, 1, [2]).counts == (2,)
-    with pytest.raises(ConfigurationError, match=r"partition=\[3\] places 3 layers, but the model has 2"):
-        choose_partition(model, 0, 1, [3])
-
-
 def test_measured_times_come_before_sizes() -> None:
     model = nn.Sequential(Sleeping(4, 10), *[Sleeping(4, 1) for _ in range(4)])
     measured = choose_partition(model, 0, 2, "auto", example(torch.ones(2, 4)))
@@ -149,12 +111,10 @@ def test_what_the_user_says_counts() -> None:
     assert unknown.describe() == "partition=[3, 1] as given"
 
 
-@pytest.mark.parametrize("costs", [[1, 2, 3], [1, 2, 3, -1]])
+@pytest.mark.parametrize("costs", [[1, 2, 3], [1, 2, 3, float("inf")], [0, 0, 0, 0]])
 def test_costs_that_make_no_sense(costs: list[Any]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match="one cost for each of the 4 layers, finite numbers, 0 or more"):
         choose_partition(Costly(*lines(4), costs=costs), 0, 2, "auto")
-    text = "Costly.pipeline_costs() must return one cost for each of the 4 layers, finite numbers, 0 or more, and not"
-    assert str(caught.value) == f"{text} all 0; it returned {len(costs)}: {costs}"
 
 
 def test_a_model_that_was_cut_before() -> None:
@@ -164,11 +124,8 @@ def test_a_model_that_was_cut_before() -> None:
     assert again.describe() == "partition=[1, 3] as the model was cut before"
     assert again.uniform == (3, 1)  # that layer 0 had parameters, and layer 1 had none, is known
     assert choose_partition(model, 1, 2, "uniform").counts == (3, 1)
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match="cannot be cut with partition="):
         cut(model, 1, 2, 0, CPU, counts=[3, 1])
-    assert str(caught.value).startswith(
-        "the model was already cut with partition=[1, 3] and cannot be cut with partition=[3, 1]: use the same, or"
-    )
     with pytest.raises(ConfigurationError, match="was already cut for 2 stages and cannot be cut for 3"):
         choose_partition(model, 1, 3, "auto")
 
@@ -205,14 +162,6 @@ def test_a_model_on_the_meta_device_is_measured_layer_by_layer() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-class Auxiliary(nn.Linear):
-    """Has a loss of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        add_auxiliary_loss(self.weight.square().mean())
-        return super().forward(x)
-
-
 class Pair(nn.Linear):
     """Returns two tensors."""
 
@@ -230,36 +179,19 @@ class Joining(nn.Linear):
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
-    """Also with layers that change their input or their buffers, draw random numbers, and have losses of their own."""
+    """Also with layers that change their input or their buffers, or draw random numbers."""
     model = nn.Sequential(
-        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5), Auxiliary(4, 4), Pair(4, 4),
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5), Pair(4, 4),
         Joining(4, 4),
     )  # fmt: skip
     before, x = copy.deepcopy(model.state_dict()), torch.randn(6, 4)
     inputs, states = x.clone(), torch.get_rng_state()
     with torch.inference_mode():
         times = unit_times(pipeline_units(model.eval()), example(x), seed=0)
-    assert len(times) == 7
+    assert len(times) == 6
     assert min(times) > 0
     assert torch.equal(torch.get_rng_state(), states)
     assert torch.equal(x, inputs)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not any(module.training for module in model.modules())
-
-
-def test_units_run_in_the_precision_of_the_run() -> None:
-    seen = []
-
-    class Watching(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((x.dtype, self.weight.dtype, torch.is_autocast_enabled("cpu")))
-            return super().forward(x)
-
-    def call() -> tuple[tuple, dict[str, Any]]:
-        return (torch.ones(2, 4, dtype=torch.bfloat16),), {}
-
-    autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-    precise = Example(call, CPU, autocast, lambda module: module.to(torch.bfloat16))
-    unit_times(pipeline_units(nn.Sequential(Watching(4, 4), Watching(4, 4))), precise, seed=0)
-    assert set(seen) == {(torch.bfloat16, torch.bfloat16, True)}

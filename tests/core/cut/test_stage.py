@@ -44,14 +44,6 @@ def test_names_and_values_are_those_of_the_whole_model(make: Any, num_stages: in
     assert all(torch.equal(union[name], state[name]) for name in state)
 
 
-def test_stages_one_after_the_other_compute_the_whole_model() -> None:
-    x = torch.randn(3, DIM)
-    expected = make_model()(x)
-    for stage in cut_all(make_model, 3):
-        x = stage.under(None, lambda s=stage, x=x: s.forward((x,), {}, 0, 0, 0))
-    assert torch.equal(x, expected)
-
-
 def test_a_unit_of_another_stage_stays_where_it_is_and_holds_nothing() -> None:
     model = Layered()
     head, shape = model.head, model.head.weight.shape
@@ -87,23 +79,6 @@ def test_forward_and_backward_run_on_the_given_weights() -> None:
     assert all(torch.equal(double[name].grad, p.grad) for name, p in reference.named_parameters())
 
 
-def assert_untouched_by_swapping(model: nn.Module) -> None:
-    before = dict(model.named_parameters())
-    stage = cut(model, 0, 1, 0, CPU)
-    for factor in (2.0, 3.0):
-        leaves = leaves_of(stage, factor)
-        stage.under(leaves, lambda: stage.forward((torch.ones(1, 2),), {}, 0, 0, 0).sum()).backward()
-        assert all(leaf.grad is not None for leaf in leaves.values())
-    after = dict(model.named_parameters())
-    assert after.keys() == before.keys()
-    assert all(after[name] is before[name] for name in before)
-
-
-def test_a_layer_used_twice_within_a_stage_keeps_its_parameters() -> None:
-    layer = nn.Linear(2, 2)
-    assert_untouched_by_swapping(nn.Sequential(layer, nn.GELU(), layer))
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_dropout_depends_on_unit_replica_and_microbatch_alone(num_stages: int) -> None:
     def run(seed: int, replica: int, k: int) -> Tensor:
@@ -119,33 +94,6 @@ def test_dropout_depends_on_unit_replica_and_microbatch_alone(num_stages: int) -
     assert torch.equal(run(7, 1, 3), whole)
     for other in ((8, 1, 3), (7, 0, 3), (7, 1, 4)):
         assert not torch.equal(run(*other), whole)
-
-
-def test_a_model_that_was_cut_the_same_way_is_taken_as_it_is() -> None:
-    model = make_model()
-    before = cut(model, 1, 2, 0, CPU)
-    again = cut(model, 1, 2, 0, CPU)
-    assert (again.units, again.first_unit) == (before.units, before.first_unit)
-    assert again.parameters.keys() == before.parameters.keys()
-    assert all(again.parameters[name] is before.parameters[name] for name in again.parameters)
-
-
-@pytest.mark.parametrize(("index", "num_stages"), [(0, 3), (1, 2), (0, 1)])
-def test_a_model_is_not_cut_in_another_way(index: int, num_stages: int) -> None:
-    model = make_model()
-    cut(model, 0, 2, 0, CPU)
-    message = rf"the model was already cut for 2 stages and cannot be cut for {num_stages}.*: build the module anew"
-    with pytest.raises(ConfigurationError, match=message):
-        cut(model, index, num_stages, 0, CPU)
-
-
-def test_parameters_that_came_beside_a_cut_model_are_refused() -> None:
-    root = nn.Module()
-    root.model = make_model()
-    cut(root.model, 0, 2, 0, CPU, root=root)
-    root.log_scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(ConfigurationError, match=r"parameters outside the layers of self\.model: log_scale"):
-        cut(root.model, 0, 2, 0, CPU, root=root)
 
 
 def test_all_reasons_are_named_and_the_model_is_left_whole() -> None:

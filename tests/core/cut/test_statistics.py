@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.units import pipeline_units
-from lightning_asyncpp.core.cut.whole_model import StatisticsLayout, counting_layers
+from lightning_asyncpp.core.cut.whole_model import StatisticsLayout
 from tests.helpers.cases import DIM, Routed
 
 
@@ -39,10 +39,3 @@ def test_a_buffer_that_a_layer_replaced_is_put_where_its_versions_are() -> None:
     stage.update_from_statistics(torch.zeros(4, dtype=torch.float64))
     assert stage.units[0].module.bias is buffer
     assert buffer.tolist() == [7.0, 7.0, 7.0]
-
-
-def test_a_layer_that_stands_in_two_places_of_a_stage_counts_once() -> None:
-    shared = Routed()
-    units = pipeline_units(nn.Sequential(shared, nn.Linear(DIM, DIM), shared, nn.Linear(DIM, 1)))
-    assert list(counting_layers(units)) == ["0"]
-    assert StatisticsLayout(units).length == 4

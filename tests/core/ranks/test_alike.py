@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-from lightning_asyncpp.core.ranks import agreement
-from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.errors import TRACEBACK, ConfigurationError, is_alike, raised_alike
+from lightning_asyncpp.errors import ConfigurationError, is_alike, raised_alike
 
 REFUSED = ConfigurationError.from_problems(["the first " + "word " * 40, "the second"])
 
@@ -31,20 +29,3 @@ def test_rank_0_shows_it_and_the_others_a_line(capsys: pytest.CaptureFixture[str
     assert line.count("\n") == 1
     assert "another one" in shown(ValueError("another one"), capsys)
     assert not is_alike(ValueError())
-
-
-def test_every_traceback_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(TRACEBACK, "1")
-    assert str(REFUSED) in shown(raised_alike(REFUSED, 1), capsys)
-
-
-@pytest.mark.parametrize("error", [ConfigurationError("no"), KeyError("no")])
-@pytest.mark.parametrize("others_too", [True, False])
-def test_what_is_alike(error: Exception, others_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that some ranks alone have is theirs to tell."""
-    monkeypatch.setattr(agreement, "exchange", lambda mesh, text, group: [text, text if others_too else ""])
-    error = type(error)("no")
-    with pytest.raises(type(error)) as caught:
-        agreement.agree_on_error(Mesh(2, 1, 1), error)
-    assert caught.value is error
-    assert is_alike(error) == others_too

@@ -87,15 +87,6 @@ def test_buckets_give_back_what_was_packed(bucket_bytes: int) -> None:
         assert gradient is None or torch.equal(unpacked[name], gradient)  # type: ignore[arg-type]
 
 
-def test_a_gradient_that_one_replica_has_is_summed_with_nothing() -> None:
-    bucket = Bucket(["a", "b"], {"a": torch.zeros(2), "b": torch.zeros(2)})
-    total = bucket.pack({"a": torch.ones(2), "b": None}) + bucket.pack({"a": None, "b": None})
-    unpacked = bucket.unpack(total)
-    assert unpacked["a"] is not None
-    assert unpacked["a"].tolist() == [1.0, 1.0]
-    assert unpacked["b"] is None
-
-
 def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
     """The last layer's gradient is complete first, and on its way before the backward of the first layer begins."""
     parameters, sent = leaves(), []
@@ -128,18 +119,6 @@ def test_gradients_of_earlier_microbatches_are_in_the_sum(works: list[Work]) -> 
         parameters, [6.0] * 4
     )
     assert math.fsum(reduction.squares.values()) == 3 * 4 * 36.0
-
-
-def test_what_the_last_backward_does_not_reach_is_sent_after_it_in_order(works: list[Work]) -> None:
-    """Replicas whose data take different ways must send the same buckets in the same order."""
-    parameters = leaves()
-    parameters["w1"].grad = torch.full((4,), 5.0)  # of an earlier microbatch
-    reduction = Reduction(one_each(parameters), GROUP)
-    with reduction.watching(parameters, gradients_of(parameters)):
-        (parameters["w0"] * parameters["w2"]).sum().backward()
-    assert len(works) == 1, "w1 holds back w0"
-    reduction.send_rest({name: p.grad for name, p in parameters.items()})
-    assert [work.flat[0].item() for work in works] == [1.0, 5.0, 3.0]
 
 
 def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:
@@ -177,14 +156,3 @@ def test_a_gradient_that_grows_after_it_left_is_refused(works: list[Work], reent
         else:
             x.sum().backward()
             assert works[0].flat[:4].tolist() == [2.0] * 4
-
-
-def test_gradients_begin_where_tensors_of_torch_do() -> None:
-    """Else products with them were rounded by what stands before them in the bucket."""
-    like = {"a": torch.ones(3), "b": torch.ones(5, 7), "c": torch.ones(2)}
-    bucket = plan_buckets(like)[0]
-    gradients = {name: torch.randn(tensor.shape) for name, tensor in like.items()}
-    for name, gradient in bucket.unpack(bucket.pack(gradients)).items():
-        assert gradient is not None
-        assert gradient.data_ptr() % 64 == 0
-        assert torch.equal(gradient, gradients[name])

@@ -68,19 +68,6 @@ def stages_of(build: Any, num_stages: int) -> list[Any]:
     return [cut(build(), index, num_stages, seed=3, device=CPU) for index in range(num_stages)]
 
 
-def test_a_layer_that_initialises_what_it_shares_has_its_say_on_both_stages() -> None:
-    def build() -> nn.Sequential:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-        model[2].weight = model[0].weight
-        return model
-
-    first, last = stages_of(build, 2)
-    (whole,) = stages_of(build, 1)
-    assert torch.equal(first.parameters["0.weight"], whole.parameters["0.weight"])
-    assert torch.equal(last.parameters["2.weight"], whole.parameters["0.weight"])
-
-
 def test_a_checkpoint_holds_them_once() -> None:
     state = keep_once(
         {"m.first": torch.ones(2), "m.second": torch.ones(2), "m.other": torch.ones(2)}, [("m.first", "m.second")]

@@ -27,23 +27,10 @@ def launched(
     return mini_batch
 
 
-def test_the_message_of_one_process() -> None:
-    mini_batch = launched({"a": torch.tensor([3.0, 0.0, 0.0]), "b": torch.tensor([0.0, 4.0, 0.0]), "c": None})
-    message = mini_batch.wait()
-    assert (message.weight, message.norm, message.finite) == (2.0, 2.5, True)
-    assert (message.interrupted, message.finished) == (0, 0)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_element_that_is_no_number_is_noticed(value: float) -> None:
     mini_batch = launched({"a": torch.ones(3), "b": torch.tensor([0.0, value, 0.0])})
     assert not mini_batch.wait().finite
-
-
-@pytest.mark.parametrize("flag", ["interrupted", "finished"])
-def test_flags_are_told_apart(flag: str) -> None:
-    message = launched({"a": None}, stop=StopFlags(**{flag: True})).wait()
-    assert (message.interrupted, message.finished) == (flag == "interrupted", flag == "finished")
 
 
 def test_norms_are_summed_in_double_precision() -> None:

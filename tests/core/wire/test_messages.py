@@ -1,14 +1,8 @@
-"""Messages between neighbours: what is sent arrives as it was, in order, and what does not fit is refused.
-
-Also their headers and layouts, the structures around tensors, and a received tensor in its graph.
-"""
+"""Messages between neighbours: what is sent arrives as it was, in order; what does not fit is refused."""
 
 from __future__ import annotations
 
-import gc
-import math
 import socket
-import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.tree import flatten, unflatten
@@ -54,12 +48,6 @@ def send(transport: Transport, k: int, *tensors: Tensor) -> None:
     transport.send_activation(header_of(k, tensors), tensors)
 
 
-def link_of(transport: Transport, side: str) -> Link:
-    link = transport._before if side == "before" else transport._after
-    assert link is not None
-    return link
-
-
 def test_activations_of_changing_shapes_arrive_in_order() -> None:
     first, last = chain(2)
     sent = [() if shape is None else (torch.randn(shape),) for shape in SHAPES]
@@ -72,21 +60,10 @@ def test_activations_of_changing_shapes_arrive_in_order() -> None:
         assert all(torch.equal(a, b) for a, b in zip(arrival.tensors, tensors))
 
 
-def test_a_layout_is_sent_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[Layout] = []
-    pack = Layout.pack
-    monkeypatch.setattr(Layout, "pack", lambda self: packed.append(self) or pack(self))
-    first, last = chain(2)
-    for k in range(6):
-        send(first, k, torch.zeros(2 + k // 3))
-        last.receive_activation(k)
-    assert [layout.tensors[0].shape for layout in packed] == [(2,), (3,)]
-
-
 LAYOUTS: dict[str, tuple[Tensor, tuple[int, ...]]] = {  # and the strides that arrive: gaps are left out
     "transposed": (torch.randn(4, 6).t(), (1, 6)),
     "channels last": (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), (60, 1, 15, 3)),
-    "permuted, with a dimension of one": (torch.randn(3, 1, 4).permute(2, 1, 0), (1, 4, 4)),
+    "eight dimensions": (torch.randn(2, 1, 3, 1, 2, 1, 3, 2).permute(*range(7, -1, -1)), (1, 2, 6, 6, 12, 12, 36, 36)),
     "every other row": (torch.randn(6, 3)[::2], (3, 1)),
     "expanded": (torch.randn(3, 1).expand(3, 4), (4, 1)),
 }  # fmt: skip
@@ -110,14 +87,6 @@ def test_tensors_and_gradients_lie_in_memory_as_they_would_without_a_cut(name: s
     (gradient,) = first.receive_gradients(0, (sent,))
     assert torch.equal(gradient, torch.full_like(tensor, 3.0))
     assert gradient.stride() == received.stride()
-
-
-def test_what_was_sent_may_change_afterwards() -> None:
-    first, last = chain(2)
-    tensor = torch.zeros(4 * 2**20)  # more than the sockets take at once
-    send(first, 0, tensor)
-    tensor += 1
-    assert not bool(last.receive_activation(0).tensors[0].any())
 
 
 def test_sums_pass_through_every_stage_between_other_messages() -> None:
@@ -158,85 +127,110 @@ def test_ends_are_found_behind_activations_and_between_sums() -> None:
         assert torch.equal(transport.receive_total(1, 2), vector)
 
 
-def test_what_evaluations_receive_serves_there_and_training_goes_on() -> None:
+def wrong_microbatch() -> None:
     first, last = chain(2)
-    for k in range(4):
-        with torch.inference_mode(k < 2):
-            send(first, k, torch.full((3,), float(k)))
-            received = last.receive_activation(k).tensors[0]
-            assert float(received[0]) == k
-            if k >= 2:
-                (received.requires_grad_() * 2).sum().backward()
-                assert received.grad is not None
+    send(first, 3, torch.ones(1))
+    last.receive_activation(2)
 
 
-class TestRefusals:
-    """What does not fit what was agreed on ends the run; it is never taken for something else."""
+def wrong_gradient() -> None:
+    first, last = chain(2)
+    last.send_gradients(1, [torch.zeros(2)])
+    first.receive_gradients(0, (torch.zeros(2),))
 
-    def test_another_microbatch(self) -> None:
-        first, last = chain(2)
-        send(first, 3, torch.ones(1))
-        with pytest.raises(ProtocolError, match="expected microbatch 2 from the stage before, got 3"):
-            last.receive_activation(2)
 
-    def test_a_gradient_of_another_size_or_microbatch(self) -> None:
-        for k, size in ((0, 3), (1, 2)):
-            first, last = chain(2)
-            last.send_gradients(k, [torch.zeros(size)])
-            with pytest.raises(ProtocolError, match="expected the gradient of microbatch 0 with 8 bytes"):
-                first.receive_gradients(0, (torch.zeros(2),))
+def wrong_call() -> None:
+    first, last = chain(2)
+    send(first, 0, torch.ones(1))
+    last.receive_total(0, 2)
 
-    def test_a_sum_where_an_activation_is_due_and_the_other_way_round(self) -> None:
-        first, last = chain(2)
-        send(first, 0, torch.ones(1))
-        match = r"ranks are in different calls: expected a sum from .*, got an activation: .*made by some ranks only"
-        with pytest.raises(ProtocolError, match=match):
-            last.receive_total(0, 2)
 
-    def test_an_end_where_a_further_batch_is_due_and_the_other_way_round(self) -> None:
-        first, last = chain(2)
-        for transport in (first, last):
-            transport.announce_end()
-        send(first, 0, torch.ones(1))
-        usual = "Usually the data loaders have different numbers of batches.* StopIteration on one rank"
-        match = rf"^this rank has ended before microbatch 0 .* rank 1 \(stage 0\) has a further batch\. {usual}"
-        last.expect_end()
-        with pytest.raises(ProtocolError, match=match):
-            last.expect_end()
-        first, last = chain(2)
-        send(first, 5, torch.ones(1))
-        first.announce_end()
-        last.receive_activation(5)
-        match = rf"^rank 1 \(stage 0\) has ended before microbatch 6 .* while this rank has a further batch\. {usual}"
-        with pytest.raises(ProtocolError, match=match):
-            last.receive_activation(6)
+def wrong_length() -> None:
+    first, last = chain(2)
+    last.send_part(0, torch.zeros(3, dtype=torch.float64))
+    first.receive_part(0, 2)
 
-    def test_what_the_first_stage_loaded(self) -> None:
-        first, middle, _ = chain(3)
-        for step in range(3):
-            first.announce_loaded(step)
-            assert middle.follow_loaded() == step
 
-    def test_a_sum_from_the_wrong_side(self) -> None:
-        """A part belongs behind gradients, a total in front of activations; each would be summed up twice otherwise."""
-        first, middle, last = chain(3)
-        first.send_total(0, torch.zeros(2, dtype=torch.float64))
-        link_of(last, "before").write(4, 0, [bytes(16)])
-        with pytest.raises(ProtocolError, match=r"expected a part of a sum from .*stage 2.*, got a sum"):
-            middle.receive_part(0, 2)
-        link_of(first, "after").write(3, 1, [bytes(16)])
-        with pytest.raises(ProtocolError, match=r"expected a sum from .*stage 0.*, got a part of a sum"):
-            middle.receive_total(1, 2)
+def part_for_a_total() -> None:
+    """It belongs behind gradients, a total in front of activations: it would be summed up twice."""
+    first, last = chain(2)
+    link = first._after
+    assert link is not None
+    link.write(3, 1, [bytes(16)])
+    last.receive_total(1, 2)
 
-    def test_the_name_of_a_neighbour_that_is_gone(self) -> None:
-        first, last = chain(2)
-        last.close()
-        with pytest.raises(PeerLostError, match=r"rank 0 \(stage 1\) is gone"):
-            first.receive_part(0, 2)
-        first, last = chain(2)
-        first.abort()
-        with pytest.raises(PeerLostError, match=r"rank 1 \(stage 0\) is gone"):
-            last.receive_activation(0)
+
+def further_batch() -> None:
+    first, last = chain(2)
+    for transport in (first, last):
+        transport.announce_end()
+    send(first, 0, torch.ones(1))
+    last.expect_end()
+    last.expect_end()
+
+
+def early_end() -> None:
+    first, last = chain(2)
+    first.announce_end()
+    last.receive_activation(0)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (wrong_microbatch, "expected microbatch 2 from the stage before, got 3"),
+        (wrong_gradient, "expected the gradient of microbatch 0 with 8 bytes"),
+        (wrong_call, "ranks are in different calls: expected a sum from .*, got an activation"),
+        (wrong_length, "3 values instead of 2"),
+        (part_for_a_total, r"expected a sum from .*stage 0.*, got a part of a sum"),
+        (further_batch, r"this rank has ended before microbatch 0 .* rank 1 \(stage 0\) has a further batch"),
+        (early_end, r"rank 1 \(stage 0\) has ended before microbatch 0 .* while this rank has a further batch"),
+    ],
+)
+def test_what_does_not_fit_ends_the_run(mistake: Callable[[], None], message: str) -> None:
+    """It is never taken for something else."""
+    with pytest.raises(ProtocolError, match=message):
+        mistake()
+
+
+def test_a_neighbour_that_is_gone_is_named() -> None:
+    first, last = chain(2)
+    last.close()
+    with pytest.raises(PeerLostError, match=r"rank 0 \(stage 1\) is gone"):
+        first.receive_part(0, 2)
+
+
+# -- what arrives in a graph ----------------------------------------------------------------------------------------
+
+
+def add_in_place(x: Tensor) -> Tensor:
+    x += x.detach().sum()
+    return x * 2
+
+
+def rows_in_place(x: Tensor) -> Tensor:
+    x[0].mul_(5)
+    x[1:, 0] = 0
+    return x
+
+
+@pytest.mark.parametrize("layer", [add_in_place, rows_in_place])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_that_of_a_tensor_in_the_middle_of_a_graph(
+    layer: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, 4).to(dtype)
+    leaf = values.clone().requires_grad_()
+    expected = layer(leaf * 1)
+    tensor, gradient = begin(values.clone())
+    output = layer(tensor)
+    seed = torch.randn(3, 4).to(dtype)
+    expected.backward(seed)
+    output.backward(seed)
+    assert leaf.grad is not None
+    assert torch.equal(output, expected)
+    assert torch.equal(arrived_at(gradient), leaf.grad)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64]
@@ -281,60 +275,6 @@ def test_any_view_is_written_out(tensor: torch.Tensor) -> None:
     assert memory == tensor.numpy(force=True).copy().tobytes()
 
 
-def add_in_place(x: Tensor) -> Tensor:
-    x += x.detach().sum()
-    return x * 2
-
-
-def relu_in_place(x: Tensor) -> Tensor:
-    return nn.ReLU(inplace=True)(x) * 3
-
-
-def rows_in_place(x: Tensor) -> Tensor:
-    x[0].mul_(5)
-    x[1:, 0] = 0
-    return x
-
-
-def used_twice(x: Tensor) -> Tensor:
-    return x * 2 + x.square()
-
-
-@pytest.mark.parametrize("layer", [add_in_place, relu_in_place, rows_in_place, used_twice])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_is_that_of_a_tensor_in_the_middle_of_a_graph(
-    layer: Callable[[Tensor], Tensor], dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    values = torch.randn(3, 4).to(dtype)
-    leaf = values.clone().requires_grad_()
-    expected = layer(leaf * 1)
-    tensor, gradient = begin(values.clone())
-    output = layer(tensor)
-    seed = torch.randn(3, 4).to(dtype)
-    expected.backward(seed)
-    output.backward(seed)
-    assert leaf.grad is not None
-    assert torch.equal(output, expected)
-    assert torch.equal(arrived_at(gradient), leaf.grad)
-
-
-def test_what_nothing_depends_on_has_a_gradient_of_zeros() -> None:
-    tensor, gradient = begin(torch.ones(2, 3, dtype=torch.bfloat16))
-    assert tensor.requires_grad
-    assert torch.equal(arrived_at(gradient), torch.zeros(2, 3, dtype=torch.bfloat16))
-
-
-def test_the_tensor_goes_when_its_graph_does() -> None:
-    tensor, gradient = begin(torch.ones(2))
-    gone = weakref.ref(tensor)
-    (tensor * 2).sum().backward()
-    del tensor
-    gc.collect()
-    assert gone() is None
-    assert torch.equal(arrived_at(gradient), torch.full((2,), 2.0))
-
-
 Pair = namedtuple("Pair", ["x", "y"])
 
 
@@ -374,24 +314,15 @@ def test_what_is_taken_apart_is_put_together(tree: Any) -> None:
     assert same(unflatten(list(tensors), structure), whole)
 
 
-def test_numbers_are_exact() -> None:
-    numbers = [0.1, 1e-320, math.inf, 2**70, True, -0.0]
-    tensors, structure = flatten([torch.zeros(1), numbers], "layer")
-    _, back = unflatten(list(tensors), structure)
-    assert same(back, numbers)
-    assert math.copysign(1.0, back[-1]) == -1.0
-
-
 @pytest.mark.parametrize(
     ("output", "text"),
     [
         (Pair(torch.zeros(1), 2), "the named tuple Pair"),
         (OrderedDict(x=torch.zeros(1)), "OrderedDict"),
-        ((torch.zeros(1), np.zeros(2)), "ndarray"),
+        ((torch.zeros(1), np.float32(2)), "float32"),
         ({0: torch.zeros(1)}, "a dict with the key 0"),
-        ((torch.zeros(1), object()), "object"),
         (torch.zeros(1).as_subclass(Marked), "Marked"),
-        ("text", "str without a tensor"),
+        ((None, 1), "tuple without a tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
