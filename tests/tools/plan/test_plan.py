@@ -66,7 +66,7 @@ PROFILE = Profile(
 CONSTANT = 100 + 100 + 3 + 200 + 100
 
 
-@pytest.mark.parametrize(("stage", "lookahead"), itertools.product(range(4), [0, 1, 3]))
+@pytest.mark.parametrize(("stage", "lookahead"), list(itertools.product(range(4), [0, 1, 3])))
 def test_flights_are_those_of_the_schedule(stage: int, lookahead: int) -> None:
     """A flush leaves one set of gradients."""
     schedule = Schedule(stage, 4, lookahead)
