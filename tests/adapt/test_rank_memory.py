@@ -59,6 +59,7 @@ def of_a_rank(folder: str, dtype: str, rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_rank_has_no_copy_of_the_weights(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

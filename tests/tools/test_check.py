@@ -115,7 +115,6 @@ def gpt(**options: Any) -> GPTModule:
 
 
 TWICE = {"accumulate_grad_batches": 2}
-TWICE = {"accumulate_grad_batches": 2}
 EXPERTS = functools.partial(gpt, moe=MoEConfig(num_experts=4, router="sigmoid"))
 RIGHT: dict[str, tuple[Callable[[], Net], list[Any], dict[str, Any]]] = {
     "three-stages-exact": (Net, batches(7), {"stages": 3, "slack": "exact", "gradient_clip_val": 0.1, **TWICE}),
@@ -127,7 +126,12 @@ RIGHT: dict[str, tuple[Callable[[], Net], list[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+SLOW = {"groups-and-a-schedule", "hooks-after-an-update", "experts"}  # run with `-m slow`
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RIGHT]
+)
 def test_what_is_right(name: str) -> None:
     make, data, options = RIGHT[name]
     module = make()

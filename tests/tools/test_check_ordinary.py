@@ -138,8 +138,8 @@ def llama() -> nn.Module:
 SLOW = pytest.mark.slow
 CASES: list[Any] = [
     pytest.param(Hooked, batches(), {}, id="hooks-around-an-update"),
-    pytest.param(lambda: Net(UNet), batches(), {"stages": 3}, id="unet"),
-    pytest.param(Masked, batches(), {}, id="padding"),
+    pytest.param(lambda: Net(UNet), batches(), {"stages": 3}, id="unet", marks=SLOW),
+    pytest.param(Masked, batches(), {}, id="padding", marks=SLOW),
     pytest.param(lambda: Net(llama), texts(), {"gradient_clip_val": 1.0}, id="llama"),
     pytest.param(Draws, batches(), {}, id="numpy-and-python-draw", marks=SLOW),
     pytest.param(lambda: Net(optimizer=schedule_free), batches(), {}, id="schedule-free", marks=SLOW),

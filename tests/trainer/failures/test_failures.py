@@ -94,7 +94,7 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("command", "rank"),
     [
-        pytest.param(PLAIN, 1, id="lightning-1"),
+        pytest.param(PLAIN, 1, id="lightning-1", marks=pytest.mark.slow),
         pytest.param(PLAIN, 0, id="lightning-0", marks=pytest.mark.slow),  # the process that launched the others
         pytest.param(TORCHRUN, 2, id="torchrun-2", marks=pytest.mark.slow),
     ],
