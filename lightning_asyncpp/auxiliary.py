@@ -72,7 +72,7 @@ class Collected:
         return sum(self.losses[1:], start=self.losses[0]) if self.losses else 0.0
 
     def take_statistics(self) -> dict[StatisticsLayer, Tensor]:
-        """Return the statistics, and keep them from the enclosing collection."""
+        """Return the statistics, hiding them from the enclosing collection."""
         taken, self.statistics = self.statistics, {}
         return taken
 
@@ -86,7 +86,7 @@ class Collected:
 COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
-class collecting:  # noqa: N801 - used as torch.no_grad is; a generator would cost every microbatch more
+class collecting:  # noqa: N801 - used like torch.no_grad; a generator would slow every microbatch
     """Collect what layers record: ``with collecting() as collected``.
 
     Losses go to the innermost collection only, so that they are added to a loss once. Statistics that were not taken

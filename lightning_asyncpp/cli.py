@@ -128,7 +128,7 @@ def _answer_recipes(given: Sequence[str]) -> None:
 
 
 def announce(given: Sequence[str]) -> None:
-    """Print what starts before torch and Lightning are imported, which takes seconds.
+    """Name the command that starts; importing torch and Lightning takes seconds.
 
     Args:
         given: arguments after ``asyncpp``.

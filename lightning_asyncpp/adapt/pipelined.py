@@ -117,7 +117,7 @@ def _working_example(model: nn.Module, example: Example | None, device: torch.de
 
 
 def _varied(tensor: Tensor) -> Tensor:
-    """Return other numbers in place of all zeros, which would hide which results depend on them."""
+    """Replace an all-zero tensor by other numbers: zeros hide which results depend on them."""
     if not tensor.is_floating_point() or tensor.any():
         return tensor
     return torch.linspace(-0.9, 0.8, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view(tensor.shape)

@@ -123,7 +123,7 @@ class StageRunner(ABC):
     def forward(self, task: Task) -> Flight:
         """Run the forward of a microbatch, and send the result to the next stage.
 
-        Implementations work before a wait rather than after a send, as the receiver may need this core. They do not
+        Extra work comes before a wait, not after a send, since the receiver may need this core then. They do not
         restore torch's generators, which is cheaper once per batch.
 
         Args:

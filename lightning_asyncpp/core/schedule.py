@@ -11,7 +11,7 @@ state one backward per forward, in the cooldown the backwards of a flush (:meth:
 
 If the depths of neighbours differ by one, the latency of the hop between them is exposed; each further microbatch of
 difference hides some of it. Exposed latencies of consecutive hops add up, so the lookahead is spread evenly over the
-hops: every P - 1 of it give each hop one microbatch more.
+hops: each P - 1 of lookahead adds one microbatch per hop.
 
 Without a flush, a stage runs the first ``h`` microbatches of a mini-batch on the weights before the newest update, and
 the others on the newest weights (:func:`held_back`). If ``h`` is all of them, this is PipeDream-2BW (Narayanan et al.,
@@ -70,8 +70,8 @@ def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> 
 def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
     """Return the number of leading microbatches per mini-batch that run on the weights before the newest update.
 
-    With ``"uniform"`` these are all. With ``"least"`` they are ``depth(s) + slack``, or ``depth(0)`` on every stage
-    with the slack ``"exact"``, by which time the norm of the previous gradient is known on all stages.
+    With ``"uniform"`` these are all. With ``"least"`` they are ``depth(s) + slack``; with slack ``"exact"`` they are
+    ``depth(0)`` on every stage, after which all stages know the previous gradient's norm.
 
     Returns:
         Number h, which may exceed the microbatches of a mini-batch; None for all.
@@ -99,10 +99,10 @@ class StalenessRule:
     N runs on W_N, and without such a start all of mini-batch 0 on W_0.
 
     Attributes:
-        delay: age in updates of the weights that ``held`` microbatches run on: 0 or 1.
+        delay: age, in updates, of the weights of ``held`` microbatches: 0 or 1.
         synchronous_start: number N of initial mini-batches without delay, each with a flush. It is 1 if stages clip by
             the norm of the previous mini-batch, which the first mini-batch lacks.
-        held: number of microbatches per mini-batch with a delay; None: all, as in PipeDream-2BW.
+        held: number of delayed microbatches per mini-batch; None: all, as in PipeDream-2BW.
     """
 
     delay: int = 1
@@ -132,7 +132,7 @@ class StalenessRule:
         return self.version(mini_batch) == mini_batch
 
     def staleness_of(self, mini_batch: int, microbatches: int) -> float:
-        """Return the age that the optimizer is told of mini-batch t: :meth:`staleness`, 0 in a synchronous start."""
+        """Return mini-batch t's age for the optimizer: :meth:`staleness`, or 0 in a synchronous start."""
         return 0 if mini_batch < self.synchronous_start else self.staleness(microbatches)
 
     def updates_behind(self, mini_batch: int) -> int:

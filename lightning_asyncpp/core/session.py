@@ -196,7 +196,7 @@ class PipelineSession:
         return self.stage.whole
 
     def set_delay(self) -> None:
-        """Pass the age of gradients from the next mini-batch on to an optimizer with ``set_delay``."""
+        """Tell optimizers with ``set_delay`` how old gradients are from the next mini-batch on."""
         for attached in self._attached[:1]:  # of the stage with the oldest gradients
             attached.set_delay()
 

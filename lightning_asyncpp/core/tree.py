@@ -180,7 +180,7 @@ def _merge_sequences(sequences: Sequence[Any], weights: Sequence[float]) -> Any:
 def _is_structure(sequence: Any) -> bool:
     if is_named_tuple(sequence) or _holds_tensors(sequence):
         return True
-    # A tuple has several results of a step, a list of lists one list per sample.
+    # A tuple holds a step's results; a list of lists holds one list per sample.
     return isinstance(sequence, tuple) and any(isinstance(entry, (tuple, list, Mapping)) for entry in sequence)
 
 
@@ -205,7 +205,7 @@ _TENSORS: set[type] = {Tensor, nn.Parameter}
 
 
 def stands_for_tensors(kind: type) -> None:
-    """Allow tensors of a class of torch at cuts, such as tensors without memory for planning."""
+    """Let a tensor class of torch cross cuts, such as planning's tensors without memory."""
     _TENSORS.add(kind)
 
 

@@ -61,7 +61,7 @@ class WeightVersions:
         self._slots = [self._slot(copied=False)] + [self._slot(copied=True) for _ in range(room - 1)]
         # Name of a leaf -> its gradients, summed in the masters' dtype.
         self._sums: dict[str, Tensor] = {}
-        self._summed_at = 0  # slot whose leaves hold the gradients so far, without masters
+        self._summed_at = 0  # without masters, slot whose leaves hold the gradients so far
         self._released: dict[str, Tensor] = {}
         self.masters_hold_weights = True
         self._master_writes = self._writes_to_masters()
@@ -96,7 +96,7 @@ class WeightVersions:
         return gradients
 
     def gradients_apart(self, name: str) -> list[Tensor]:
-        """Return the gradients of a parameter's uses summed so far, the last layer's first.
+        """Return the summed gradients of a parameter's uses, from the last layer back.
 
         They are added in this order, as by stages that share a parameter, of which the last completes its gradient
         first.
@@ -172,7 +172,7 @@ class WeightVersions:
                 parameter.data = weights.detach().to(parameter.dtype)
 
     def to_host(self) -> None:
-        """Move all versions to the host, after the module and the last computation."""
+        """Move all versions to the host, after the module moved and all work ended."""
         for slot in self._slots:
             for leaf in slot.values():
                 leaf.data = on_host(leaf)

@@ -48,8 +48,8 @@ class TextDataModule(L.LightningDataModule):
             installed packages; a folder written by ``asyncpp prepare``; or a litdata dataset written with
             ``TokensLoader``, as a folder or a URI such as ``s3://bucket/tokens``.
         tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, the path of a ``tokenizer.json``, or the
-            name of a repository of models on the Hugging Face Hub. ``None`` for ``"byte"`` with text, and for the
-            tokenizer of the tokens with a token dataset.
+            name of a repository of models on the Hugging Face Hub. ``None``: ``"byte"`` for text, and for a token
+            dataset the tokenizer that made it.
         vocab_size: number of token ids of the vocabulary to train with ``"bpe"``, or of a litdata dataset.
         context_length: number of tokens that the model sees per sequence; a sample has one more, the last target.
         batch_size: number of sequences per replica and training step.
@@ -86,7 +86,7 @@ class TextDataModule(L.LightningDataModule):
         if not 0 <= val_fraction < 1:
             raise DataError(f"val_fraction={val_fraction!r} is no share. Give a number from 0 to below 1")
         if tokenizer == "bpe" and (vocab_size is None or vocab_size < 257):
-            raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257, the bytes and an end")
+            raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257: 256 bytes and an end")
         self.source = source
         self.tokenizer_name = tokenizer
         self.expected_vocab_size = vocab_size

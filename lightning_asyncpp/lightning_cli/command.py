@@ -86,7 +86,7 @@ class AsyncppCLI(LightningCLI):
         """Do not read the model's class from a checkpoint: Lightning would import and call what the file names."""
 
     def before_instantiate_classes(self) -> None:
-        """Keep the errors of classes: if a key has several types, jsonargparse may report that of another type."""
+        """Keep errors that classes raise: if a key has several types, jsonargparse may report the wrong one."""
         self._raised: list[Exception] = []
         self.parser.add_instantiator(self._instantiated, object)
 

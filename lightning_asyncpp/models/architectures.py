@@ -222,7 +222,7 @@ def name_there(architecture: Architecture, name: str, config: GPTConfig) -> str 
     block = _BLOCK.match(name)
     ours = name if block is None else f"blocks.{LAYER}.{name[block.end() :]}"
     if ours not in architecture.tensors:
-        raise WeightsError(f"a {architecture.class_name} has nothing that the tensor {name} could be")
+        raise WeightsError(f"a {architecture.class_name} has no counterpart of the tensor {name}")
     theirs = architecture.tensors[ours]
     if block is not None:
         theirs = theirs.replace(LAYER, block.group(1))

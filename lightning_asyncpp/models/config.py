@@ -44,7 +44,7 @@ class MoEConfig:
     num_dense_layers: int = 0
     """Number of first blocks with a dense layer instead of experts."""
     every: int = 1
-    """After these, the last block of each group of so many has experts; 1 for all blocks."""
+    """After these, one block in this many has experts, the last of each group; 1 for all."""
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether block ``layer``, counted from 0, has experts."""
@@ -52,7 +52,7 @@ class MoEConfig:
         return behind >= 0 and (behind + 1) % self.every == 0
 
     def problems(self, num_layers: int) -> list[str]:
-        """Return the problems of these values in a model with so many blocks; names begin with ``moe.``."""
+        """Return the problems of these values in a model of ``num_layers``; names begin with ``moe.``."""
         wrong = {
             f"top_k={self.top_k}: must be from 1 to num_experts={self.num_experts}": (
                 not 1 <= self.top_k <= self.num_experts
@@ -172,12 +172,12 @@ class GPTConfig:
         return sum(map(self.block_flops, range(self.num_layers))) + _PER_WEIGHT * self.dim * self.vocab_size
 
     def block_flops(self, layer: int) -> float:
-        """Return the same for block ``layer``, counted from 0, with the experts that a token is routed to."""
+        """Return the FLOPs per token of block ``layer``, counted from 0, with a token's own experts."""
         weights = self.attention_weights() + self.mlp_weights(layer, all_experts=False)
         return _PER_WEIGHT * weights + 12.0 * self.attention_width * self.context_length
 
     def unit_flops(self, recomputes_blocks: bool = False) -> list[float]:
-        """Return the same for each layer of the model (embedding, blocks, head), by which a pipeline balances stages.
+        """Return the FLOPs per token of each layer (embedding, blocks, head), by which a pipeline balances stages.
 
         The embedding counts the addition of its gradient, the head also the loss. Norms, rotations, gates and residuals
         are left out: they are few operations, and as many in every block.

@@ -340,7 +340,7 @@ def _named_architecture(content: Mapping[str, Any]) -> Architecture:
 
 
 def _flattened(content: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Return config.json without nulls, and with the values of rotary positions as keys, as in old releases."""
+    """Return config.json without nulls, and with rotary settings at the top level, as in old releases."""
     given = content.get("rope_parameters") or content.get("rope_scaling") or {}
     rope = dict(given) if isinstance(given, Mapping) else {"rope_type": given}
     if "type" in rope:

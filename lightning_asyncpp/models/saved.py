@@ -102,7 +102,7 @@ def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 def tensor_problems(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], limit: int = 8
 ) -> list[str]:
-    """Return the differences between the found and the expected tensors, the first ones by name and shape."""
+    """Return the first ``limit`` differences between found and expected tensors, and a count of the rest."""
     problems = [f"lacks: {name}" for name in expected if name not in found]
     problems += [f"holds what the model has not: {name}" for name in found if name not in expected]
     problems += [

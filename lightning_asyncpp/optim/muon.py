@@ -64,7 +64,7 @@ class MuonAdamW(Optimizer):
     updated as by ``torch.optim.Muon``, a 3-D weight (experts, out, in) as one matrix (out, in) per expert, and all
     other parameters exactly as by ``torch.optim.AdamW``. Parameters whose gradient is None do not change.
 
-    The algorithm is chosen for each parameter, whatever its group; groups keep their parameters:
+    The algorithm is chosen parameter by parameter, even within a group; groups are not split:
 
     ======================================================  ========================
     parameter                                               updated by
@@ -314,7 +314,7 @@ class NorMuonAdamW(MuonAdamW):
         mean_square = directions.square().mean(dim=-1, keepdim=True)
         stack.second_moment.lerp_(mean_square, 1 - group["beta2"])
         scaled = directions / stack.second_moment.sqrt().add_(eps)
-        norm = torch.linalg.vector_norm(scaled, dim=sides, keepdim=True).clamp_(min=eps)  # of no gradient at all: 0
+        norm = torch.linalg.vector_norm(scaled, dim=sides, keepdim=True).clamp_(min=eps)  # 0 without any gradient
         if group["adjust_lr"] == "original":
             before = torch.linalg.vector_norm(directions, dim=sides, keepdim=True)
             return scaled.mul_(before / norm), lr_scale("original", fan_out, fan_in)

@@ -142,7 +142,7 @@ class TraceFile:
             self._file = None
 
 
-_WRITE_EVERY = 0.25  # seconds between two writes, which a killed run may lose
+_WRITE_EVERY = 0.25  # seconds between writes; a killed run may lose as many
 _END_SECONDS = 1.0  # seconds that the end of a recording waits for a device to finish its work
 
 
@@ -178,7 +178,7 @@ class Recorder:
         self._closed = False
 
     def begin_batch(self) -> None:
-        """Note that the next training batch is fetched and begins."""
+        """Note that the next training batch, now here, begins."""
         self.end_pause()
         mini_batch = self._engine.mini_batch
         if self._closed or mini_batch < self._first:
@@ -190,7 +190,7 @@ class Recorder:
             self._note_starts()  # of mini-batches whose backwards may still come
 
     def end_batch(self) -> None:
-        """Note that the training batch is over and the next one is fetched."""
+        """Note that the training batch is over and the next fetch begins."""
         self.begin_pause(Wait.DATA)
         self._note_starts()
         if self._reader is not None and time.perf_counter() - self._written >= _WRITE_EVERY:
@@ -202,7 +202,7 @@ class Recorder:
             self._pause = Activity.CHECKPOINT, self._pause[1]
 
     def begin_pause(self, kind: SpanKind) -> None:
-        """Begin a pause, an evaluation or a wait for data, which lasts until the next pause or batch."""
+        """Begin a pause (evaluation or wait for data), which lasts until the next pause or batch."""
         self.end_pause()
         self._pause = kind, self._engine.runner.clock.now()
 
@@ -261,7 +261,7 @@ class Recorder:
             mesh.rank, mesh.replica, mesh.num_replicas, len(self._engine.runner.stage.units), socket.gethostname(),
             self._engine.schedule,
         )  # fmt: skip
-        # Hosts agree on the time of day as well as their clocks are set; performance counters have arbitrary origins.
+        # Hosts' times of day differ only by clock errors; performance counters have arbitrary origins.
         offset = time.time() - zero - time.perf_counter()
         file, error = None, None
         try:
@@ -280,7 +280,7 @@ class Recorder:
 def follow(engine: Engine) -> Reader:
     """Return a reader of an engine's trace, which begins to record unless it already does.
 
-    The engine stops recording when the last such reader is closed; a trace that was set otherwise stays.
+    The engine stops recording when the last such reader is closed; a trace set by other code stays.
     """
     runner = engine.runner
     trace = runner.trace

@@ -26,7 +26,7 @@ _INEXACT = (
 class ResumableLoader(LoaderInFront):
     """Wrapper that makes a training loader resumable.
 
-    Loaders with a state follow torchdata's protocol: from a state after an epoch's last batch they begin the next one.
+    Stateful loaders follow torchdata's protocol: a state saved after an epoch's last batch begins the next epoch.
 
     Args:
         loader: loader of this replica.
@@ -54,7 +54,7 @@ class ResumableLoader(LoaderInFront):
         return self._before if self._prefetched() else self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of the wrapped loader from a checkpoint of Lightning; otherwise :meth:`resume` is used."""
+        """Load the wrapped loader's own state, as Lightning saves it; for our states use :meth:`resume`."""
         if "batches" not in state and is_stateful(self.loader):
             self.loader.load_state_dict(state)
 

@@ -139,7 +139,7 @@ def writer_of(entries: Mapping[str, Any]) -> str | None:
 
 
 def models_in(entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the ``state_dict`` of each model by its entry; the entry is empty for tensors only."""
+    """Return each model's ``state_dict`` by its entry, which is empty if there are only tensors."""
     writer = writer_of(entries)
     if writer == "weights":
         return {"": entries}
@@ -173,7 +173,7 @@ def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]
     if len(chosen) != 1:
         asked = "" if entry is None else f" called {entry!r}"
         raise StorageError(
-            f"the checkpoint has not one model{asked}; its models are: {', '.join(models)}; name one: --entry NAME"
+            f"no single model{asked} in checkpoint; its models are: {', '.join(models)}; name one: --entry NAME"
         )
     (state,) = chosen.values()
     weights = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}

@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, has_tokenizer = export_hf(trained, folder, dtype, arguments.tokenizer, arguments.lora)
         print(f"{name} of {sum(t.numel() for t in trained.weights.values()):,} parameters: {folder}")
         if not has_tokenizer:
-            print(f"Without a tokenizer: that of {trained.model_id} is not on this machine; --tokenizer names one.")
+            print(f"No tokenizer written: that of {trained.model_id} is not on this machine; give --tokenizer.")
         return
     saved = open_saved(arguments.model)
     tokenizer = find_tokenizer(saved, arguments.tokenizer)
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     architecture = write_hf(saved, folder, dtype, end=end, files=files)
     print(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {folder}")
     if tokenizer is None:
-        print("Without a tokenizer: the checkpoint holds none; --tokenizer names one.")
+        print("No tokenizer written: the checkpoint has none; give --tokenizer.")
 
 
 def import_folder(argv: Sequence[str] | None = None) -> None:

@@ -52,7 +52,7 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
 
     Args:
         saved: the model.
-        given: the user's name of a tokenizer, in place of the saved one.
+        given: tokenizer named by the user, in place of the saved one.
 
     Raises:
         WeightsError: the tokenizer's vocabulary is not the model's; the message has both sizes.
@@ -63,7 +63,7 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
         tokenizer = tokenizer_of_definition(saved.tokenizer, end_of_text_in(Path(saved.origin)))
     else:
         return None
-    # The vocabulary of a model may be padded, which is known only with a saved tokenizer.
+    # A model's vocabulary may be padded, but only a saved tokenizer shows that it is.
     needed, has = tokenizer.vocab_size, saved.config.vocab_size
     if needed > has or (saved.tokenizer is None and needed != has):
         raise WeightsError(

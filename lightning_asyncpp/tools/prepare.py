@@ -89,7 +89,7 @@ def prepare(
                 num_workers=num_workers,
                 use_checkpoint=True,
                 item_loader=TokensLoader(),
-                start_method="fork" if sys.platform == "linux" else None,  # others would import torch for seconds
+                start_method="fork" if sys.platform == "linux" else None,  # other methods take seconds to import
             )
     found = finish_token_dataset(output, tokenizer)
     print(
@@ -131,7 +131,7 @@ def _pieces_of(system: Any, text_key: str, path: str) -> list[Piece]:
 
 
 def read_documents(piece: Piece, text_key: str) -> Iterator[str]:
-    """Yield the texts of a piece, which of a file of lines are the lines that begin in it."""
+    """Yield the texts of a piece; in a file of lines, those of the lines that begin in it."""
     kind = piece.url.removesuffix(".gz").removesuffix(".zst")
     with fsspec.open(piece.url, "rb", compression="infer") as file:
         if kind.endswith(".parquet"):

@@ -33,7 +33,7 @@ class ReplicaBatches(Launching):
     _only_moves_batches = True
 
     def take_batch_hooks(self, owners: list[Any], until: ExitStack) -> None:
-        """Keep placeholders from the hooks that are called with each batch.
+        """Hide placeholders from the hooks that are called with each batch.
 
         Args:
             owners: module and data module, or None.

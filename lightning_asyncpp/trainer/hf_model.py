@@ -174,7 +174,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def targets_of(batch: Any, task: str) -> Tensor:
-    """Return the targets of a batch, (batch, time) int64 with -100 for none; of a classifier its labels.
+    """Return a batch's targets, (batch, time) int64 with -100 for none; for a classifier, its labels.
 
     Args:
         batch: a mapping with ``labels``; or tokens, (batch, time + 1) int64, for a causal model.
@@ -193,7 +193,7 @@ def targets_of(batch: Any, task: str) -> Tensor:
             f"{' with ' + ', '.join(map(str, batch)) if isinstance(batch, Mapping) else ''}"
         )
     if task == CAUSAL:
-        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # as many as logits, which then need no copy
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # one per logit, so logits need no copy
     return labels
 
 
@@ -211,7 +211,7 @@ def inputs_of(batch: Any, task: str, config: Any) -> dict[str, Any]:
 
 
 def number_of_targets(batch: Any, task: str) -> float:
-    """Return the number of targets of a batch that count; of a classifier the number of samples."""
+    """Return the number of a batch's counted targets; for a classifier, the number of samples."""
     targets = targets_of(batch, task)
     if targets.is_floating_point():
         return float(len(targets))
@@ -219,7 +219,7 @@ def number_of_targets(batch: Any, task: str) -> float:
 
 
 def mean_loss(output: Any, batch: Any, task: str) -> Tensor:
-    """Return the mean loss over the targets that count, in nats (0 without any); of a classifier its own loss."""
+    """Return the mean loss over counted targets, in nats (0 if none); for a classifier, its own loss."""
     if task == CLASSIFICATION:
         loss: Tensor = output.loss
         return loss

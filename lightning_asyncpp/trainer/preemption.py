@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 class Preemption:
     """Replacement of Lightning's signal handlers that ends a run when all ranks have agreed on it.
 
-    At the signal, which may come at any point of the process, only a note is taken. Lightning's handlers, which send to
+    A signal, which may come at any point, is only noted. Lightning's handlers, which send to
     other ranks or save, are called when all ranks are between the same two batches.
 
     Args:

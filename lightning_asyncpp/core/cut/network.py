@@ -95,7 +95,7 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
     if module is None:
         return None
     own: nn.Module | None = vars(module).get(_KEPT_AS)
-    # The choice is kept, since a cut or freezing may leave a single other candidate.
+    # The choice is kept: a cut or freezing may leave another sole candidate.
     network = getattr(module, network_name(module) if own is None else USUAL, None)
     if isinstance(network, nn.Module):
         return network

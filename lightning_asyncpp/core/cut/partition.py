@@ -40,7 +40,7 @@ class Partition(NamedTuple):
         return float(max(loads) / (sum(loads) / len(loads)))
 
     def describe(self) -> str:
-        """Return a description for the log: argument for the same partition, basis, and predicted imbalance."""
+        """Return a line for the log: the argument that gives this partition, its basis and its imbalance."""
         known = "" if self.imbalance is None else f", busiest stage {self.imbalance:.2f} times the mean"
         return f"partition={list(self.counts)} {self.source}{known}"
 
@@ -56,7 +56,7 @@ def loads_of(costs: Sequence[float], counts: Sequence[int]) -> list[Fraction]:
 
 
 def uniform(has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Return the number of units on each stage with units with parameters spread evenly.
+    """Return each stage's number of units, spreading units with parameters evenly.
 
     A unit without parameters, such as an activation function, is on the stage of the unit before it. If the count is
     not divisible, the first stages have one unit more.
@@ -143,7 +143,7 @@ def check_given(counts: Sequence[int], has_parameters: Sequence[bool]) -> None:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Return costs times a common factor as integers; rounding of sums would decide between equal partitions."""
+    """Return costs scaled to integers, so that rounding of sums cannot decide between equal partitions."""
     exact = [Fraction(cost) for cost in costs]
     factor = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * factor) for cost in exact]

@@ -23,7 +23,7 @@ class _Use(NamedTuple):
 
     Attributes:
         place: place of the parameter or buffer in a module.
-        name: name of the use, a key of the weights of a version.
+        name: key of this use in a version's weights.
     """
 
     place: Place
@@ -110,7 +110,7 @@ class Stage:
         return args[0]
 
     def whole_model(self) -> AbstractContextManager[None]:
-        """Return a context in which other stages' tensors, without memory, are in their places."""
+        """Return a context with stand-ins without memory in place of other stages' tensors."""
         return self.whole.pruned.shown()
 
     def copies(self) -> list[nn.Parameter]:
@@ -195,7 +195,7 @@ class Stage:
             return dict(self.model.state_dict())
 
     def _find_parameters(self) -> list[dict[int, str]]:
-        """Find the parameters of the units; return for each unit id of a parameter -> name of its use."""
+        """Find the units' parameters; return for each unit a dict: parameter id -> name of its use."""
         name_of: dict[int, str] = {}
         in_units: list[dict[int, str]] = []
         for _, unit, use_of in use_names(self.units):
@@ -218,7 +218,7 @@ class Stage:
         """Find all places of parameters and versioned buffers, inside and outside of the units.
 
         A parameter of several units has one leaf per unit, so that gradients are added in the same order on any number
-        of stages. A place in one unit gets that unit's leaf; other places get the leaf of the unit that runs.
+        of stages. A place in exactly one unit gets its leaf; the others get the leaf of the running unit.
         """
         self._uses: list[_Use] = []
         self._turns: list[list[_Use]] = [[] for _ in self.units]
@@ -242,7 +242,7 @@ class Stage:
                         self._turns[offset].append(_Use(place, name))
 
     def _enter(self, offset: int) -> None:
-        """Put a unit's leaves into places outside of single units, when the unit begins."""
+        """When a unit begins, put its leaves into the places that no single unit owns."""
         if self._weights is not None:
             for place, name in self._turns[offset]:
                 if name in self._weights:

@@ -199,7 +199,7 @@ def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str =
 
 
 def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
-    """Return problems of a model that cannot be cut whatever its layers are, each with a remedy.
+    """Return what prevents any cut of a model, whatever its layers; each problem with a remedy.
 
     Args:
         model: model to be cut.

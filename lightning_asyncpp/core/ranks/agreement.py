@@ -99,7 +99,7 @@ def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
 
 
 def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank has an error, raise on all ranks: its own error, or else one that quotes the others.
+    """If any rank has an error, raise on every rank: its own, or else one that quotes the others.
 
     Raises:
         ConfigurationError: on every rank, if the failing ranks have this error.
@@ -110,7 +110,7 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     texts = exchange(mesh, text, group)
     configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
     others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
-    if error is not None and texts.count(text) == len(texts) > 1:  # > 1: stages of one process call this one by one
+    if error is not None and texts.count(text) == len(texts) > 1:  # > 1: in one process, stages call this in turn
         raise raised_alike(error, mesh.rank)
     if error is not None and (not config or configuration == [str(error)]):
         raise error  # with the traceback into the user's code
@@ -193,7 +193,7 @@ class StopRounds:
             stop: whether this rank wants to stop.
 
         Returns:
-            Whether all ranks stop after this batch, as some rank wanted to ``behind`` batches ago.
+            Whether all ranks stop now, because some rank asked for it ``behind`` batches ago.
 
         Raises:
             PeerLostError: a rank is gone.

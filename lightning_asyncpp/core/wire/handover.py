@@ -10,8 +10,8 @@ launching theirs**, and between the two launches nothing may wait for a device, 
         put() ................................  take(): allocates, asks, and waits for the answer only
         a thread launches the send, answers ..  launches the receive
 
-The thread answers at once, whatever its process waits for. So the receiver's host waits for a round trip, and its
-device for nothing while it has work. Each side launches from its own stream: a send waits for its tensor but not for
+The thread answers at once, whatever its process waits for. So the receiver's host waits for a round trip; its device
+never waits while it has work. Each side launches from its own stream: a send waits for its tensor but not for
 the present computation, a receive for all work launched before it.
 """
 

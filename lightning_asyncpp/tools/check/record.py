@@ -31,9 +31,9 @@ _WHY: dict[str, dict[str, tuple[int, ...]]] = {
 EQUAL = "equal to the last bit"
 EQUAL_BUT_FOR_ORDER = "equal but for the order of sums: forward uses one value on several stages"
 _MEANINGS = {
-    "pieces": "cutting the model, a pipeline without delay against the whole, in the same microbatches",
-    "delayed": "the delay, a pipeline against the rule on the whole model",
-    "whole": "cutting batches, whole against in microbatches",
+    "pieces": "cutting the model: pipeline without delay against whole model, same microbatches",
+    "delayed": "the delay: pipeline against whole model with same delay",
+    "whole": "cutting batches: whole against microbatches",
 }
 
 
@@ -106,7 +106,7 @@ def _both(kind: str, values: tuple[Any, Any]) -> str:
     expected, found = (f"{value:.9g}" if isinstance(value, float) else str(value) for value in values)
     norm = "a norm of " if kind in ("gradient", "gradient used", "weights", "value at the end") else ""
     if expected == found:
-        return f"{norm}{expected} on both sides, and other elements"
+        return f"{norm}{expected} on both sides, elements differ"
     return f"{norm}{expected} is right, {found} was found"
 
 
@@ -134,7 +134,7 @@ class Record(L.Callback):
 
     def __init__(self, callbacks: Sequence[L.Callback] = ()) -> None:
         self.seen: dict[Key, Value] = {}
-        self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # the module's plain ones, by update and parameter
+        self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # of plain types, by update and parameter
         self._callbacks = callbacks
         self._updates: Counter[str] = Counter()
         self._names: dict[Tensor, str] = {}
@@ -180,7 +180,7 @@ class Record(L.Callback):
                 self._see(update, OPTIONS, f"{name} {option}", value)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Yield name, parameter and group of all that an optimizer steps now, in a pipeline those of a stage."""
+        """Yield name, parameter and group of all that an optimizer steps now; in a pipeline, one stage's."""
         for group in optimizer.param_groups:
             yield from ((self._names.get(p, ""), p, group) for p in group["params"] if p.requires_grad)
 
@@ -247,7 +247,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _differ(a: Value | None, b: Value | None, rounding: float, scale: float) -> bool:
     if a is None or b is None:
-        return any(value is not None and value.shown for value in (a, b))  # no gradient equals a gradient of 0
+        return any(value is not None and value.shown for value in (a, b))  # a missing gradient counts as 0
     if not (rounding and isinstance(a.shown, float) and isinstance(b.shown, float)):
         return bool(a.digest != b.digest)
     is_close = math.isclose(a.shown, b.shown, rel_tol=rounding, abs_tol=rounding * scale)

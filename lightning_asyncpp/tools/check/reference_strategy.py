@@ -42,7 +42,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     Args:
         settings: settings of the pipeline.
-        held: number of microbatches of an update that a parameter's stage holds back, by the parameter's name.
+        held: name of a parameter -> number of microbatches per update that its stage runs on older weights.
         seed: seed of the run.
         device: device of the training.
         at_first: whether to take every gradient at the first weights, with the same draws for every sample, and without
@@ -83,7 +83,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         for layer in module.modules() if self.at_first else ():
             if isinstance(layer, BATCH_NORMS):
                 layer.eval()
-        # Auxiliary losses are kept from the step, which may add them itself in a plain training.
+        # Auxiliary losses are hidden from the step, which may add them itself in plain training.
         collection, called = collecting(), called_by_steps(self.network)
         called.register_forward_pre_hook(lambda *_: setattr(self, "_added", collection.__enter__()))
         called.register_forward_hook(lambda *_: collection.__exit__())
@@ -162,7 +162,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
 
 class SameDraws(TorchDispatchMode):
-    """Mode in which all random numbers of a tensor are equal, always the same one, and dropout drops nothing."""
+    """Mode in which every draw fills a tensor with one fixed number, and dropout drops nothing."""
 
     eps = 0.0  # of the coarsest dtype of any computation
 

@@ -1,4 +1,4 @@
-"""Memory and work of a stage, measured on tensors without memory and summed over its schedule."""
+"""Memory and work of a stage, measured on fake tensors and summed over its schedule."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class StageUnderTest:
         self.found.versions = made.kept
 
     def profile(self) -> Profile:
-        """Run two microbatches and two updates, under tensors without memory and the meter."""
+        """Run two microbatches and two updates on fake tensors, under the meter."""
         found, state = self.found, self.optimizer.state
         gradients = self._mini_batch()
         again = {name: None if g is None else torch.empty_like(g) for name, g in gradients.items()}
