@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import os
 import random
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -216,31 +215,3 @@ def trainer_batches(run: Run, plan: Evaluations) -> list[str]:
     with may_have_children():
         trainer.fit(Net(run), loader)
     return seen
-
-
-class Unpredictable(Net):
-    """Uses an operation that has no deterministic implementation."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        out = self.model(batch["x"])
-        place = torch.zeros(len(out), dtype=torch.int64)
-        torch.zeros(3).put_(place, out.detach().flatten())
-        return F.mse_loss(out, batch["y"])
-
-
-def fit_deterministically(run: Run, deterministic: Any) -> dict[str, Any]:
-    """Train under ``Trainer(deterministic=...)``."""
-    L.seed_everything(run.seed, verbose=False)
-    try:
-        module = run.module(run)
-        trainer = make_trainer(run, deterministic=deterministic)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.fit(module, DataLoader(Samples(run.samples), batch_size=run.batch_size))
-        return {
-            "enabled": torch.are_deterministic_algorithms_enabled(),
-            "warned": any("deterministic implementation" in str(warning.message) for warning in caught),
-            "weights": arrays(dict(module.named_parameters())),
-        }
-    finally:
-        torch.use_deterministic_algorithms(False)

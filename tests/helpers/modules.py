@@ -95,15 +95,6 @@ class SumsAndExtremes(Net):
         return super().training_step(batch, batch_idx)
 
 
-class ManyNames(Net):
-    """Logs other names in other batches."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        if batch_idx % 2:
-            self.log("odd", float(batch_idx))
-        return super().training_step(batch, batch_idx)
-
-
 class MetricNet(Net):
     """Logs torchmetrics objects."""
 

@@ -9,12 +9,11 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asyncpp.reference import train_reference
-from tests.helpers.trainer import DATASETS, Run, Samples, arrays, make_scheduler
+from tests.helpers.trainer import DATASETS, Run, arrays, make_scheduler
 
 
 def batches_of(run: Run, epoch: int, limit: int | None = None, replicas: int = 1, replica: int = 0) -> list[Any]:
@@ -85,13 +84,3 @@ def plain_module(run: Run, weights: dict[str, np.ndarray]) -> L.LightningModule:
     module.configure_model()
     module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     return module.eval()
-
-
-def loss_after(run: Run, mini_batches: list[list[Any]], count: int, stages: int = 2) -> float:
-    """The oracle's loss over the first validation set of ``count`` samples."""
-    module = run.module(run)
-    weights, _ = oracle(run, stages, mini_batches)
-    module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    data = Samples(count, 1)
-    with torch.no_grad():
-        return float(F.mse_loss(module.eval().model(data.x), data.y))  # type: ignore[operator]
