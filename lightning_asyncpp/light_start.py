@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import PurePath
 
-if sys.argv and PurePath(sys.argv[0]).stem == "asyncpp":
+if sys.argv and PurePath(sys.argv[0]).name in ("asyncpp", "asyncpp.exe"):  # and not a user's asyncpp.py
     from lightning_asyncpp.cli import announce, answer_help
 
     answer_help(sys.argv[1:])

@@ -33,9 +33,7 @@ from lightning_asyncpp.trainer.set_up import trainer_problems
 _FILE = re.compile(r"(?!(best|last|hpc|registry.*)$)(?!.*://).*")  # neither a word that Lightning knows nor a URL
 
 
-def check_start(
-    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None, ckpt_path: str | None
-) -> None:
+def check_start(trainer: L.Trainer, data: L.LightningDataModule | None, ckpt_path: str | None) -> None:
     """Raise the errors that every process would raise, before processes start.
 
     Raises:
@@ -110,7 +108,7 @@ class AsyncppCLI(LightningCLI):
             cause = self._raised[-1] if self._raised else _first_cause(error)
             raise (ConfigurationError(str(cause)) if is_raised_by(cause) else cause) from None
         if self.subcommand is not None:
-            check_start(self.trainer, self.model, self.datamodule, self.config_init[self.subcommand].get("ckpt_path"))
+            check_start(self.trainer, self.datamodule, self.config_init[self.subcommand].get("ckpt_path"))
             say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
