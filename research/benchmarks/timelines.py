@@ -15,6 +15,7 @@ from lightning_asyncpp.core.trace import Span
 
 COLOURS: dict[object, str] = {Kind.FORWARD: "#4c8fdb", Kind.BACKWARD: "#f0a136", Kind.UPDATE: "#b02a5b"}
 _IDLE = "#eceff3"
+_CHARACTER = 0.008  # width of a character, as a share of the picture
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "timelines", "font.size": 9})
 
 
@@ -89,7 +90,8 @@ def _draw_lane(axes: Any, panel: Panel, stage: int, spans: Sequence[Span], lengt
         starts.append(start * factor)
         widths.append((end - start) * factor)
         colours.append(panel.colour(span))
-        labels.append(panel.label(span))
+        label = panel.label(span)
+        labels.append(label if len(label) * _CHARACTER <= (end - start) / length else "")
     bars = axes.barh([stage] * len(starts), widths, left=starts, color=colours, edgecolor="white", linewidth=0.5)
     if any(labels):
         axes.bar_label(bars, labels, label_type="center", fontsize=8)
