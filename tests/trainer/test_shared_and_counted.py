@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.cases import make, make_model
-from tests.helpers.modules import small_gpt
+from tests.helpers.cases import make_model
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import RESUMABLE_TRAINER, ResumableNet, saving
@@ -37,11 +35,9 @@ def logged(result: dict[str, Any], name: str) -> dict[int, float]:
     return {step: metrics[name] for step, metrics in result["records"] if name in metrics}
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync"])
-def test_stages_in_one_process_are_the_oracle(strategy: str) -> None:
-    run = replace(RUN, strategy=strategy)
-    three, one = (train(staged(run, stages)) for stages in (3, 1))
-    weights, losses = oracle(run, 4, list(mini_batches_of(run, 2)), max_norm=0.4)
+def test_stages_in_one_process_are_the_oracle() -> None:
+    three, one = (train(staged(RUN, stages)) for stages in (3, 1))
+    weights, losses = oracle(RUN, 4, list(mini_batches_of(RUN, 2)), max_norm=0.4)
     assert_equal_weights(three["weights"], weights)
     assert three["losses"] == pytest.approx(losses, rel=1e-6)
     for name in ("samples", "busiest"):
@@ -70,27 +66,3 @@ def test_the_copies_of_ranks_count_once_in_a_checkpoint_from_which_the_run_goes_
         assert logged(whole[0], name) == logged(alone, name)
         rest = {step: value for step, value in logged(whole[0], name).items() if step >= 3}
         assert logged(resumed[0], name) == rest
-
-
-def test_a_gpt_with_tied_embeddings(pools: Pools) -> None:
-    gpt = partial(small_gpt, tie_embeddings=True)
-    run = Run(gpt, "async", {"microbatches": 3}, optimizer="muon", error_feedback=True, dataset="tokens")
-    run = replace(run, trainer={"gradient_clip_val": 0.4})
-    joined = joined_weights(pools.run(3, fit, run), 3)
-    assert np.array_equal(joined.pop("model.head.weight"), joined["model.embedding.token.weight"])
-    assert_equal_weights(joined, train(staged(run, 1))["weights"])
-
-
-class RepeatingNet(Net):
-    """One dropout layer and one linear layer stand in several places, and a weight is shared."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        layers = [("linear", "tensor"), ("same dropout", "tensor"), ("same dropout", "tensor"), ("as first", "tensor")]
-        self.model = make(((*layers, *3 * [("same module", "tensor")])), run.dropout)
-
-
-def test_one_process_sums_shared_gradients_over_all_batches_of_an_update() -> None:
-    run = replace(RUN, module=RepeatingNet, trainer={"max_epochs": 1, "accumulate_grad_batches": 2})
-    weights, _ = oracle(run, 4, list(mini_batches_of(run, accumulate=2)))
-    assert_equal_weights(train(staged(run, 1))["weights"], weights)

@@ -61,31 +61,21 @@ class CountCalls(L.Callback):
         if event == "call" and code.co_filename.startswith(PACKAGE):
             self.batches[-1][code.co_filename[len(PACKAGE) + 1 :], code.co_qualname] += 1
 
-    def cheapest(self) -> Counter[tuple[str, str]]:
-        """That of a batch in the middle: the last ones drain the pipeline."""
-        return min(self.batches[WARMUP:-2], key=Counter.total)
-
 
 def cost_of_a_step(run: Run) -> Counter[tuple[str, str]]:
+    """That of a batch in the middle: the last ones drain the pipeline."""
     counting = CountCalls()
     trainer = make_trainer(run, callbacks=[counting])
     trainer.fit(run.module(run), DataLoader(torch.randn(8 * BATCHES, 8), batch_size=8))
-    return counting.cheapest()
+    return min(counting.batches[WARMUP:-2], key=Counter.total)
 
 
-def check(cost: Counter[tuple[str, str]]) -> None:
-    by_file: Counter[str] = Counter()
-    for (file, _), calls in cost.items():
-        by_file[file] += calls
-    assert cost.total() > 200, "nothing was counted"
-    assert cost.total() <= MOST_CALLS, by_file.most_common()
-    assert len(by_file) <= MOST_FILES, by_file.most_common()
-
-
-def test_a_step_of_a_stage(pools: Pools) -> None:
-    for cost in pools.run(2, cost_of_a_step, Run(Plain, "default", {"microbatches": 4})):
-        check(cost)
-
-
-def test_a_step_of_one_process() -> None:
-    check(cost_of_a_step(Run(Plain, "delayed", {"microbatches": 4})))
+def test_a_step_of_a_stage_and_of_one_process(pools: Pools) -> None:
+    costs = pools.run(2, cost_of_a_step, Run(Plain, "default", {"microbatches": 4}))
+    for cost in (*costs, cost_of_a_step(Run(Plain, "delayed", {"microbatches": 4}))):
+        by_file: Counter[str] = Counter()
+        for (file, _), calls in cost.items():
+            by_file[file] += calls
+        assert cost.total() > 200, "nothing was counted"
+        assert cost.total() <= MOST_CALLS, by_file.most_common()
+        assert len(by_file) <= MOST_FILES, by_file.most_common()
