@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from tests.helpers.modules import CarryingNet, FrozenStatisticsNet, InPlaceNet, 
 from tests.helpers.oracle import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import saving
-from tests.helpers.trainer import Net, Run, delayed, fit, make_scheduler, staged, train
+from tests.helpers.trainer import Net, Run, delayed, fit, staged, train
 
 tied_gpt = partial(small_gpt, tie_embeddings=True)
 TWO_EPOCHS = {"max_epochs": 2}
@@ -59,15 +58,12 @@ IN_PROCESSES: dict[str, tuple[Run, int]] = {
 def after_update(run: Run) -> Callable[[Any], Callable[[], None]] | None:
     """The schedules that the oracle does not know."""
     if run.module is tied_gpt:
-        return lambda optimizer: LambdaLR(optimizer, learning_rate_factor(small_gpt(run))).step
-    if run.scheduler != "decay-epoch":
+        factor = learning_rate_factor(small_gpt(run))
+    elif run.scheduler == "decay-epoch":
+        factor = lambda update: 1.0 / (1 + 0.3 * (update * run.batch_size // run.samples))  # noqa: E731
+    else:
         return None
-
-    def by_epoch(optimizer: Any) -> Callable[[], None]:
-        step, updates = make_scheduler(run, optimizer)["scheduler"].step, itertools.count(1)  # type: ignore[index]
-        return lambda: step() if next(updates) % (run.samples // run.batch_size) == 0 else None
-
-    return by_epoch
+    return lambda optimizer: LambdaLR(optimizer, factor).step
 
 
 def assert_is_the_oracles(run: Run, stages: int, weights: dict[str, np.ndarray], result: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class NamedSamples(Samples):
 
 
 class NamedNet(Net):
-    """Keeps which names every step saw beside which samples; predicts tensors, strings and numbers."""
+    """Keeps which names every step saw beside which samples; predicts tensors and strings."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -53,8 +53,7 @@ class NamedNet(Net):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         self.remember(batch)
-        y, index, name = self.model(batch["x"]), batch["index"], batch["name"]
-        return {"y": y, "name": name, "pair": (index, name), "mean": y.mean().item(), "mean_tensor": y.mean()}
+        return {"y": self.model(batch["x"]), "pair": (batch["index"], batch["name"])}
 
 
 def work(run: Run, what: str, order: dict[str, Any]) -> tuple[list[int], Any]:
@@ -77,13 +76,9 @@ def test_every_sample_keeps_its_strings(pools: Pools) -> None:
     assert all(batch is None for batch in nothing or [])
     _, single = work(replace(RUN, strategy="plain"), "predict", IN_EIGHTS)
     for mine, alone in zip(returned, single, strict=True):
-        assert list(mine) == list(alone)
-        assert mine["name"] == alone["name"] == mine["pair"][1]
-        assert mine["pair"][0].tolist() == alone["pair"][0].tolist()
-        assert isinstance(mine["mean"], float)
         np.testing.assert_allclose(mine["y"], alone["y"], rtol=1e-5)
-        for mean in ("mean", "mean_tensor"):
-            assert float(mine[mean]) == pytest.approx(float(alone[mean]), rel=1e-4)
+        assert mine["pair"][0].tolist() == alone["pair"][0].tolist()
+        assert mine["pair"][1] == alone["pair"][1]
 
 
 BATCHES = BatchSampler(RandomSampler(range(SAMPLES)), 8, drop_last=False)

@@ -36,8 +36,10 @@ def test_all_names_hold_the_trained_values(pools: Pools, tmp_path: Path) -> None
     assert all("scale" not in name for result in results[:2] for name in result["weights"])
     checkpoint = torch.load(path := tmp_path / "step=3.ckpt", weights_only=True)
     state = checkpoint["state_dict"]
+    older = checkpoint["pipeline"]["older_weights"]
     for one, other in (("scale", "begin.scale"), ("shared.weight", "end.weight")):
         assert state[f"model.{one}"].data_ptr() == state[f"model.{other}"].data_ptr()
+    assert older["begin.linear.weight"].data_ptr() == older["end.weight"].data_ptr()
     SecondNet(SECOND_NAMES_RUN).load_state_dict(state)
     going_on = replace(SECOND_NAMES_RUN, ckpt_path=str(path))
     assert_equal_weights(pools.run(2, fit, going_on)[0]["full_afterwards"], expected)

@@ -11,8 +11,10 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from tests.helpers.oracle import assert_equal_weights, joined_weights
@@ -156,3 +158,27 @@ def test_an_optimizer_that_was_made_before(pools: Pools, validate: bool) -> None
     results = pools.run(2, fit_twice, run, validate)
     assert_close({name: value for weights, _ in results for name, value in weights.items()}, expected)
     assert [found for _, found in results] == [sizes] * 2
+
+
+class Configured(Net):
+    """What a user's own ``LightningCLI`` makes."""
+
+    def __init__(self) -> None:
+        super().__init__(Run(Net))
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.run)
+
+
+def trained_by_command(*options: str) -> dict[str, np.ndarray]:
+    arguments = ["optimizer=AdamW", "optimizer.lr=0.01", "lr_scheduler=CosineAnnealingLR", "lr_scheduler.T_max=3"]
+    arguments += [f"trainer.{name}=false" for name in ("logger", "enable_checkpointing", "enable_progress_bar")]
+    arguments += ["seed_everything=1", "trainer.accelerator=cpu", "trainer.max_epochs=2", *options]
+    made = LightningCLI(Configured, args=["fit", *map("--{}".format, arguments)], save_config_callback=None)
+    return arrays(dict(made.model.named_parameters()))
+
+
+def test_optimizers_of_the_command_line(pools: Pools) -> None:
+    strategy = ("strategy=lightning_asyncpp.SyncPipelineStrategy", "strategy.microbatches=2", "devices=2")
+    last, first = pools.run(2, trained_by_command, *(f"trainer.{option}" for option in strategy))
+    assert_close(first | last, trained_by_command("trainer.devices=1"))
