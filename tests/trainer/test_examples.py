@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -25,13 +25,9 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 def example(name: str) -> ModuleType:
     """An example as a module."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return importlib.import_module(name)
 
 
 def run_main(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

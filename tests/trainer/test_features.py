@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests.helpers.cases import DIM
-from tests.helpers.modules import BatchNormNet, LogsAtTheEnd, StopsOnOneRank
+from tests.helpers.modules import BatchNormNet, LogsAtTheEnd
 from tests.helpers.oracle import assert_equal_weights, batches_of, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, arrays, evaluate, fit, staged, train
@@ -46,14 +46,6 @@ def test_model_checkpoint_on_the_training_loss(pools: Pools, tmp_path: Path) -> 
     best = sorted(range(1, 10, 2), key=lambda step: losses[step])[:2]
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {f"step={step + 1}.ckpt" for step in best}
     assert {result["best"] for result in results} == {str(tmp_path / f"step={best[0] + 1}.ckpt")}
-
-
-def test_a_callback_that_stops_on_one_rank_only(pools: Pools) -> None:
-    """The wish travels with the control message: all ranks end after a common batch."""
-    stop = (StopsOnOneRank, {"rank": 1, "batch": 3})
-    results = pools.run(2, fit, Run(Net, callbacks=(stop,), samples=400, trainer={"max_epochs": 2}, val_samples=(13,)))
-    assert len({result["global_step"] for result in results}) == 1
-    assert 4 <= results[0]["global_step"] <= 7
 
 
 @pytest.mark.parametrize("scheduler", ["plateau-step-late", "plateau-epoch-train_loss_epoch"])

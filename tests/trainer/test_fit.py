@@ -8,11 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
-from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
@@ -21,6 +18,7 @@ from tests.helpers.oracle import assert_equal_weights, batches_of, joined_weight
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import saving
 from tests.helpers.trainer import Net, Run, delayed, fit, staged, train
+from tests.trainer.idioms.optimization import Backbone
 
 tied_gpt = partial(small_gpt, tie_embeddings=True)
 TWO_EPOCHS = {"max_epochs": 2}
@@ -138,20 +136,9 @@ def test_processes_go_on_from_the_checkpoint_of_one(pools: Pools, tmp_path: Path
     assert_equal_weights(joined_weights(resumed, 3), train(staged(run))["weights"])
 
 
-class Recurrent(Net):
-    """Nothing can cut this: it has no network."""
-
-    def __init__(self, run: Run) -> None:
-        L.LightningModule.__init__(self)
-        self.run, self.recurrent, self.head = run, nn.GRU(1, 4, batch_first=True), nn.Linear(4, 1)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return F.mse_loss(self.head(self.recurrent(batch["x"].unsqueeze(-1))[0].mean(1)), batch["y"])
-
-
 def test_a_module_that_nothing_can_cut_is_one_stage() -> None:
     """A delay shows in its second update."""
-    run = Run(Recurrent, scheduler="decay-step")
+    run = Run(Backbone, scheduler="decay-step")
     plain = train(replace(run, strategy="plain"))["weights"]
     whole, late = (train(delayed(run, microbatches=1, delay=delay))["weights"] for delay in (0, 1))
     for name, weight in plain.items():

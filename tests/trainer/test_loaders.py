@@ -97,13 +97,6 @@ def test_an_order_is_kept(pools: Pools, order: dict[str, Any]) -> None:
     assert first == IN_ORDER[::-1] if "sampler" in order else first not in (IN_ORDER, IN_ORDER[::-1])
 
 
-def test_replicas_are_shuffled_as_under_ddp(pools: Pools) -> None:
-    run = replace(RUN, options={"microbatches": 2, "data_parallel_size": 2}, samples=12)
-    ranks = [seen for seen, _ in pools.run(4, work, run, "fit", IN_EIGHTS)]
-    assert sorted(ranks[0] + ranks[2]) == IN_ORDER[:12]
-    assert sorted(ranks[0]) != ranks[0]
-
-
 class CuttingNet(WeighingNet):
     """Batches with a tensor that is not batched, cut by the module into pieces of different sizes."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,20 +14,15 @@ from tests.helpers.modules import SECOND_NAMES_RUN, SecondNet
 from tests.helpers.oracle import assert_equal_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import saving
-from tests.helpers.trainer import Run, arrays, fit, staged, train
-
-
-def state_of(run: Run) -> dict[str, np.ndarray]:
-    """What one process has in its ``state_dict`` after the same training."""
-    module = run.module(run)
-    train(replace(run, module=lambda _: module))
-    return arrays(module.state_dict())
+from tests.helpers.trainer import arrays, fit, staged, train
 
 
 def test_all_names_hold_the_trained_values(pools: Pools, tmp_path: Path) -> None:
     """Afterwards, in a checkpoint, and after going on from it with another number of stages."""
     weights, _ = oracle(SECOND_NAMES_RUN, 4, list(mini_batches_of(SECOND_NAMES_RUN, 2)), max_norm=0.4)
-    expected = state_of(staged(SECOND_NAMES_RUN, 1))
+    module = SecondNet(SECOND_NAMES_RUN)
+    train(staged(replace(SECOND_NAMES_RUN, module=lambda _: module), 1))
+    expected = arrays(module.state_dict())
     assert_equal_weights({name: expected[name] for name in weights}, weights)
     results = pools.run(3, fit, replace(SECOND_NAMES_RUN, callbacks=(saving(tmp_path, every_n_train_steps=3),)))
     assert_equal_weights(results[0]["full_afterwards"], expected)
