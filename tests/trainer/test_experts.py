@@ -45,7 +45,7 @@ def of_experts(result: dict[str, Any]) -> list[dict[str, float]]:
 def test_a_pipeline_is_the_same_run_in_one_process(pools: Pools) -> None:
     """Each block is recomputed on the weights and the biases of its forward, and logs nothing twice."""
     ranks = pools.run(3, fit, RUN)
-    expected = train(staged(replace(RUN, module=functools.partial(gpt, recompute=False)), 1))
+    expected = train(staged(replace(RUN, module=functools.partial(gpt, recompute="none")), 1))
     biases = {name: expected["buffers"][name] for name in BIASES}
     assert_equal_weights(ranks[0]["full_at_end"], {**expected["weights"], **biases})
     assert max(float(np.abs(bias).max()) for bias in biases.values()) > 0.015  # moved twice

@@ -21,7 +21,7 @@ def fit_and_describe(run: Run) -> dict[str, Any]:
     """Train with the summary that Lightning prints over processes; what was chosen, and the weights."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
-    trainer = make_trainer(run, enable_model_summary=True)
+    trainer = make_trainer(run, enable_model_summary=run.strategy != "delayed")
     trainer.fit(module, loader(run))
     partition = trainer.strategy.session.partition
     weights = arrays(dict(module.named_parameters()))

@@ -126,7 +126,7 @@ class SamplesInAHook(Net):
 
 IDIOMS = [
     Idiom(
-        'self(x) | return { | frozen teacher | frozen feature | register_buffer | log_dict`, | "max")` | torchmetrics'
+        'self(x) | return { | frozen teacher | frozen feature | register_buffer | sync_dist | "max")` | torchmetrics'
         " | is_global_zero | on_save_checkpoint | should_stop",
         Ordinary, {"enable_checkpointing": True, "max_epochs": 4}, processes=True,
     ),
