@@ -159,17 +159,6 @@ class FrozenStatisticsNet(Net):
         self.model = nn.Sequential(Recomputed(), Recomputed(), nn.Dropout(0.2), Recomputed(), nn.Linear(DIM, 1))
 
 
-class StopsOnOneRank(L.Callback):
-    """Sets ``trainer.should_stop`` where no other rank sees it."""
-
-    def __init__(self, rank: int, batch: int) -> None:
-        self.rank, self.batch = rank, batch
-
-    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        if trainer.global_rank == self.rank and arguments[-1] == self.batch:
-            trainer.should_stop = True
-
-
 class LogsAtTheEnd(L.Callback):
     """Logs, after every batch, what gets better in the first three."""
 

@@ -13,23 +13,16 @@ from lightning_asyncpp import GPTModule
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.models.hf import HFTensors
 from tests.helpers.models import exported
-from tests.helpers.oracle import assert_equal_weights, joined_parts, joined_weights
+from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Run, arrays, fit, initial_weights, staged, train
+from tests.helpers.trainer import Run, arrays, initial_weights
+
+CONFIG = GPTConfig(32, 8, num_layers=3, dim=16, num_heads=2, mlp_dim=32)
 
 
-def config(tie: bool) -> GPTConfig:
-    shape = {"vocab_size": 32, "context_length": 8, "num_layers": 3, "dim": 16, "num_heads": 2, "mlp_dim": 32}
-    return GPTConfig(**shape, tie_embeddings=tie)  # type: ignore[arg-type]
-
-
-def started(run: Run, folder: Path, tie: bool) -> GPTModule:
+def started(run: Run, folder: Path) -> GPTModule:
     """A module that starts from a folder of transformers."""
-    return GPTModule(config(tie), optimizer=run.make_optimizer, decay="constant", initial_weights=str(folder))
-
-
-def run_of(folder: Path, tie: bool) -> Run:
-    return Run(partial(started, folder=folder, tie=tie), dataset="tokens", options={"microbatches": 4})
+    return GPTModule(CONFIG, optimizer=run.make_optimizer, decay="constant", initial_weights=str(folder))
 
 
 def weights_read(run: Run) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -46,18 +39,11 @@ def weights_read(run: Run) -> tuple[dict[str, np.ndarray], list[str]]:
 
 
 def test_every_stage_reads_its_own_tensors(pools: Pools, tmp_path: Path) -> None:
-    model = exported(config(tie=False), tmp_path, seed=2)
-    results = pools.run(3, weights_read, run_of(tmp_path, tie=False))
+    model = exported(CONFIG, tmp_path, seed=2)
+    run = Run(partial(started, folder=tmp_path), dataset="tokens", options={"microbatches": 4})
+    results = pools.run(3, weights_read, run)
     expected = arrays({f"model.{name}": p for name, p in model.named_parameters()})
     assert_equal_weights(joined_parts([weights for weights, _ in results]), expected)
     for weights, read in results:
         assert {f"model.{name}" for name in read} == set(weights)
         assert len(read) == len(set(read))
-
-
-def test_training_goes_on_as_in_a_single_process(pools: Pools, tmp_path: Path) -> None:
-    exported(config(tie=True), tmp_path, seed=2)
-    run = run_of(tmp_path, tie=True)
-    trained = joined_weights(pools.run(3, fit, run), 3)
-    assert np.array_equal(trained.pop("model.head.weight"), trained["model.embedding.token.weight"])  # a copy
-    assert_equal_weights(trained, train(staged(run, 1))["weights"])

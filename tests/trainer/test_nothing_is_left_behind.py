@@ -19,7 +19,7 @@ from tests.helpers.modules import MetricNet
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Run, Samples
 
-STEPS, EVERY, BATCH = 160, 10, 8
+STEPS, EVERY, BATCH = 120, 10, 8
 
 
 class Counts(L.Callback):
@@ -29,7 +29,7 @@ class Counts(L.Callback):
         self.counts: list[tuple[int, ...]] = []  # numbers alone: the garbage collector does not track them
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step % 20 == 0:
+        if trainer.global_step % EVERY == 5:
             trainer.strategy.drain()
         if trainer.global_step % EVERY == 0:
             gc.collect()
@@ -37,36 +37,28 @@ class Counts(L.Callback):
             self.counts.append((threading.active_count(), tasks, files, len(gc.get_objects())))
 
 
-def count(_: None) -> list[tuple[int, ...]]:
+def count() -> list[tuple[int, ...]]:
     """Train on the ranks of a pool; threads of Python, threads, files and objects, over the training."""
     run, counts = Run(MetricNet, correction="feedback", scheduler="decay-step", dropout=0.1), Counts()
     L.seed_everything(run.seed, verbose=False)
     with tempfile.TemporaryDirectory() as own:
         folders = [own]
         dist.broadcast_object_list(folders)
-        saving = ModelCheckpoint(folders[0], monitor="val_loss", save_top_k=2, every_n_train_steps=40, save_last=True)
+        saving = ModelCheckpoint(folders[0], monitor="val_loss", save_top_k=2, every_n_train_steps=20, save_last=True)
         trainer = L.Trainer(
             accelerator="cpu", devices=dist.get_world_size(), strategy=AsyncPipelineStrategy(microbatches=2),
-            max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, val_check_interval=40, check_val_every_n_epoch=None,
+            max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, val_check_interval=20, check_val_every_n_epoch=None,
             logger=CSVLogger(folders[0]), log_every_n_steps=10, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[counts, LearningRateMonitor(), PipelineMonitor(), saving],
         )  # fmt: skip
-        trainer.fit(
-            MetricNet(run),
-            DataLoader(Samples(BATCH * 80), batch_size=BATCH),
-            DataLoader(Samples(40, 1), batch_size=BATCH),
-        )
+        training, validation = (DataLoader(Samples(BATCH * n, n), batch_size=BATCH) for n in (80, 5))
+        trainer.fit(MetricNet(run), training, validation)
         dist.barrier()  # before the folder goes
     return counts.counts
 
 
-def test_a_training_leaves_nothing_behind() -> None:
-    pools = Pools()
-    try:
-        ranks = pools.run(2, count, None, timeout=200.0)
-    finally:
-        pools.close()
-    for counts in ranks:
+def test_a_training_leaves_nothing_behind(pools: Pools) -> None:
+    for counts in pools.run(2, count, timeout=200.0):
         assert len(counts) == STEPS // EVERY
         settled = counts[len(counts) // 2 :]  # after each kind of thing has happened
         slack = (0, 0, 0, 200)  # caches are a few dozen objects; a leak per step would be thousands

@@ -43,10 +43,10 @@ class Plain(L.LightningModule):
 
 
 class CountCalls(L.Callback):
-    """Counts from the start of a batch to that of the next: functions of this package -> calls, batch by batch."""
+    """Counts from the start of a batch to that of the next: calls of this package's functions in each of its files."""
 
     def __init__(self) -> None:
-        self.batches: list[Counter[tuple[str, str]]] = []
+        self.batches: list[Counter[str]] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         sys.setprofile(None)
@@ -57,35 +57,21 @@ class CountCalls(L.Callback):
         sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
-            self.batches[-1][code.co_filename[len(PACKAGE) + 1 :], code.co_qualname] += 1
-
-    def cheapest(self) -> Counter[tuple[str, str]]:
-        """That of a batch in the middle: the last ones drain the pipeline."""
-        return min(self.batches[WARMUP:-2], key=Counter.total)
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.batches[-1][frame.f_code.co_filename] += 1
 
 
-def cost_of_a_step(run: Run) -> Counter[tuple[str, str]]:
+def calls_of_a_step(run: Run) -> Counter[str]:
+    """In each file, in a batch in the middle: the last ones drain the pipeline."""
     counting = CountCalls()
     trainer = make_trainer(run, callbacks=[counting])
     trainer.fit(run.module(run), DataLoader(torch.randn(8 * BATCHES, 8), batch_size=8))
-    return counting.cheapest()
+    return min(counting.batches[WARMUP:-2], key=Counter.total)
 
 
-def check(cost: Counter[tuple[str, str]]) -> None:
-    by_file: Counter[str] = Counter()
-    for (file, _), calls in cost.items():
-        by_file[file] += calls
-    assert cost.total() > 200, "nothing was counted"
-    assert cost.total() <= MOST_CALLS, by_file.most_common()
-    assert len(by_file) <= MOST_FILES, by_file.most_common()
-
-
-def test_a_step_of_a_stage(pools: Pools) -> None:
-    for cost in pools.run(2, cost_of_a_step, Run(Plain, "default", {"microbatches": 4})):
-        check(cost)
-
-
-def test_a_step_of_one_process() -> None:
-    check(cost_of_a_step(Run(Plain, "delayed", {"microbatches": 4})))
+def test_a_step_of_a_stage_and_of_one_process(pools: Pools) -> None:
+    stages = pools.run(2, calls_of_a_step, Run(Plain, "default", {"microbatches": 4}))
+    for calls in (*stages, calls_of_a_step(Run(Plain, "delayed", {"microbatches": 4}))):
+        assert calls.total() > 200, "nothing was counted"
+        assert calls.total() <= MOST_CALLS, calls.most_common()
+        assert len(calls) <= MOST_FILES, calls.most_common()

@@ -34,12 +34,10 @@ RUN = Run(
 
 def test_a_checkpoint_shows_the_weights_that_were_validated_and_a_run_goes_on(pools: Pools, tmp_path: Path) -> None:
     """With another number of stages, too: the masters are there."""
-    run = replace(RUN, callbacks=(saving(tmp_path, every_n_train_steps=5),))
-    results = pools.run(2, fit, run)
-    whole = joined_weights(results, 2)
-    assert_equal_weights(whole, {name: array for name, array in train(staged(RUN))["weights"].items() if name in whole})
-    resumed = pools.run(3, fit, replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=5.ckpt")))
-    assert_equal_weights(joined_weights(resumed, 3), whole)
+    results = pools.run(2, fit, replace(RUN, callbacks=(saving(tmp_path, every_n_train_steps=5),)))
+    whole, again = joined_weights(results, 2), replace(RUN, ckpt_path=str(tmp_path / "step=5.ckpt"))
+    resumed = train(staged(again))["weights"]
+    assert_equal_weights({name: resumed[name] for name in whole}, whole)
 
     checkpoint = torch.load(tmp_path / "step=15.ckpt", weights_only=True)
     state, masters = checkpoint["state_dict"], checkpoint["pipeline"]["masters"]
@@ -48,16 +46,13 @@ def test_a_checkpoint_shows_the_weights_that_were_validated_and_a_run_goes_on(po
     assert {value.dtype for value in masters.values()} == {torch.float32}
     assert all(np.array_equal(state[name].float().numpy(), whole[name]) for name in state)
     assert not any(np.array_equal(masters[name.removeprefix("model.")].numpy(), whole[name]) for name in state)
-    module = Net(replace(run, trainer={})).eval().to(torch.bfloat16)
+    module = Net(RUN).eval().to(torch.bfloat16)
     module.load_state_dict(state)
     data = Samples(9, 1)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         loss = float(F.mse_loss(module.model(data.x), data.y))
     assert results[0]["callback_metrics"]["val_loss"] == pytest.approx(loss, rel=1e-3)
     with pytest.raises(ConfigurationError, match=r"written with weight_dtype='bf16', this run has None"):
-        train(staged(replace(run, options={"microbatches": 4}, callbacks=(), ckpt_path=str(tmp_path / "step=5.ckpt"))))
-
-
-def test_it_needs_mixed_precision() -> None:
+        train(staged(replace(again, options={"microbatches": 4})))
     with pytest.raises(ConfigurationError, match=r"weight_dtype='bf16' needs precision='bf16-mixed'"):
         train(staged(replace(RUN, trainer={**RUN.trainer, "precision": "32-true"})))

@@ -11,15 +11,16 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import saving
-from tests.helpers.trainer import Net, Run, Samples, arrays, fit, loader, make_trainer, staged, train
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, staged, train
 
 
 def two_groups(module: L.LightningModule) -> Any:
@@ -40,12 +41,12 @@ def plateau(module: L.LightningModule) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss"}}
 
 
-def unnamed_muon(parameters: Any) -> Any:
+def muon(parameters: Any) -> Any:
     return MuonAdamW(parameters, lr=0.02, newton_schulz_dtype="float32")
 
 
-OPTIMIZERS: dict[str, Callable[[L.LightningModule], Any]] = {
-    "two groups": two_groups,
+Makes = dict[str, Callable[[L.LightningModule], Any]]
+OPTIMIZERS: Makes = {
     "rate by number of parameters": lambda module: AdamW(
         module.parameters(), lr=2.0 / sum(p.numel() for p in module.parameters())
     ),
@@ -53,12 +54,12 @@ OPTIMIZERS: dict[str, Callable[[L.LightningModule], Any]] = {
     "plateau": plateau,
     "biases": lambda module: AdamW([p for n, p in module.named_parameters() if n.endswith("bias")], lr=0.01),
     "names": lambda module: SGD(module.named_parameters(), lr=0.05, momentum=0.9),
-    "fused": lambda module: AdamW(module.parameters(), lr=0.01, fused=True),
     "state at once": lambda module: Adagrad(module.parameters(), lr=0.05),
-    "Muon": lambda module: unnamed_muon(module.named_parameters()),
+    "Muon": lambda module: muon(module.named_parameters()),
 }
-BY_CORRECTIONS: dict[str, Callable[[L.LightningModule], Any]] = {
-    "unnamed Muon in Error Feedback": lambda module: ErrorFeedback(module.parameters(), unnamed_muon),
+NOT_IN_A_PLAIN_TRAINER: Makes = {
+    "unnamed Muon": lambda module: muon(module.parameters()),
+    "unnamed Muon in Error Feedback": lambda module: ErrorFeedback(module.parameters(), muon),
     "Error Feedback of two groups": lambda module: ErrorFeedback(
         two_groups(module).param_groups, lambda params: AdamW(params, lr=0.01)
     ),
@@ -66,25 +67,19 @@ BY_CORRECTIONS: dict[str, Callable[[L.LightningModule], Any]] = {
 
 
 class Made(Net):
-    """Its optimizer is one of those above."""
+    """Its optimizer is one of those above, and it clips by itself."""
 
     def configure_optimizers(self) -> Any:
-        return {**OPTIMIZERS, **BY_CORRECTIONS, "unnamed Muon": lambda module: unnamed_muon(module.parameters())}[
-            self.run.optimizer
-        ](self)
+        return {**OPTIMIZERS, **NOT_IN_A_PLAIN_TRAINER}[self.run.optimizer](self)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        by_value = self.run.optimizer == "names"
+        limit, algorithm = (0.02, "value") if by_value else (0.3, "norm")
+        self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
 
-class DealtOut(Made):
-    """Replicas share every batch."""
-
-    def train_dataloader(self) -> DataLoader:
-        given = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        replicas, replica = given["num_replicas"], given["rank"]
-        return DataLoader(Subset(Samples(40), range(replica, 40, replicas)), batch_size=8 // replicas)
-
-
-def run_of(optimizer: str, module: Any = Made, **more: Any) -> Run:
-    return Run(module, "sync", {"microbatches": 2}, {"max_epochs": 2, **more}, optimizer=optimizer)
+def run_of(optimizer: str) -> Run:
+    return Run(Made, "sync", {"microbatches": 2}, {"max_epochs": 2}, optimizer=optimizer)
 
 
 def saved(run: Run, folder: Path) -> Run:
@@ -111,7 +106,7 @@ def assert_close(actual: Any, expected: Any, where: str = "") -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stages_train_as_a_plain_trainer(name: str, tmp_path: Path) -> None:
     """The weights, and the whole state of the optimizer and its scheduler, as a plain checkpoint holds it."""
-    run = run_of(name, gradient_clip_val=0.3)
+    run = run_of(name)
     expected = train(saved(replace(run, strategy="plain"), tmp_path / "plain"))
     found = train(saved(staged(run), tmp_path / "stages"))
     assert_close(found["weights"], expected["weights"])
@@ -125,7 +120,7 @@ def test_names_come_from_the_module() -> None:
     assert_equal_weights(unnamed, named)
 
 
-@pytest.mark.parametrize("name", BY_CORRECTIONS)
+@pytest.mark.parametrize("name", NOT_IN_A_PLAIN_TRAINER)
 def test_async_goes_on_with_other_stages(name: str, tmp_path: Path) -> None:
     """Bitwise: no state depends on the cut."""
     run = replace(run_of(name), strategy="async", options={"microbatches": 3})
@@ -133,47 +128,57 @@ def test_async_goes_on_with_other_stages(name: str, tmp_path: Path) -> None:
     assert_equal_weights(train(staged(replace(run, ckpt_path=str(tmp_path / "step=5.ckpt")), 3))["weights"], whole)
 
 
-def test_replicas_train_as_one_process(pools: Pools) -> None:
-    run = run_of("two groups", DealtOut)
-    expected = train(replace(run, strategy="plain"))["weights"]
-    for result in pools.run(4, fit, replace(run, options={"microbatches": 2, "data_parallel_size": 2})):
-        assert_close(result["weights"], {name: expected[name] for name in result["weights"]})
-
-
-@pytest.mark.parametrize("other", ["plain", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_checkpoints_are_plain_both_ways(pools: Pools, other: str, tmp_path: Path) -> None:
-    """What ranks of a pipeline saved a plain Trainer or DDP goes on from, with its optimizer, and the other way."""
-    run, first = run_of("one cycle"), "step=5.ckpt"
-    theirs, ranks = replace(run, strategy=other, options={}), 1 if other == "plain" else 2
-    trained = joined_weights(pools.run(2, fit, saved(run, tmp_path / "stages")), 2)
-    pools.run(ranks, fit, saved(theirs, tmp_path / other))
-    path = str(tmp_path / other / first)
-    resumed = joined_weights(pools.run(2, fit, replace(run, ckpt_path=path)), 2)
-    assert_close(resumed, train(replace(run, strategy="plain", options={}, ckpt_path=path))["weights"])
-    back = pools.run(ranks, fit, replace(theirs, ckpt_path=str(tmp_path / "stages" / first)))[0]["weights"]
-    if other == "plain":  # DDP's ranks read halves of the data
-        assert_close(back, trained)
+def test_checkpoints_are_plain_both_ways(pools: Pools, tmp_path: Path) -> None:
+    """What ranks of a pipeline saved a plain Trainer goes on from, with its optimizer, and the other way."""
+    run = run_of("one cycle")
+    plain = replace(run, strategy="plain", options={})
+    theirs, ours = str(tmp_path / "plain" / "step=5.ckpt"), str(tmp_path / "stages" / "step=5.ckpt")
+    expected = train(saved(plain, tmp_path / "plain"))["weights"]
+    assert_close(joined_weights(pools.run(2, fit, saved(run, tmp_path / "stages")), 2), expected)
+    assert_close(joined_weights(pools.run(2, fit, replace(run, ckpt_path=theirs)), 2), expected)
+    assert_close(train(replace(plain, ckpt_path=ours))["weights"], expected)
 
 
 def fit_twice(run: Run, validate: bool) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Train a module twice, or validate it before, with an optimizer that was made at the beginning."""
+    """Train a module twice, or validate and train it, with an optimizer that was made at the beginning."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     optimizer = two_groups(module)
     module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-    if validate:
-        make_trainer(run).validate(module, loader(run), verbose=False)
-    else:
-        make_trainer(run).fit(module, loader(run))
-    make_trainer(run).fit(module, loader(run))
+    for what in ("validate" if validate else "fit", "fit"):
+        getattr(make_trainer(run), what)(module, loader(run))
     return arrays(dict(module.named_parameters())), [len(group["params"]) for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize("validate", [True, False])
 def test_an_optimizer_that_was_made_before(pools: Pools, validate: bool) -> None:
     """It holds the whole model again afterwards, so that it can be used once more."""
-    run = run_of("two groups")
+    run = run_of("one cycle")
     expected, sizes = fit_twice(replace(run, strategy="plain"), validate)
     results = pools.run(2, fit_twice, run, validate)
     assert_close({name: value for weights, _ in results for name, value in weights.items()}, expected)
     assert [found for _, found in results] == [sizes] * 2
+
+
+class Configured(Net):
+    """What a user's own ``LightningCLI`` makes."""
+
+    def __init__(self) -> None:
+        super().__init__(Run(Net))
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.run)
+
+
+def trained_by_command(*options: str) -> dict[str, np.ndarray]:
+    arguments = ["optimizer=AdamW", "optimizer.lr=0.01", "lr_scheduler=CosineAnnealingLR", "lr_scheduler.T_max=3"]
+    arguments += [f"trainer.{name}=false" for name in ("logger", "enable_checkpointing", "enable_progress_bar")]
+    arguments += ["seed_everything=1", "trainer.accelerator=cpu", "trainer.max_epochs=2", *options]
+    made = LightningCLI(Configured, args=["fit", *map("--{}".format, arguments)], save_config_callback=None)
+    return arrays(dict(made.model.named_parameters()))
+
+
+def test_optimizers_of_the_command_line(pools: Pools) -> None:
+    strategy = ("strategy=lightning_asyncpp.SyncPipelineStrategy", "strategy.microbatches=2", "devices=2")
+    last, first = pools.run(2, trained_by_command, *(f"trainer.{option}" for option in strategy))
+    assert_close(first | last, trained_by_command("trainer.devices=1"))

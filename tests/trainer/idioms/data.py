@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from tests.helpers.modules import Stream, WeighingNet
 from tests.helpers.trainer import Net, Samples
-from tests.trainer.idioms import NOTE, REFUSED, WORKS, Idiom
+from tests.trainer.idioms import Idiom
 
 
 class Curriculum(Net):
@@ -47,11 +47,6 @@ class NothingToCollate(Net):
         return DataLoader(Samples(40), batch_sampler=Estimated(), collate_fn=without_an_invalid_one)
 
 
-class Streams(Net):
-    def train_dataloader(self) -> Any:
-        return DataLoader(Stream(40), batch_size=8)
-
-
 class Combines(Net):
     """Two streams of different lengths at once, the shorter one again and again, and a batch of nothing among them."""
 
@@ -69,6 +64,9 @@ class Combines(Net):
 class TransfersItself(Net):
     """Each of the three hooks takes the batch to pieces, which a stage in the middle does not have."""
 
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(40, seed=self.current_epoch), batch_size=8)
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return {**batch, "x": batch["x"] + 1}
 
@@ -76,17 +74,7 @@ class TransfersItself(Net):
         return {name: value.to(device) for name, value in batch.items()}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {**batch, "x": 2 * batch["x"]}
-
-
-class Augments(Net):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {**batch, "x": batch["x"] + 0.1 * torch.randn_like(batch["x"])}
-
-
-class ReloadsItself(Net):
-    def train_dataloader(self) -> Any:
-        return DataLoader(Samples(40, seed=self.current_epoch), batch_size=8)
+        return {**batch, "x": 2 * batch["x"] + 0.1 * torch.randn_like(batch["x"])}
 
 
 class TakesTheIterator(Net):
@@ -95,35 +83,29 @@ class TakesTheIterator(Net):
         return F.mse_loss(self.model(batch["x"]), batch["y"])
 
 
+CHANGING_NOTHING = {
+    "num_sanity_val_steps": 2, "val_check_interval": 2, "min_epochs": 2, "max_time": "00:01:00:00",
+    "detect_anomaly": True, "deterministic": True, "inference_mode": False, "profiler": "simple",
+    "sync_batchnorm": True, "enable_model_summary": True,
+}  # fmt: skip
 IDIOMS = [
-    Idiom("`self.trainer.train_dataloader.dataset` in a hook", WORKS, "", Curriculum, processes=True),
-    Idiom("`collate_fn` that returns `None`", WORKS, "", NothingToCollate, processes=True),
-    Idiom("an `IterableDataset` without a length", WORKS, "", Streams, processes=True),
-    Idiom("`CombinedLoader`, several loaders", WORKS, "", Combines, processes=True),
-    Idiom("`on_before_batch_transfer`, `on_after_batch_transfer`", WORKS, "", TransfersItself, processes=True),
-    Idiom("random augmentation in `on_after_batch_transfer`", NOTE,
-          "Every rank must draw the same numbers, as after `seed_everything`.", Augments, processes=True),
-    Idiom("`reload_dataloaders_every_n_epochs=1`", WORKS, "", ReloadsItself, {"reload_dataloaders_every_n_epochs": 1}),
-    Idiom("`training_step(dataloader_iter)`", REFUSED, "Take a batch: the pipeline cuts it.", TakesTheIterator,
-          says="holds no tensor with a batch dimension"),
-    Idiom("a mean over what is not padded, with `microbatch_weight`", WORKS, "", WeighingNet),
-    Idiom("`limit_train_batches=3`", WORKS, trainer={"limit_train_batches": 3}),
-    Idiom("`overfit_batches=2`", WORKS, trainer={"overfit_batches": 2}),
-    Idiom("`fast_dev_run=True`", WORKS, trainer={"fast_dev_run": True}),
-    Idiom("`num_sanity_val_steps=2`", WORKS, trainer={"num_sanity_val_steps": 2}),
-    Idiom("`val_check_interval=2`, `0.5`", WORKS, trainer={"val_check_interval": 2}),
-    Idiom('`val_check_interval="00:00:15:00"`', REFUSED, "Clocks of ranks differ: give a number of batches.",
-          trainer={"val_check_interval": "00:00:15:00"}, says="val_check_interval is a time"),
-    Idiom("`check_val_every_n_epoch=2`", WORKS, trainer={"check_val_every_n_epoch": 2}),
-    Idiom("`max_steps=7`", WORKS, trainer={"max_steps": 7}),
-    Idiom("`min_epochs`, `max_time`", WORKS, trainer={"min_epochs": 2, "max_time": "00:01:00:00"}),
-    Idiom("`detect_anomaly=True`", WORKS, trainer={"detect_anomaly": True}),
-    Idiom("`deterministic=True`", WORKS, trainer={"deterministic": True}),
-    Idiom("`inference_mode=False`", WORKS, trainer={"inference_mode": False}),
-    Idiom('`profiler="simple"`', NOTE, "That of rank 0, the last stage.", trainer={"profiler": "simple"}),
-    Idiom('`precision="bf16-mixed"`', WORKS, trainer={"precision": "bf16-mixed"}),
-    Idiom("`sync_batchnorm=True`", NOTE, "Without effect: statistics are those of each microbatch. "
-          "Or normalise without them (GroupNorm).", trainer={"sync_batchnorm": True}),
-    Idiom("`enable_model_summary=True` with `example_input_array`", NOTE, "Without the sizes of inputs and outputs.",
-          trainer={"enable_model_summary": True}),
+    Idiom("train_dataloader.dataset", Curriculum, processes=True),
+    Idiom("collate_fn", NothingToCollate, processes=True),
+    Idiom("IterableDataset | CombinedLoader", Combines, processes=True),
+    Idiom(
+        "`on_before_batch | augmentation | reload_", TransfersItself, {"reload_dataloaders_every_n_epochs": 1},
+        processes=True,
+    ),
+    Idiom("dataloader_iter", TakesTheIterator, says="holds no tensor with a batch dimension"),
+    Idiom("not padded", WeighingNet),
+    Idiom("limit_ | check_val", trainer={"limit_train_batches": 3, "check_val_every_n_epoch": 2}),
+    Idiom("overfit_", trainer={"overfit_batches": 2}),
+    Idiom("fast_dev_run", trainer={"fast_dev_run": True}),
+    Idiom(
+        "sanity | interval=2 | max_time | anomaly | deterministic | inference | profiler | sync_batchnorm | summary",
+        trainer=CHANGING_NOTHING,
+    ),
+    Idiom('"00:00:15', trainer={"val_check_interval": "00:00:15:00"}, says="val_check_interval is a time"),
+    Idiom("max_steps", trainer={"max_steps": 7}),
+    Idiom("precision", trainer={"precision": "bf16-mixed"}),
 ]  # fmt: skip
