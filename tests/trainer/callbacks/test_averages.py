@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp import ConfigurationError
 from tests.helpers.modules import EMA, HasAverage
-from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, own_state, staged, train, val_loaders
 
@@ -44,15 +44,11 @@ def averaged(run: Run, folder: Path) -> dict[str, Any]:
     content = torch.load(folder / "end.ckpt", weights_only=False)
     names = {"state": "state_dict", "current": "current_model_state", "averaging": "averaging_state"}
     saved = {name: arrays(content.get(entry, {})) for name, entry in names.items()}
-    return {**saved, "losses": before.losses, "own": own_state(module), "trained": before.trained}
-
-
-def joined(results: list[dict[str, Any]], what: str) -> dict[str, Any]:
-    return {name: value for result in reversed(results) for name, value in result[what].items()}
+    return {**saved, "losses": before.losses, "trained": before.trained}
 
 
 def assert_same(results: list[dict[str, Any]], single: dict[str, Any]) -> None:
-    assert_equal_weights(joined(results, "trained"), single["trained"])
+    assert_equal_weights(joined_parts([result["trained"] for result in results]), single["trained"])
     for what in ("state", "current", "averaging"):
         assert_equal_weights(results[0][what], single[what])
     count = len(results[0]["losses"])
@@ -79,16 +75,6 @@ def test_equals_one_process(pools: Pools, tmp_path: Path, kind: str, strategy: s
     resumed = replace(run, ckpt_path=str(tmp_path / "many" / "epoch=0.ckpt"))
     on = 2 if strategy == "async" else 3
     assert_same(pools.run(on, averaged, resumed, tmp_path / "resumed"), single)
-
-
-@pytest.mark.slow
-def test_with_replicas(pools: Pools, tmp_path: Path) -> None:
-    """All replicas have the average, which is that of the weights."""
-    run = Run(Net, options={"microbatches": 3, "data_parallel_size": 2}, samples=48, val_samples=(16,), callbacks=EMA)
-    many = pools.run(4, averaged, run, tmp_path)
-    for rank in (0, 1):
-        assert_equal_weights(many[rank]["own"], many[rank + 2]["own"])
-    assert_equal_weights(joined(many, "own"), many[0]["state"])
 
 
 def test_averages_beside_masters_are_refused() -> None:

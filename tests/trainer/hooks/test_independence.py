@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import lightning as L
 import pytest
-import torch
 
 from tests.helpers.evaluations import Evaluations, fabric_batches, trainer_batches, trajectory
 from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Net, Run, fit, staged
+from tests.helpers.trainer import Net, Run, staged
 
 RUN = Run(Net, options={"microbatches": 4}, samples=48, batch_size=12, shuffle=True, trainer={"max_epochs": 2})
 READING = {
@@ -41,22 +38,3 @@ def test_fabric_reads_what_the_trainer_reads(pools: Pools, plan: Evaluations) ->
     expected = trainer_batches(staged(RUN, 1), plan)
     assert len(expected) == 8
     assert pools.run(2, fabric_batches, RUN, plan, timeout=200.0) == [expected] * 2
-
-
-class IsDeterministic(L.Callback):
-    """Fails where algorithms need not be."""
-
-    def on_train_start(self, *_: Any) -> None:
-        assert torch.are_deterministic_algorithms_enabled()
-
-
-def fit_deterministically(run: Run) -> None:
-    try:
-        fit(run)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_deterministic_algorithms_are_those_of_every_rank(pools: Pools) -> None:
-    run = Run(Net, trainer={"deterministic": True}, callbacks=((IsDeterministic, {}),))
-    pools.run(2, fit_deterministically, run)
