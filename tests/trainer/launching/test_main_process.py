@@ -18,10 +18,10 @@ from torch import nn
 
 from lightning_asyncpp import PipelineModule
 from tests.helpers.cases import DIM
-from tests.helpers.modules import EMA, HasAverage
+from tests.helpers.modules import EMA
 from tests.helpers.modules import SECOND_NAMES_RUN as SECOND_NAMES
 from tests.helpers.oracle import assert_equal_weights
-from tests.helpers.pool import Outcome, Pools, free_port, worker_context
+from tests.helpers.pool import Outcome, free_port, worker_context
 from tests.helpers.resumable import ONE_PROCESS, saving
 from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, plain_metrics, val_loaders
 from tests.trainer.launching.test_several_trainers import RUN as SEVERAL
@@ -96,11 +96,8 @@ class Shift(nn.Module):
 
 CASES: dict[str, tuple[Run, int]] = {
     "second names, buffers": (SECOND_NAMES, 2),
-    "replicas": (replace(SECOND_NAMES, options={"microbatches": 4, "data_parallel_size": 2}), 4),
     "built by the ranks": (replace(PLAIN, module=Lazy), 3),
-    "an average in the module": (replace(PLAIN, module=HasAverage), 2),
     "a callback that averages": (replace(PLAIN, callbacks=EMA), 2),
-    "sharded": (replace(PLAIN, options=PLAIN.options | {"state_dict_type": "sharded"}), 2),
 }
 
 
@@ -122,20 +119,16 @@ def fit_from_outside(run: Run, devices: int, method: str) -> dict[str, Any]:
     ("case", "method"),
     [*((case, "fork") for case in CASES), pytest.param("built by the ranks", "spawn", marks=pytest.mark.slow)],
 )
-def test_the_starting_process_has_the_trained_model(pools: Pools, case: str, method: str, tmp_path: Path) -> None:
-    """The same training in one process, or with replicas by ranks that stay, says what is right."""
+def test_the_starting_process_has_the_trained_model(case: str, method: str, tmp_path: Path) -> None:
+    """The same training in one process says what is right."""
     of, devices = CASES[case]
     kept, own = (replace(of, callbacks=(*of.callbacks, saving(tmp_path / name))) for name in ("kept", "own"))
-    if case == "sharded":  # one process has no parts
-        kept = replace(kept, options=PLAIN.options)
-    expected = (pools if case == "replicas" else ONE_PROCESS).run(devices, fit, kept)[0]
-    found = run(fit_from_outside, own, devices, method, timeout=200.0)
+    (expected,), found = ONE_PROCESS.run(devices, fit, kept), run(fit_from_outside, own, devices, method, timeout=200.0)
     assert_equal_weights(found["state"], expected["full_afterwards"])
     assert_equal_weights(found["full"], found["state"])
     assert found["callback_metrics"] == expected["callback_metrics"]
     assert Path(found["best"]).relative_to(tmp_path / "own") == Path(expected["best"]).relative_to(tmp_path / "kept")
-    if "sharded" not in of.options.values():
-        assert_equal_weights(found["state"], arrays(torch.load(found["best"], weights_only=True)["state_dict"]))
+    assert_equal_weights(found["state"], arrays(torch.load(found["best"], weights_only=True)["state_dict"]))
 
 
 def live_on() -> dict[str, Any]:

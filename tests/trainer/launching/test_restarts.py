@@ -1,6 +1,6 @@
 """torchrun brings a run back by itself, from its last checkpoint.
 
-As a program, such a run: the folder for checkpoints and results, and the signal that rank 1 sends to itself, once.
+As a program, such a run: the folder for what it leaves, and the signal that rank 1 sends to itself, once.
 """
 
 from __future__ import annotations
