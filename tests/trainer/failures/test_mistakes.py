@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_asyncpp.errors import ConfigurationError
 from tests.helpers.cases import DIM
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import CountsSteps, Net, Run, Samples, assert_refused, delayed, fit, refusals
+from tests.helpers.trainer import CountsSteps, Net, Run, assert_refused, delayed, fit, refusals
 
 
 class ReturnsNone(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
-
-
-class Named(NamedTuple):
-    x: Tensor
-
-
-class ReturnsNamedTuple(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return Named(super().forward(x))
-
-
-class NamedTupleAtTheCut(Net):
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.model = nn.Sequential(ReturnsNamedTuple(DIM, DIM), nn.Linear(DIM, 1))
 
 
 class CompiledInPlace(Net):
@@ -45,7 +29,6 @@ class CompiledInPlace(Net):
     ("module", "found"),
     [
         (ReturnsNone, "training_step must return a loss of one element"),
-        (NamedTupleAtTheCut, "a layer at a cut returned the named tuple Named"),
         (CompiledInPlace, "self.model was compiled as a whole"),
     ],
 )
@@ -62,14 +45,6 @@ class CallsTwice(Net):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
-
-
-class OtherOrder(Net):
-    """Shuffles by a generator of the process's own."""
-
-    def train_dataloader(self) -> Any:
-        own = torch.Generator().manual_seed(self.global_rank)  # the mistake
-        return DataLoader(Samples(40), batch_size=8, shuffle=True, generator=own)
 
 
 class OtherRate(Net):
@@ -91,7 +66,6 @@ class OtherSize(Net):
     ("module", "stages", "found"),
     [
         (CallsTwice, 3, "after calling twice self.model"),
-        (OtherOrder, 2, "first and the last stage were given different batches"),
         (OtherRate, 2, "lr of the optimizer's parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
         (OtherSize, 2, "the shape of model."),
     ],

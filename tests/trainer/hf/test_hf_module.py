@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import ConfigurationError, HFModule, check_model
+from lightning_asyncpp import ConfigurationError, HFModule
 from lightning_asyncpp.core.microbatch import split_batch
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.reference import train_reference
@@ -116,12 +116,6 @@ def test_microbatches_have_the_gradient_of_the_whole_batch(
     trained = [p for p in module.parameters() if p.requires_grad]
     for a, b in zip(torch.autograd.grad(mean, trained), torch.autograd.grad(whole, trained)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_the_check_finds_nothing(llama: Path) -> None:
-    report = check_model(made(llama, lora=LORA), padded_batches(2), stages=2, microbatches=2, updates=2)
-    assert report.ok, str(report)
-    assert "to the last bit" in str(report)
 
 
 def test_the_loss_is_the_models_own(llama: Path) -> None:

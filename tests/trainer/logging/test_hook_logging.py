@@ -83,7 +83,7 @@ class LogsItsLoss(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:
-            module.log("hook_loss", outputs["loss"])
+            module.log("found", outputs["loss"])
 
 
 class LogsOnOneStage(L.Callback):
@@ -91,24 +91,24 @@ class LogsOnOneStage(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                module.log(f"norm/{name}", parameter.grad.norm())
+            if name == "model.0.weight" and parameter.grad is not None:
+                module.log("found", parameter.grad.norm())
 
 
-@pytest.mark.parametrize(("callback", "monitor"), [(LogsItsLoss, "hook_loss"), (LogsOnOneStage, "norm/model.0.weight")])
+@pytest.mark.parametrize("callback", [LogsItsLoss, LogsOnOneStage])
 def test_a_checkpoint_that_monitors_what_one_stage_logs_keeps_nobody_waiting(
-    pools: Pools, callback: Any, monitor: str, tmp_path: Path
+    pools: Pools, callback: Any, tmp_path: Path
 ) -> None:
     """It is the same one for all ranks, or refused on all."""
-    best = (ModelCheckpoint, {"dirpath": str(tmp_path), "monitor": monitor, "every_n_train_steps": 2})
+    best = (ModelCheckpoint, {"dirpath": str(tmp_path), "monitor": "found", "every_n_train_steps": 2})
     run = Run(Net, options={"microbatches": STAGES}, callbacks=((callback, {}), best), samples=64)
     outcomes = pools.outcomes(STAGES, fit, replace(run, trainer={"enable_checkpointing": True}), timeout=20.0)
-    assert len({outcome.error for outcome in outcomes}) == 1, [outcome.error for outcome in outcomes]
+    (error,) = {outcome.error for outcome in outcomes}
     if callback is LogsItsLoss:
-        assert len({outcome.value["best"] for outcome in outcomes}) == 1
-        assert Path(outcomes[0].value["best"]).is_file()
+        (path,) = {outcome.value["best"] for outcome in outcomes}
+        assert Path(path).is_file()
     else:
-        assert outcomes[0].error in ("", "MisconfigurationException")
+        assert error in ("", "MisconfigurationException")
 
 
 class SkipsRest(Net):
@@ -120,39 +120,40 @@ class SkipsRest(Net):
 
 def test_an_epoch_that_is_cut_short_loses_no_update_and_no_metric() -> None:
     """And the next one has its own."""
-    run = Run(SkipsRest, options={"microbatches": STAGES}, trainer={"max_epochs": 1, "logger": "list"})
-    short = replace(run, module=Net, trainer=run.trainer | {"limit_train_batches": 2})
-    longer = replace(run, trainer=run.trainer | {"max_epochs": 2})
-    (expected,), (found,), (further,) = (ONE_PROCESS.run(STAGES, fit, of) for of in (short, run, longer))
-    assert all((found["weights"][name] == theirs).all() for name, theirs in expected["weights"].items())
-    assert found["records"] == expected["records"]
+    run = Run(SkipsRest, options={"microbatches": STAGES}, trainer={"max_epochs": 2, "logger": "list"})
+    short = replace(run, module=Net, trainer={"max_epochs": 1, "logger": "list", "limit_train_batches": 2})
+    (expected,), (found,) = (ONE_PROCESS.run(STAGES, fit, of) for of in (short, run))
+    assert found["records"][: len(expected["records"])] == expected["records"]
     steps, epochs = (
-        [metrics[name] for _, metrics in further["records"] if name in metrics]
+        [metrics[name] for _, metrics in found["records"] if name in metrics]
         for name in ("train_loss_step", "train_loss_epoch")
     )
     assert epochs == pytest.approx([sum(steps[:2]) / 2, sum(steps[2:]) / 5], rel=1e-5)
 
 
 class ReturnsPredictions(Net):
+    """Callbacks and hooks see what a step returns, on the last stage."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.seen: list[dict[str, Any]] = []
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         predictions = self.model(batch["x"])
         return {"loss": F.mse_loss(predictions, batch["y"]), "predictions": predictions}
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert not any(value.requires_grad for value in outputs.values())
+        self.seen.append({name: tuple(value.shape) for name, value in outputs.items()})
+
 
 def outputs_of_steps(run: Run) -> list[dict[str, Any]]:
-    """Shapes of what callbacks see as ``outputs`` after each batch."""
-    seen: list[dict[str, Any]] = []
-
-    class Looks(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            assert not any(value.requires_grad for value in outputs.values())
-            seen.append({name: tuple(value.shape) for name, value in outputs.items()})
-
-    make_trainer(run, callbacks=[Looks()]).fit(run.module(run), loader(run))
-    return seen
+    module = ReturnsPredictions(run)
+    make_trainer(run).fit(module, loader(run))
+    return module.seen
 
 
 def test_what_a_step_returns_beside_the_loss_is_there_on_the_last_stage(pools: Pools) -> None:
-    last, first = pools.run(2, outputs_of_steps, Run(ReturnsPredictions, samples=20, options={"microbatches": 2}))
+    last, first = pools.run(2, outputs_of_steps, Run(Net, samples=20, options={"microbatches": 2}))
     assert last == [{"loss": (), "predictions": (n, 1)} for n in (8, 8, 4)]
     assert first == [{}] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +96,13 @@ def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools
     (expected,) = ONE_PROCESS.run(1, evaluate_checkpoint, RUN, path)
     wanted = np.concatenate(expected["predicted"])
     assert len(wanted) == 36
-    read = {
-        "three stages": ONE_PROCESS.run(3, evaluate_checkpoint, RUN, path),
-        "two processes": pools.run(2, evaluate_checkpoint, RUN, path),
-        "replicas": pools.run(4, evaluate_checkpoint, REPLICAS, path),
-        "plain": [evaluate_checkpoint(replace(RUN, strategy="plain"), path)],
-    }
-    for reader, ranks in read.items():
-        exact = reader in ("three stages", "two processes")
-        found = np.concatenate([part for rank in ranks for part in rank["predicted"]])
-        for rank in ranks:
-            assert rank["metrics"] == ranks[0]["metrics"], reader
-            assert rank["metrics"] == (expected["metrics"] if exact else pytest.approx(expected["metrics"], rel=1e-6))
-        if reader == "replicas":  # each has every other sample
-            found, wanted = np.sort(found, axis=0), np.sort(wanted, axis=0)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=0 if exact else 1e-6, err_msg=reader)
-        wanted = np.concatenate(expected["predicted"])
+    for ranks in (ONE_PROCESS.run(3, evaluate_checkpoint, RUN, path), pools.run(2, evaluate_checkpoint, RUN, path)):
+        np.testing.assert_array_equal(np.concatenate(ranks[0]["predicted"]), wanted)
+        assert all(rank["metrics"] == expected["metrics"] for rank in ranks)
+    replicas = pools.run(4, evaluate_checkpoint, REPLICAS, path)
+    plain = evaluate_checkpoint(replace(RUN, strategy="plain"), path)
+    for ranks, in_order in ((replicas, partial(np.sort, axis=0)), ([plain], np.asarray)):
+        found = np.concatenate([part for rank in ranks for part in rank["predicted"]])  # a replica has every other one
+        np.testing.assert_allclose(in_order(found), in_order(wanted), rtol=0, atol=1e-6)
+        assert {str(rank["metrics"]) for rank in ranks} == {str(ranks[0]["metrics"])}
+        assert ranks[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
