@@ -55,26 +55,22 @@ def assert_same(results: list[dict[str, Any]], single: dict[str, Any]) -> None:
     assert results[0]["losses"] == pytest.approx(single["losses"][-count:], rel=1e-6)
 
 
-LEAST = {"microbatches": 4, "slack": "exact", "partition": "uniform"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy", "options"),
-    [("callback", "async", {"microbatches": 3}), ("module", "default", LEAST)],
-    ids=["callback", "module, where stages step ahead"],
-)
-def test_equals_one_process(pools: Pools, tmp_path: Path, kind: str, strategy: str, options: dict[str, Any]) -> None:
-    """Averages, weights and validations; and a run that goes on from its checkpoint, with one stage less, too."""
-    run = Run(Net, strategy, options, samples=32, val_samples=(8,), callbacks=EMA)
-    if kind == "module":
-        run = replace(run, module=HasAverage, callbacks=())
+def test_equals_one_process(pools: Pools, tmp_path: Path) -> None:
+    """Averages, weights and validations; and a run that goes on from its checkpoint with one stage less, too."""
+    run = Run(Net, options={"microbatches": 3}, samples=32, val_samples=(8,), callbacks=EMA)
     single = averaged(staged(run), tmp_path / "one")
     many = pools.run(3, averaged, run, tmp_path / "many")
     assert_same(many, single)
-    assert (many[0]["state"]["model.0.weight"] != single["trained"]["model.0.weight"]).any() == (kind == "callback")
+    assert (many[0]["state"]["model.0.weight"] != single["trained"]["model.0.weight"]).any()
     resumed = replace(run, ckpt_path=str(tmp_path / "many" / "epoch=0.ckpt"))
-    on = 2 if strategy == "async" else 3
-    assert_same(pools.run(on, averaged, resumed, tmp_path / "resumed"), single)
+    assert_same(pools.run(2, averaged, resumed, tmp_path / "resumed"), single)
+
+
+def test_of_a_module_of_its_own_where_stages_step_ahead(pools: Pools, tmp_path: Path) -> None:
+    options = {"microbatches": 4, "slack": "exact", "partition": "uniform"}
+    run = Run(HasAverage, "default", options, samples=32, val_samples=(8,))
+    single = averaged(staged(run), tmp_path / "one")
+    assert_same(pools.run(3, averaged, run, tmp_path / "many"), single)
 
 
 def test_averages_beside_masters_are_refused() -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import nn
 
 from tests.helpers.cases import DIM
-from tests.helpers.oracle import assert_equal_weights, joined_parts, mini_batches_of, oracle, plain_module
+from tests.helpers.oracle import assert_equal_weights, joined_parts, plain_module
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, saving
-from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, report, val_loaders
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer
 
 
 def save_afterwards(run: Run, path: str) -> dict[str, Any]:
@@ -77,28 +76,3 @@ def test_resumed_from_last(tmp_path: Path) -> None:
         (resumed,) = ONE_PROCESS.run(2, fit, replace(run, trainer=trainer))
         assert resumed["steps"][0] == first
     assert_equal_weights(resumed["weights"], whole["weights"])
-
-
-def fit_and_return_to_the_best(run: Run) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
-    """What ``validate(ckpt_path="best")`` after ``fit`` measured and left, and more training from the best."""
-    L.seed_everything(run.seed, verbose=False)
-    module, trainer = run.module(run), make_trainer(run)
-    trainer.fit(module, loader(run), val_loaders(run))
-    (validated,) = trainer.validate(module, val_loaders(run), ckpt_path="best", verbose=False)
-    best = {name: array.copy() for name, array in arrays(dict(module.named_parameters())).items()}
-    score = float(trainer.checkpoint_callback.best_model_score)  # type: ignore[union-attr]
-    trainer.fit(module, loader(run), val_loaders(run), ckpt_path="best", weights_only=True)
-    return best, report(trainer, module), [validated["val_loss"], score]
-
-
-def test_back_to_the_best(pools: Pools, tmp_path: Path) -> None:
-    """The best is the first of three epochs: the targets are noise."""
-    run = Run(Net, callbacks=(saving(tmp_path, save_top_k=1, monitor="val_loss"),), val_samples=(8,))
-    run = replace(run, trainer={"max_epochs": 3, "enable_checkpointing": True})
-    best, reports, losses = zip(*pools.run(2, fit_and_return_to_the_best, run))
-    for parts, epochs in ((best, 1), ([after["weights"] for after in reports], 3)):
-        assert_equal_weights(joined_parts(parts), oracle(run, 2, list(mini_batches_of(run, epochs)))[0])
-    for after, (validated, score) in zip(reports, losses):
-        assert Path(after["best"]).name == "step=5.ckpt"
-        assert validated == pytest.approx(score, rel=1e-6)
-        assert after["steps"] == [*range(1, 16), *range(6, 16)]

@@ -51,11 +51,11 @@ class Paired(Showing):
 
 
 LOADERS: dict[str, tuple[str, dict[str, Any], list[int], Any, int]] = {
-    "of litdata, made before the checkpoint is read": ("litdata", EPOCHS, [3, 10], CountsBatches, 37),
+    "of litdata, made before the checkpoint is read": ("litdata", EPOCHS, [10], CountsBatches, 37),
     "whose workers draw in the next epoch": ("stateful noisy workers", TWO_EPOCHS, [5], Showing, 37),
-    "of several streams": ("litdata combined", EPOCHS, [3, 9], Showing, 30),
-    "two, of which the shorter has ended": ("two stateful", EPOCHS, [1, 3], Paired, 32),
-    "made anew": ("stateful", EPOCHS | {"reload_dataloaders_every_n_epochs": 1}, [3, 5, 7], Showing, 37),
+    "of several streams": ("litdata combined", TWO_EPOCHS, [6], Showing, 30),
+    "two, of which the shorter has ended": ("two stateful", TWO_EPOCHS, [3], Paired, 32),
+    "made anew": ("stateful", TWO_EPOCHS | {"reload_dataloaders_every_n_epochs": 1}, [5, 7], Showing, 37),
     "plain, at an epoch's last batch": ("plain", EPOCHS, [10], Showing, 37),
 }
 
@@ -144,13 +144,3 @@ def test_a_loader_without_a_state_begins_its_epoch_again_and_says_so(
 def test_after_every_batch(pools: Pools, kind: str, stages: int, replicas: int, tmp_path: Path) -> None:
     run = run_of(tmp_path, kind, EPOCHS, options={"data_parallel_size": replicas})
     check_resumed(pools, run, kind, tmp_path, range(1, 12 if replicas == 1 else 6), stages)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", [EPOCHS, STEPS], ids=["epochs", "steps"])
-@pytest.mark.parametrize(
-    "validating", [{"val_check_interval": 2}, {"check_val_every_n_epoch": None, "val_check_interval": 4}, {}]
-)
-def test_around_every_validation(trainer: dict[str, Any], validating: dict[str, Any], tmp_path: Path) -> None:
-    run = run_of(tmp_path, "litdata", trainer | validating, val_samples=(9,), scheduler="decay-epoch")
-    check_resumed(ONE_PROCESS, run, "litdata", tmp_path, range(1, 12))

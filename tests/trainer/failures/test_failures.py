@@ -1,7 +1,7 @@
 """Whatever happens to one rank, all processes end, soon, with an exit code that says so and the cause on record.
 
 As a program, such a training: the folder in which every rank writes its process id, and in the end its step and its
-error; the timeout of the strategy; the rank whose first layer fails.
+error; the rank whose first layer fails.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def wait_until(true: Callable[[], bool], folder: Path, seconds: float = SECONDS)
 
 
 @contextmanager
-def launched(command: list[str], folder: Path, timeout: float = 600, fails: int = -1) -> Iterator[subprocess.Popen]:
+def launched(command: list[str], folder: Path, fails: int = -1) -> Iterator[subprocess.Popen]:
     """A running script."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
-            [*command, __file__, str(folder), str(timeout), str(fails)], stdout=output, stderr=output, cwd=folder,
+            [*command, __file__, str(folder), str(fails)], stdout=output, stderr=output, cwd=folder,
             env=environment, start_new_session=True,
         )  # fmt: skip
         try:
@@ -92,16 +92,6 @@ def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -
         assert "Signal 9 (SIGKILL)" in (tmp_path / "output").read_text(), "the launcher was quicker to end it"
     else:
         assert f"rank {rank} (stage {2 - rank}) is gone: " in error.read_text()
-
-
-def test_a_stopped_rank_ends_the_others_by_the_timeout(tmp_path: Path) -> None:
-    error = tmp_path / "0.error"
-    with launched(PLAIN, tmp_path, timeout=20) as process:
-        os.kill(stopped := pid_of(1, tmp_path), signal.SIGSTOP)
-        wait_until(error.exists, tmp_path, seconds=20 + SECONDS)
-        os.kill(stopped, signal.SIGKILL)
-        assert code_of(process, tmp_path, seconds=90) != 0
-    assert "is gone: its process was killed, crashed, was stopped, or ended" in error.read_text()
 
 
 @pytest.mark.parametrize("command", [PLAIN, TORCHRUN], ids=["lightning", "torchrun"])
@@ -142,7 +132,7 @@ class Reports(L.Callback):
         (self.folder / f"{trainer.global_rank}.step").write_text(str(trainer.global_step))
 
 
-def main(folder: Path, timeout: float, fails: int) -> None:
+def main(folder: Path, fails: int) -> None:
     rank = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0")
 
     def note_error(*error: Any) -> None:
@@ -159,11 +149,11 @@ def main(folder: Path, timeout: float, fails: int) -> None:
     module.model[0].register_forward_hook(fail)  # type: ignore[index]
     trainer = L.Trainer(
         accelerator="cpu", devices=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        strategy=AsyncPipelineStrategy(timeout=timedelta(seconds=timeout)), callbacks=[Reports(folder)],
+        strategy=AsyncPipelineStrategy(timeout=timedelta(seconds=600)), callbacks=[Reports(folder)],
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(Samples(80_000), batch_size=8))
 
 
 if __name__ == "__main__":
     L.seed_everything(1)
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +74,27 @@ class OtherSize(Net):
 )
 def test_what_differs_from_rank_to_rank_is_named_on_all(pools: Pools, module: Any, stages: int, found: str) -> None:
     assert_refused(refusals(pools, Run(module), stages), found)
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    # what all ranks say -> what rank 1 is told otherwise
+    "data_parallel_size is 1 on rank 0 and 2 on rank 1": {"data_parallel_size": 2},
+    "state_dict_type is full on rank 0 and sharded on rank 1": {"state_dict_type": "sharded"},
+    "delay is 1 on rank 0 and 0 on rank 1": {"strategy": "sync"},
+}
+
+
+def fit_as_told(said: str) -> None:
+    told = dict(OTHER[said] if os.environ["RANK"] == "1" else {})
+    run = Run(Net, told.pop("strategy", "async"), {"microbatches": 2, **told})
+    fit(replace(run, callbacks=((CountsSteps, {}),)))
+
+
+@pytest.mark.parametrize("said", OTHER)
+def test_what_strategies_must_share(pools: Pools, said: str) -> None:
+    outcomes = pools.outcomes(2, fit_as_told, said)
+    assert {outcome.error for outcome in outcomes} == {"ConfigurationError"}
+    assert_refused(outcomes, said, "tart all ranks with the same script, recipe and arguments")
 
 
 class ValidatesOnOneStage(Net):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,7 +16,7 @@ import torch
 
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools, impatient
-from tests.helpers.projections import parameters_of
+from tests.helpers.projections import Changing, parameters_of
 from tests.helpers.trainer import Net, Run, fit, loader, make_trainer, report, staged, train, val_loaders
 from tests.trainer.idioms.optimization import EverySecondBatch
 
@@ -29,7 +32,7 @@ def fit_noting(run: Run) -> dict[str, Any]:
 
 
 class Counts(Net):
-    """What hooks around an update see: a name, the step, the epoch, the learning rate."""
+    """What hooks see: a name, the step, the epoch, the learning rate; those of an update save and drain in vain."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -39,27 +42,42 @@ class Counts(Net):
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.noted.append((name, self.trainer.global_step, self.current_epoch, round(rate, 6)))
 
+    def see_and_try(self, name: str) -> None:
+        self.see(name)
+        trainer, strategy = self.trainer, self.trainer.strategy
+        save = partial(trainer.save_checkpoint, os.path.join(trainer.default_root_dir, "refused.ckpt"))
+        for call in (save, partial(strategy.load_model_state_dict, {}), strategy.full_state_dict, strategy.drain):
+            with pytest.raises(RuntimeError, match="while an update is applied"):
+                call()
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.see("before step")
+        self.see_and_try("before step")
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.see("clipping")
+        self.see_and_try("clipping")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.see(f"end of {batch_idx}")
 
     def configure_optimizers(self) -> Any:
         made = super().configure_optimizers()
-        made["optimizer"].register_step_pre_hook(lambda *_: self.see("pre hook"))
-        made["optimizer"].register_step_post_hook(lambda *_: self.see("post hook"))
+        made["optimizer"].register_step_pre_hook(lambda *_: self.see_and_try("pre hook"))
+        made["optimizer"].register_step_post_hook(lambda *_: self.see_and_try("post hook"))
         return made
 
 
-def test_hooks_of_an_update_see_the_step_of_its_batch(pools: Pools) -> None:
+def test_hooks_of_an_update_see_the_step_of_its_batch_and_cannot_drain(pools: Pools, tmp_path: Path) -> None:
+    """Whoever goes on after the refusal trains as if nothing was."""
     run = Run(Counts, options={"microbatches": 3}, scheduler="decay-step", val_samples=(9,))
-    run = replace(run, trainer={"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": 2})
-    expected = fit_noting(staged(run, 1))["noted"]
-    assert [result["noted"] for result in pools.run(3, fit_noting, run)] == [expected] * 3
+    trainer = {"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": 2}
+    run = replace(run, trainer={**trainer, "default_root_dir": str(tmp_path)})
+    one, ranks = fit_noting(staged(run, 1)), pools.run(3, fit_noting, run)
+    assert {name for name, *_ in one["noted"]} >= {"before step", "clipping", "pre hook", "post hook", "end of 0"}
+    assert [rank["noted"] for rank in ranks] == [one["noted"]] * 3
+    expected = train(staged(replace(run, module=Net), 1))["weights"]
+    assert_equal_weights(joined_weights(ranks, 3), expected)
+    assert_equal_weights(one["weights"], expected)
+    assert not list(tmp_path.glob("*.ckpt"))
 
 
 class ClipsBySchedule(Net):
@@ -104,29 +122,6 @@ def test_noise_of_an_update_is_that_of_the_stage_and_the_update(pools: Pools) ->
     assert last["next"] == first["next"], "the process's generators were not put back"
 
 
-class LooksAtItsLoss(Net):
-    """Notes where it is given a loss."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.noted: list[bool] = []
-
-    def on_before_backward(self, loss: Any) -> None:
-        self.noted.append(loss is not None)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.noted.append(outputs.get("loss") is not None)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        self.noted.append(optimizer_closure() is not None)
-        optimizer.step()
-
-
-def test_a_loss_that_a_rank_does_not_know_is_none(pools: Pools) -> None:
-    results = pools.run(2, fit_noting, Run(LooksAtItsLoss, options={"microbatches": 2}, samples=24))
-    assert [result["noted"] for result in results] == [[True] * 9, [False] * 9]
-
-
 class DecidesByItsLoss(Net):
     """Ranks that do not know the loss take part in no update."""
 
@@ -144,3 +139,39 @@ def test_a_batch_without_a_step_is_dropped_as_in_a_single_process() -> None:
     plain = train(Run(EverySecondBatch, "plain"))
     for name, weights in train(Run(EverySecondBatch, "delayed", {"delay": 0, "microbatches": 1}))["weights"].items():
         assert plain["weights"][name] == pytest.approx(weights, abs=1e-6)
+
+
+class SavesBetween(Net):
+    """Where the pipeline may be drained: around the batch, and in Lightning's closure before the step."""
+
+    def save(self) -> None:
+        self.trainer.save_checkpoint(os.path.join(self.trainer.default_root_dir, "between.ckpt"))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.save()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.save()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        self.save()
+
+
+def test_a_drain_between_two_updates_changes_nothing(pools: Pools, tmp_path: Path) -> None:
+    run = Run(SavesBetween, "default", {"microbatches": 4}, {"default_root_dir": str(tmp_path)})
+    expected = train(staged(replace(run, module=Net), 2))["weights"]
+    assert_equal_weights(joined_weights(pools.run(2, fit, run), 2), expected)
+
+
+class SavesLate(Changing):
+    """Is called in the middle of the next batch."""
+
+    def change(self, batch_idx: int) -> None:
+        self.trainer.strategy.full_state_dict()
+
+
+def test_who_gathers_between_two_updates_is_refused(pools: Pools) -> None:
+    for outcome in pools.outcomes(2, fit, Run(SavesLate, options={"microbatches": 2})):
+        assert outcome.error == "ConfigurationError"
+        assert "in the middle of the next batch" in outcome.message

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from tests.helpers.cases import DIM
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS, saving
-from tests.helpers.trainer import Net, Run, fit, make_trainer, val_loaders
+from tests.helpers.trainer import Net, Run, evaluate, fit, make_trainer, val_loaders
 
 CLASSES = 3
 
@@ -106,3 +109,25 @@ def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools
         np.testing.assert_allclose(in_order(found), in_order(wanted), rtol=0, atol=1e-6)
         assert {str(rank["metrics"]) for rank in ranks} == {str(ranks[0]["metrics"])}
         assert ranks[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+
+
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "reduce", "scatter",
+)  # fmt: skip
+
+
+def numbers_of_collectives(what: str, samples: int) -> list[int]:
+    """How often each that somebody waits in is called, by Lightning and torchmetrics, too."""
+    run = Run(Net, val_samples=(samples,), trainer={"max_epochs": 2})
+    with ExitStack() as stack:
+        spies = [stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES]
+        fit(run) if what == "fit" else evaluate(run, what)
+    return [sum(not call.kwargs.get("async_op") for call in spy.call_args_list) for spy in spies]
+
+
+@pytest.mark.parametrize("what", ["validate", "fit"])
+def test_collectives_of_an_evaluation_do_not_grow_with_its_batches(pools: Pools, what: str) -> None:
+    few, many = (pools.run(2, numbers_of_collectives, what, 8 * batches) for batches in (2, 12))
+    assert few == many
+    assert all(sum(numbers) > 0 for numbers in few)
