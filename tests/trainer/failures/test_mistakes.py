@@ -97,23 +97,6 @@ def test_what_strategies_must_share(pools: Pools, said: str) -> None:
     assert_refused(outcomes, said, "tart all ranks with the same script, recipe and arguments")
 
 
-class ValidatesOnOneStage(Net):
-    """Fails on the first stage alone, before the model is called."""
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        if self.trainer.global_rank == self.trainer.world_size - 1:
-            raise LookupError("no such column" + " in the table" * 100)
-        super().validation_step(batch, batch_idx, dataloader_idx)
-
-
-def test_rank_0_says_what_fails_on_another_in_an_evaluation(pools: Pools) -> None:
-    """Lightning validates a little before it trains, so that a mistake shows there first."""
-    run = Run(ValidatesOnOneStage, val_samples=(8,), trainer={"num_sanity_val_steps": 1})
-    outcomes = refusals(pools, run, 3)
-    assert all(outcome.error for outcome in outcomes)
-    assert_refused(outcomes[:1], "stage 0 failed at microbatch 0: LookupError: no such column in the table in the")
-
-
 def test_a_sample_per_replica_is_enough(pools: Pools) -> None:
     """Even if that is fewer samples than microbatches."""
     run = Run(Net, options={"data_parallel_size": 2, "microbatches": 3}, samples=2, shuffle=True)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import csv
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
-from tests.helpers.modules import MetricNet, SumsAndExtremes
+from tests.helpers.modules import SumsAndExtremes
 from tests.helpers.oracle import batches_of, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS
-from tests.helpers.trainer import Net, Run, Samples, fit, loader, make_trainer
+from tests.helpers.trainer import Net, Run, fit, loader, make_trainer
 
 SAMPLES, SIZES = 37, (8, 8, 8, 8, 5)
 
@@ -63,22 +61,6 @@ def test_steps_that_are_logged_are_those_of_plain_lightning(strategy: str) -> No
     assert set(result["logged"]) - {"epoch"} == set(plain["logged"])
 
 
-def test_all_ranks_know_the_same(pools: Pools) -> None:
-    """Also of torchmetrics objects, whose value of an epoch is that over all samples of all replicas."""
-    options = {"data_parallel_size": 2, "microbatches": 4}
-    run = Run(MetricNet, options=options, samples=36, val_samples=(12,), shuffle=True, batch_size=4)
-    results = pools.run(4, fit, replace(run, trainer={"logger": "list", "max_epochs": 2}))
-    for result in results:
-        metrics = result["callback_metrics"]
-        assert metrics == results[0]["callback_metrics"]
-        assert not any(math.isnan(value) for value in metrics.values())
-        assert metrics["val_mse"] == pytest.approx(metrics["val_loss"], rel=1e-4)
-        assert metrics["train_mse"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-4)
-        assert metrics["by_attribute"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-4)
-    epochs = [metrics["train_mse"] for _, metrics in results[0]["records"] if "train_mse" in metrics]
-    assert epochs[0] != epochs[1]
-
-
 def check_reductions(records: list[Any], run: Run, replicas: int) -> None:
     parts = [batches_of(run, 0, replicas=replicas, replica=replica) for replica in range(replicas)]
     for step, batches in enumerate(zip(*parts)):
@@ -96,42 +78,6 @@ def test_reductions_over_microbatches(pools: Pools) -> None:
     check_reductions(ONE_PROCESS.run(3, fit, run)[0]["records"], run, 1)
     run = replace(run, options=run.options | {"data_parallel_size": 2}, samples=SAMPLES - 1, batch_size=4)
     check_reductions(pools.run(4, fit, run)[0]["records"], run, 2)
-
-
-class LogsSometimes(Net):
-    """Logs names only where the batch has such samples, and keeps its weights."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        losses = (self.model(batch["x"]) - batch["y"]) ** 2
-        for name, chosen in chosen_of(batch["y"]).items():
-            if chosen.any():
-                self.log(name, losses[chosen].mean(), on_step=True, on_epoch=True, batch_size=int(chosen.sum()))
-        return losses.mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def chosen_of(y: Tensor) -> dict[str, Tensor]:
-    return {"high": y > 1.3, "low": y < -1.3, "never": y > 100}
-
-
-def test_a_name_that_only_some_batches_log(pools: Pools) -> None:
-    """Also where one replica has such samples and the other has not: the mean over those that logged it."""
-    run = Run(LogsSometimes, batch_size=3, samples=36, shuffle=True, trainer={"logger": "list"})
-    data, module = Samples(36), LogsSometimes(run)
-    with torch.no_grad():
-        losses = (module.model(data.x) - data.y) ** 2
-    means = {name: float(losses[chosen].mean()) for name, chosen in chosen_of(data.y).items() if chosen.any()}
-    assert set(means) == {"high", "low"}
-    run = replace(run, options={"microbatches": 3})
-    replicas = replace(run, options=run.options | {"data_parallel_size": 2})
-    for result in (*ONE_PROCESS.run(3, fit, run), *pools.run(2, fit, replicas)):
-        metrics = result["callback_metrics"]
-        assert {name: metrics[f"{name}_epoch"] for name in means} == pytest.approx(means, rel=1e-5)
-        assert not any("never" in name for name in metrics)
-    counts = [sum(bool(chosen_of(y)[name].any()) for y in data.y.split(3)) for name in means]
-    assert all(0 < count < 12 for count in counts), "no batch without such a name: the test tests nothing"
 
 
 STAGES = 3
