@@ -1,6 +1,6 @@
 """On a single machine nothing listens on an address that others could reach.
 
-As a program, a training during which every rank writes what it listens on: FOLDER trainer|fabric DEVICES REPLICAS.
+As a program, a training of two replicas, during which every rank writes what it listens on: FOLDER DEVICES.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import pytest
 import torch
 
 from lightning_asyncpp.core.wire.connect import Listener
-from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
-from tests.helpers import programs as forked
-from tests.helpers.cases import Case, make_model
 from tests.helpers.pool import free_port
+from tests.helpers.programs import run_ranks
 from tests.helpers.trainer import Net, Run, Samples
 
 LOOPBACK, EVERYWHERE = {"127.0.0.1", "::1"}, {"::", "0.0.0.0"}
@@ -57,36 +55,12 @@ class Writes(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if index == 2:
-            self.write(trainer.global_rank)
-
-    def write(self, rank: int) -> None:
-        names = [os.environ.get(f"{kind}_SOCKET_IFNAME") for kind in ("GLOO", "NCCL")]
-        found = {"at setup": AT_SETUP, "in training": listening_addresses(), "names": names}
-        (self.folder / f"{rank}.json").write_text(json.dumps(found))
+            names = [os.environ.get(f"{kind}_SOCKET_IFNAME") for kind in ("GLOO", "NCCL")]
+            found = {"at setup": AT_SETUP, "in training": listening_addresses(), "names": names}
+            (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-def with_trainer(writes: Writes, devices: int, replicas: int) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=AsyncPipelineStrategy(data_parallel_size=replicas), logger=False,
-        max_steps=4, enable_checkpointing=False, enable_progress_bar=False, callbacks=[writes],
-    )  # fmt: skip
-    trainer.fit(Net(Run(Net)), torch.utils.data.DataLoader(Samples(64), batch_size=8))
-
-
-def with_fabric(writes: Writes, devices: int, replicas: int) -> None:
-    strategy = FabricStrategy(data_parallel_size=replicas)
-    fabric = L.Fabric(strategy=strategy, devices=devices, accelerator="cpu")
-    fabric.launch()
-    model = fabric.setup_module(make_model())
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
-    for index in range(3):
-        strategy.training_step(Case(devices).step(model), Case(devices).batch(index))
-        optimizer.step()
-    writes.write(fabric.global_rank)
-    strategy.drain()
-
-
-def main(folder: str, kind: str, devices: str, replicas: str) -> None:
+def main(folder: Path, devices: int) -> None:
     answer = Listener.answer
 
     def watched(self: Listener, *args: Any, **kwargs: Any) -> Any:
@@ -94,17 +68,18 @@ def main(folder: str, kind: str, devices: str, replicas: str) -> None:
         return answer(self, *args, **kwargs)
 
     Listener.answer = watched  # type: ignore[method-assign]
-    train = {"trainer": with_trainer, "fabric": with_fabric}[kind]
-    train(Writes(Path(folder)), int(devices), int(replicas))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=AsyncPipelineStrategy(data_parallel_size=2), logger=False,
+        max_steps=4, enable_checkpointing=False, enable_progress_bar=False, callbacks=[Writes(folder)],
+    )  # fmt: skip
+    trainer.fit(Net(Run(Net)), torch.utils.data.DataLoader(Samples(64), batch_size=8))
 
 
-@pytest.mark.parametrize(("kind", "devices", "replicas"), [("fabric", 2, 1), ("trainer", 4, 2)])
-def test_on_one_machine_loopback_alone_is_listened_on(tmp_path: Path, kind: str, devices: int, replicas: int) -> None:
+def test_on_one_machine_loopback_alone_is_listened_on(tmp_path: Path) -> None:
     """By ranks that somebody started by hand; torch's store, on rank 0, listens everywhere."""
-    arguments = ("-m", "tests.trainer.launching.test_listening", str(tmp_path), kind, str(devices), str(replicas))
-    port = str(free_port())
+    devices, port = 4, str(free_port())
     ranks = [{"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_PORT": port} for rank in range(devices)]
-    ended = forked.run_ranks(arguments, tmp_path, ranks)
+    ended = run_ranks(("-m", "tests.trainer.launching.test_listening", str(tmp_path), str(devices)), tmp_path, ranks)
     assert [rank.returncode for rank in ended] == [0] * devices, ended
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(devices)]
     for rank, seen in enumerate(found):
@@ -116,4 +91,4 @@ def test_on_one_machine_loopback_alone_is_listened_on(tmp_path: Path, kind: str,
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]), int(sys.argv[2]))
