@@ -69,12 +69,6 @@ def test_loaders(loader: str, tmp_path: Path) -> None:
         assert {number for batch in whole["numbers"] for number in batch} == set(range(samples))
 
 
-def test_over_processes(pools: Pools, tmp_path: Path) -> None:
-    """In mid-epoch and at an epoch's last batch, whose end is still to come; a middle stage goes on with the others."""
-    kind = "stateful noisy own sampler"
-    check_resumed(pools, run_of(tmp_path, kind, STEPS), kind, tmp_path, [3, 10], stages=3)
-
-
 class Saves(L.Callback):
     """Saves by itself, where the pipeline does not expect it."""
 
@@ -139,7 +133,7 @@ def test_a_loader_without_a_state_begins_its_epoch_again_and_says_so(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["litdata workers", "stateful"])
+@pytest.mark.parametrize("kind", ["litdata workers", "stateful noisy own sampler"])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
 def test_after_every_batch(pools: Pools, kind: str, stages: int, replicas: int, tmp_path: Path) -> None:
     run = run_of(tmp_path, kind, EPOCHS, options={"data_parallel_size": replicas})

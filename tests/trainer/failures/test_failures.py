@@ -81,17 +81,13 @@ def pid_of(rank: int, folder: Path) -> int:
     return int(files[rank].read_text())
 
 
-@pytest.mark.parametrize(("command", "rank"), [(PLAIN, 1), (PLAIN, 0), (TORCHRUN, 2)])
-def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all(rank: int, tmp_path: Path) -> None:
     """Also the process that launched the others."""
-    with launched(command, tmp_path) as process:
+    with launched(PLAIN, tmp_path) as process:
         os.kill(pid_of(rank, tmp_path), signal.SIGKILL)
         assert code_of(process, tmp_path) != 0
-    error = tmp_path / f"{0 if rank else 1}.error"
-    if command is TORCHRUN and not error.exists():
-        assert "Signal 9 (SIGKILL)" in (tmp_path / "output").read_text(), "the launcher was quicker to end it"
-    else:
-        assert f"rank {rank} (stage {2 - rank}) is gone: " in error.read_text()
+    assert f"rank {rank} (stage {2 - rank}) is gone: " in (tmp_path / f"{1 - rank}.error").read_text()
 
 
 @pytest.mark.parametrize("command", [PLAIN, TORCHRUN], ids=["lightning", "torchrun"])
