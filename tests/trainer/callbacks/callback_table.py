@@ -18,14 +18,7 @@ WORKS, NOTE, REFUSED, BASE = "works", "works, with a note", "refused", "base cla
 
 
 class Entry(NamedTuple):
-    """One callback.
-
-    Attributes:
-        name: of the class in ``lightning.pytorch.callbacks``.
-        verdict: one of the four above.
-        note: what a user should know.
-        arguments: to make one for the test.
-    """
+    """A callback of Lightning, what becomes of it, what a user should know, and arguments to make one."""
 
     name: str
     verdict: str

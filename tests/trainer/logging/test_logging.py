@@ -13,9 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
-from tests.helpers.modules import SumsAndExtremes
+from tests.helpers.modules import MetricNet, SumsAndExtremes
 from tests.helpers.oracle import batches_of, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS
@@ -106,35 +105,18 @@ class LogsEverywhere(L.Callback):
         module.log("epoch_end", float(trainer.global_step))
 
 
-class UsesMetrics(Net):
-    """Logs a collection of torchmetrics objects, and computes one where the epoch ends."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.train_error = MeanSquaredError()
-        self.seen = MetricCollection(
-            {"rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError()}, prefix="train_"
-        )
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        predictions = self.model(batch["x"])
-        self.train_error(predictions, batch["y"])
-        self.log("train_error", self.train_error, on_step=True, on_epoch=True)
-        self.seen(predictions, batch["y"])
-        self.log_dict(self.seen, on_step=False, on_epoch=True)
-        return F.mse_loss(predictions, batch["y"])
-
+class Computes(MetricNet):
     def on_train_epoch_end(self) -> None:
-        self.log("train_root", self.train_error.compute().sqrt())
+        self.log("train_root", self.train_mse.compute().sqrt())
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_log_what_they_log_in_plain_lightning(pools: Pools) -> None:
     """On every rank, although the last stage alone has losses."""
-    run = Run(UsesMetrics, "sync", {"microbatches": STAGES}, val_samples=(16,), callbacks=((LogsEverywhere, {}),))
+    run = Run(Computes, "sync", {"microbatches": STAGES}, val_samples=(16,), callbacks=((LogsEverywhere, {}),))
     run = replace(run, samples=36, trainer={"max_epochs": 2, "logger": "list"})
     plain, results = fit(replace(run, strategy="plain", options={})), pools.run(STAGES, fit, run)
-    assert {"train_root", "val_once", "epoch_end", "train_mae"} <= plain["callback_metrics"].keys()
+    assert {"train_root", "val_once", "epoch_end", "by_attribute"} <= plain["callback_metrics"].keys()
     for result in results:
         assert result["callback_metrics"] == pytest.approx(plain["callback_metrics"], rel=1e-5)
     steps = [metrics["batch_end_step"] for _, metrics in results[0]["records"] if "batch_end_step" in metrics]
