@@ -34,7 +34,6 @@ def changing(module: type[Net], strategy: str = "async", accumulate: int = 2, **
 
 RUNS = {
     "a projection": changing(Projected, correction="feedback"),
-    "without delay": changing(Projected, "sync"),
     "where stages step ahead": changing(Shrinks, "default"),
     "other memory": changing(PutsOtherMemory, accumulate=3, correction="prediction-ahead"),
     "random numbers": changing(Draws, "sync", accumulate=3),
