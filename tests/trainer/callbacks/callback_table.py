@@ -18,29 +18,12 @@ WORKS, NOTE, REFUSED, BASE = "works", "works, with a note", "refused", "base cla
 
 
 class Entry(NamedTuple):
-    """One callback.
-
-    Attributes:
-        name: of the class in ``lightning.pytorch.callbacks``.
-        verdict: one of the four above.
-        note: what a user should know.
-        arguments: to make one for the test.
-    """
+    """A callback of Lightning, what becomes of it, what a user should know, and arguments to make one."""
 
     name: str
     verdict: str
     note: str = ""
     arguments: dict[str, Any] = {}
-
-
-class Finetuning(callbacks.BaseFinetuning):
-    """The smallest finetuning callback."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        """Freeze nothing."""
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        """Unfreeze nothing."""
 
 
 class Writer(callbacks.BasePredictionWriter):
@@ -55,7 +38,6 @@ def samples_of(batch: dict[str, torch.Tensor]) -> int:
     return len(batch["x"])
 
 
-CONCRETE: dict[str, type[callbacks.Callback]] = {"BaseFinetuning": Finetuning, "BasePredictionWriter": Writer}
 AVERAGED = (
     "Each stage averages its own layers; validations and checkpoints have the averages of all. Not with `weight_dtype`."
 )
@@ -91,7 +73,10 @@ TABLE = [
         "ModelCheckpoint", WORKS, "Saving drains the pipeline and gathers all stages on rank 0.",
         {"monitor": "train_loss_epoch", "every_n_train_steps": 2, "save_last": True},
     ),
-    Entry("ModelPruning", REFUSED, "It rewrites parameters while two versions of them are alive."),
+    Entry(
+        "ModelPruning", REFUSED, "It rewrites parameters while two versions of them are alive.",
+        {"pruning_fn": "l1_unstructured", "amount": 0.5},
+    ),
     Entry("ModelSummary", NOTE, STAGE_TABLE),
     Entry(
         "OnExceptionCheckpoint", NOTE,
@@ -122,10 +107,8 @@ TABLE = [
 def make(name: str) -> callbacks.Callback:
     """One of the class ``name``, with the table's arguments."""
     entry = next(entry for entry in TABLE if entry.name == name)
-    arguments = dict(entry.arguments)
-    if name == "ModelPruning":
-        arguments = {"pruning_fn": torch.nn.utils.prune.RandomUnstructured, "amount": 0.5}
-    return CONCRETE.get(name, getattr(callbacks, name))(**arguments)
+    kind = Writer if name == "BasePredictionWriter" else getattr(callbacks, name)
+    return kind(**entry.arguments)
 
 
 OF_YOURS = (

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_asyncpp import ConfigurationError
 from tests.helpers.modules import EMA, HasAverage
-from tests.helpers.oracle import assert_equal_weights
+from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, own_state, staged, train, val_loaders
 
@@ -44,51 +44,33 @@ def averaged(run: Run, folder: Path) -> dict[str, Any]:
     content = torch.load(folder / "end.ckpt", weights_only=False)
     names = {"state": "state_dict", "current": "current_model_state", "averaging": "averaging_state"}
     saved = {name: arrays(content.get(entry, {})) for name, entry in names.items()}
-    return {**saved, "losses": before.losses, "own": own_state(module), "trained": before.trained}
-
-
-def joined(results: list[dict[str, Any]], what: str) -> dict[str, Any]:
-    return {name: value for result in reversed(results) for name, value in result[what].items()}
+    return {**saved, "losses": before.losses, "trained": before.trained}
 
 
 def assert_same(results: list[dict[str, Any]], single: dict[str, Any]) -> None:
-    assert_equal_weights(joined(results, "trained"), single["trained"])
+    assert_equal_weights(joined_parts([result["trained"] for result in results]), single["trained"])
     for what in ("state", "current", "averaging"):
         assert_equal_weights(results[0][what], single[what])
     count = len(results[0]["losses"])
     assert results[0]["losses"] == pytest.approx(single["losses"][-count:], rel=1e-6)
 
 
-LEAST = {"microbatches": 4, "slack": "exact", "partition": "uniform"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy", "options"),
-    [("callback", "async", {"microbatches": 3}), ("module", "default", LEAST)],
-    ids=["callback", "module, where stages step ahead"],
-)
-def test_equals_one_process(pools: Pools, tmp_path: Path, kind: str, strategy: str, options: dict[str, Any]) -> None:
-    """Averages, weights and validations; and a run that goes on from its checkpoint, with one stage less, too."""
-    run = Run(Net, strategy, options, samples=32, val_samples=(8,), callbacks=EMA)
-    if kind == "module":
-        run = replace(run, module=HasAverage, callbacks=())
+def test_equals_one_process(pools: Pools, tmp_path: Path) -> None:
+    """Averages, weights and validations; and a run that goes on from its checkpoint with one stage less, too."""
+    run = Run(Net, options={"microbatches": 3}, samples=32, val_samples=(8,), callbacks=EMA)
     single = averaged(staged(run), tmp_path / "one")
     many = pools.run(3, averaged, run, tmp_path / "many")
     assert_same(many, single)
-    assert (many[0]["state"]["model.0.weight"] != single["trained"]["model.0.weight"]).any() == (kind == "callback")
+    assert (many[0]["state"]["model.0.weight"] != single["trained"]["model.0.weight"]).any()
     resumed = replace(run, ckpt_path=str(tmp_path / "many" / "epoch=0.ckpt"))
-    on = 2 if strategy == "async" else 3
-    assert_same(pools.run(on, averaged, resumed, tmp_path / "resumed"), single)
+    assert_same(pools.run(2, averaged, resumed, tmp_path / "resumed"), single)
 
 
-@pytest.mark.slow
-def test_with_replicas(pools: Pools, tmp_path: Path) -> None:
-    """All replicas have the average, which is that of the weights."""
-    run = Run(Net, options={"microbatches": 3, "data_parallel_size": 2}, samples=48, val_samples=(16,), callbacks=EMA)
-    many = pools.run(4, averaged, run, tmp_path)
-    for rank in (0, 1):
-        assert_equal_weights(many[rank]["own"], many[rank + 2]["own"])
-    assert_equal_weights(joined(many, "own"), many[0]["state"])
+def test_of_a_module_of_its_own_where_stages_step_ahead(pools: Pools, tmp_path: Path) -> None:
+    options = {"microbatches": 4, "slack": "exact", "partition": "uniform"}
+    run = Run(HasAverage, "default", options, samples=32, val_samples=(8,))
+    single = averaged(staged(run), tmp_path / "one")
+    assert_same(pools.run(3, averaged, run, tmp_path / "many"), single)
 
 
 def test_averages_beside_masters_are_refused() -> None:

@@ -20,6 +20,7 @@ from tests.trainer.idioms.optimization import EverySecondBatch
 
 SMALL = Run(Net, options={"microbatches": 2}, samples=48, batch_size=8)
 LEAST = {"microbatches": 4, "staleness": "least"}
+SAME = (*Kind, Wait.ACTIVATION, Wait.GRADIENT, Wait.AGREEMENT, Activity.SEND, Activity.DRAIN, Activity.EVALUATE)
 MONITOR = (PipelineMonitor, {"window": 50, "every_n_batches": 1})
 
 
@@ -33,28 +34,17 @@ def indices(run: RecordedRun, kind: Kind | Wait | Activity, stage: int = 0) -> l
 
 
 def test_utilisation_is_that_of_the_wall_clock(pools: Pools, tmp_path: Path) -> None:
-    """Layers that sleep tell how long they did, and a clock of its own how long training took.
-
-    A machine that is busy otherwise holds a process up between the two clocks, which counts for less the longer layers
-    sleep; a wrong figure is wrong each time.
-    """
-    for attempt in range(3):
-        try:
-            return assert_the_wall_clock_agrees(pools, tmp_path / str(attempt), times=3**attempt)
-        except AssertionError:
-            if attempt == 2:
-                raise
-
-
-def assert_the_wall_clock_agrees(pools: Pools, folder: Path, times: float) -> None:
-    slept = pools.run(2, fit_asleep, recorded(Run(Net, options={"microbatches": 4}, samples=48), folder), times)
-    read = read_run(folder / "trace")
-    summary = summarise(read)
-    assert (off_schedule(read), summary.total.staleness) == ([], 1)
-    for row, stage in zip(summary.rows, slept[::-1]):  # rank 0 is the last stage
-        assert summary.seconds == pytest.approx(stage.elapsed, rel=0.02)
-        assert row.utilisation == pytest.approx(stage.asleep / stage.elapsed, abs=0.02)
-        assert sum(row.shares.values()) == pytest.approx(1)
+    """Layers that sleep tell how long they did, and a clock of its own how long training took."""
+    for times in (1, 3, 9):  # a busy machine holds a process up between the two clocks: longer sleeps hide it
+        run = recorded(Run(Net, options={"microbatches": 4}, samples=32), tmp_path / str(times))
+        slept = pools.run(2, fit_asleep, run, times)[::-1]  # rank 0 is the last stage
+        summary = summarise(read_run(tmp_path / str(times) / "trace"))
+        found = [part for row in summary.rows for part in (summary.seconds, row.utilisation * summary.seconds)]
+        expected = pytest.approx([part for stage in slept for part in (stage.elapsed, stage.asleep)], rel=0.03)
+        if found == expected:
+            break
+    assert found == expected
+    assert [sum(row.shares.values()) for row in summary.rows] == pytest.approx([1, 1])
 
 
 def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path) -> None:
@@ -93,46 +83,28 @@ def test_microbatches_count_from_their_mini_batch(
     assert (logged[0], len(set(logged))) == (0, 2)
 
 
-def test_drains_are_kept_apart(pools: Pools, tmp_path: Path) -> None:
-    """Of validations and of checkpoints."""
-    save = (ModelCheckpoint, {"dirpath": str(tmp_path / "saved"), "every_n_train_steps": 3, "save_top_k": -1})
-    trainer = {"val_check_interval": 2, "enable_checkpointing": True}
-    pools.run(2, fit, recorded(replace(SMALL, callbacks=(save,), val_samples=(8,), trainer=trainer), tmp_path))
-    read = read_run(tmp_path / "trace")
-    assert indices(read, Activity.EVALUATE) == [2, 4, 6]
-    assert indices(read, Activity.CHECKPOINT) == [3, 6]
-    assert summarise(read).rows[0].shares["evaluate"] > 0
-    assert (off_schedule(read), indices(read, Kind.FORWARD)) == ([], list(range(12)))
-
-
 def test_a_failed_run_leaves_its_trace(pools: Pools, tmp_path: Path) -> None:
     outcomes = pools.outcomes(2, fit, recorded(replace(SMALL, callbacks=((EndsSuddenly, {}),)), tmp_path))
     assert all(outcome.error for outcome in outcomes)
     assert max(indices(read_run(tmp_path / "trace"), Kind.FORWARD)) >= 7
 
 
-def test_what_a_device_does_later_than_its_host_is_recorded_nevertheless(pools: Pools, tmp_path: Path) -> None:
-    """What has not ended when a batch has is read at a later one, or at the end; with a validation between."""
-    trainer = {"logger": "list", "val_check_interval": 4}
-    plain = replace(SMALL, val_samples=(8,), trainer=trainer, callbacks=(MONITOR,))
+def test_drains_are_kept_apart_also_where_a_device_is_later_than_its_host(pools: Pools, tmp_path: Path) -> None:
+    """What has not ended when a batch has is read at a later one, or at the end."""
+    saves = (ModelCheckpoint, {"dirpath": str(tmp_path / "saved"), "every_n_train_steps": 3, "save_top_k": -1})
+    trainer = {"logger": "list", "val_check_interval": 4, "enable_checkpointing": True}
+    plain = replace(SMALL, val_samples=(8,), trainer=trainer, callbacks=(MONITOR, saves))
     lagging = recorded(plain, tmp_path)
     results = pools.run(2, fit, replace(lagging, callbacks=((Lags, {}), *lagging.callbacks)))
     pools.run(2, fit, recorded(plain, tmp_path / "host"))
     read, host = read_run(tmp_path / "trace"), read_run(tmp_path / "host" / "trace")
-    assert (read.notes, off_schedule(read)) == ([], [])
+    assert (read.notes, off_schedule(read), off_schedule(host)) == ([], [], [])
+    assert [indices(host, kind) for kind in (Activity.EVALUATE, Activity.CHECKPOINT)] == [[4], [3, 6]]
+    assert summarise(host).rows[0].shares["evaluate"] > 0
     for stage in range(2):
-        for kind in (
-            *Kind,
-            Wait.ACTIVATION,
-            Wait.GRADIENT,
-            Wait.AGREEMENT,
-            Activity.SEND,
-            Activity.DRAIN,
-            Activity.EVALUATE,
-        ):
+        for kind in SAME:
             assert indices(read, kind, stage) == indices(host, kind, stage), kind
         assert read.ranks[stage].places == host.ranks[stage].places
-    logged = [metrics for _, metrics in results[0]["records"] if "bubble" in metrics]
-    assert logged
-    assert all(0 <= metrics["bubble"] < 1 for metrics in logged)
-    assert {metrics["gradient_staleness"] for metrics in logged} <= {0, 1}
+    bubbles = [metrics["bubble"] for _, metrics in results[0]["records"] if "bubble" in metrics]
+    assert bubbles
+    assert all(0 <= bubble < 1 for bubble in bubbles)

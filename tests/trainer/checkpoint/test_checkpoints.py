@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import nn
 
 from tests.helpers.cases import DIM
-from tests.helpers.oracle import (
-    assert_equal_weights,
-    joined_parts,
-    joined_weights,
-    mini_batches_of,
-    oracle,
-    plain_module,
-)
+from tests.helpers.oracle import assert_equal_weights, joined_parts, plain_module
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, ResumableNet, saving
-from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, report, val_loaders
+from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, saving
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer
 
 
 def save_afterwards(run: Run, path: str) -> dict[str, Any]:
@@ -85,39 +76,3 @@ def test_resumed_from_last(tmp_path: Path) -> None:
         (resumed,) = ONE_PROCESS.run(2, fit, replace(run, trainer=trainer))
         assert resumed["steps"][0] == first
     assert_equal_weights(resumed["weights"], whole["weights"])
-
-
-def fit_and_return_to_the_best(run: Run) -> dict[str, Any]:
-    """``validate(ckpt_path="best")`` after ``fit``, and more training from the best."""
-    L.seed_everything(run.seed, verbose=False)
-    module, trainer = run.module(run), make_trainer(run)
-    trainer.fit(module, loader(run), val_loaders(run))
-    (validated,) = trainer.validate(module, val_loaders(run), ckpt_path="best", verbose=False)
-    best = {name: array.copy() for name, array in arrays(dict(module.named_parameters())).items()}
-    score = float(trainer.checkpoint_callback.best_model_score)  # type: ignore[union-attr]
-    trainer.fit(module, loader(run), val_loaders(run), ckpt_path="best", weights_only=True)
-    return report(trainer, module) | {"score": score, "at_best": best, "val_loss": validated["val_loss"]}
-
-
-def test_back_to_the_best(pools: Pools, tmp_path: Path) -> None:
-    """The best is the first of three epochs: the targets are noise."""
-    run = Run(Net, callbacks=(saving(tmp_path, save_top_k=1, monitor="val_loss"),), val_samples=(8,))
-    run = replace(run, trainer={"max_epochs": 3, "enable_checkpointing": True})
-    results = pools.run(2, fit_and_return_to_the_best, run)
-    assert {Path(result["best"]).name for result in results} == {"step=5.ckpt"}
-    for name, epochs in (("at_best", 1), ("weights", 3)):
-        joined = joined_weights([{"weights": result[name]} for result in results], 2)
-        assert_equal_weights(joined, oracle(run, 2, list(mini_batches_of(run, epochs)))[0])
-    for result in results:
-        assert result["val_loss"] == pytest.approx(result["score"], rel=1e-6)
-        assert result["steps"] == [*range(1, 16), *range(6, 16)]
-
-
-def test_checkpoints_by_time(pools: Pools, tmp_path: Path) -> None:
-    """Rank 0's clock decides for all; a file that was saved in mid-epoch holds the weights of then."""
-    callbacks = (saving(tmp_path, train_time_interval=timedelta(microseconds=1)),)
-    run = Run(ResumableNet, dropout=0.2, trainer={"max_epochs": 2, "enable_checkpointing": True}, callbacks=callbacks)
-    pools.run(2, fit, run)
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == sorted(f"step={step}.ckpt" for step in range(1, 11))
-    content = torch.load(tmp_path / "step=7.ckpt", weights_only=True)
-    assert_equal_weights(arrays(content["state_dict"]), oracle(run, 2, list(mini_batches_of(run, 2))[:7])[0])

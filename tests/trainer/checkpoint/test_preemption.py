@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -44,14 +45,7 @@ class Resumable(Net):
 
 @dataclass
 class Signals(L.Callback):
-    """Sends a signal to its own process, once.
-
-    Attributes:
-        ranks: on which.
-        hook: in which; ``"on_sanity"``: in a batch of the sanity check.
-        index: of the call, counted over the run from 0.
-        number: of the signal.
-    """
+    """Sends a signal to its own process, at a call of a hook on some ranks; ``on_sanity``: in the sanity check."""
 
     ranks: tuple[int, ...]
     hook: str
@@ -89,35 +83,29 @@ class Records(L.Callback):
 def under_slurm(run: Run, folder: str) -> dict[str, Any]:
     """:func:`preempted` as a task of a SLURM job, whose ``scontrol`` lies in a folder."""
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    before = dict(os.environ)
-    os.environ.update(
-        SLURM_NTASKS=world, SLURM_NTASKS_PER_NODE=world, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0",
-        SLURM_JOB_ID="4711", SLURM_JOB_NAME="train", PATH=f"{folder}:{os.environ['PATH']}",
-    )  # fmt: skip
-    try:
+    with patch.dict(
+        os.environ, SLURM_NTASKS=world, SLURM_NTASKS_PER_NODE=world, SLURM_PROCID=rank, SLURM_LOCALID=rank,
+        SLURM_NODEID="0", SLURM_JOB_ID="4711", SLURM_JOB_NAME="train", PATH=f"{folder}:{os.environ['PATH']}",
+    ):  # fmt: skip
         return preempted(replace(run, trainer={**run.trainer, "plugins": SLURMEnvironment()}))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def preempted(run: Run, what: str = "fit") -> dict[str, Any]:
     """Run, and report with which exit code it ended and what was seen until then."""
     records = Records()
     run = replace(run, callbacks=(*run.callbacks, (lambda: records, {})))
-    result: dict[str, Any] = {}
-    code: Any = 0
+    result: dict[str, Any] = {"code": 0}
     try:
-        result = fit(run) if what == "fit" else evaluate(run, what)
+        result |= fit(run) if what == "fit" else evaluate(run, what)
     except SystemExit as end:
-        code = end.code
-    return {**result, "code": code, "steps": records.steps, "validations": records.validations}
+        result["code"] = end.code
+    return {**result, "steps": records.steps, "validations": records.validations}
 
 
-NET = replace(RESUMABLE_RUN, module=Resumable, trainer=RESUMABLE_TRAINER)  # 5 batches an epoch, 3 epochs
-EPOCHS: dict[str, Any] = {}
+NET = replace(RESUMABLE_RUN, module=Resumable, trainer=RESUMABLE_TRAINER)  # 5 batches an epoch
+EPOCHS: dict[str, Any] = {"max_epochs": 2}
 STEPS = {"max_epochs": -1, "max_steps": 12}
-OFTEN = {"val_check_interval": 2}
+OFTEN = {**EPOCHS, "val_check_interval": 2}
 OVER_EPOCHS = {**STEPS, "val_check_interval": 3, "check_val_every_n_epoch": None}
 TWO = (9, 20)  # samples of two loaders, of 2 and 3 batches
 
@@ -127,14 +115,13 @@ CASES = {
     "at an epoch's end, counting steps": (STEPS, (), "on_train_batch_end", 3, 5, 0),
     "with a validation due": (OFTEN, TWO, "on_train_batch_end", 3, 4, 1),
     "in a validation": (OFTEN, TWO, "on_validation_batch_end", 6, 4, 1),
-    "in an epoch's last validation": (EPOCHS, (50,), "on_validation_batch_end", 8, 10, 1),
+    "in an epoch's last validation": (EPOCHS, (50,), "on_validation_batch_end", 2, 5, 0),
     "in the last validation": (OVER_EPOCHS, (30,), "on_validation_batch_end", 13, 12, 3),
     "after a validation": (OFTEN, TWO, "on_validation_end", 1, 5, 2),
     "while it saves": (OFTEN, TWO, "on_save_checkpoint", 1, 4, 1),
     "between epochs": (EPOCHS, (20,), "on_train_epoch_start", 1, 7, 1),
 }  # fmt: skip
-REPLICAS = {"data_parallel_size": 2, "microbatches": 2}
-WITHIN_A_BATCH = {"staleness": "least", "slack": "exact", "microbatches": 4, "partition": "uniform"}
+WHOLE: dict[str, list[Any]] = {}  # runs that nobody is told to end
 
 
 def run_of(folder: Path, trainer: dict[str, Any], vals: tuple[int, ...] = (), *more: Any, **changes: Any) -> Run:
@@ -147,15 +134,17 @@ def run_of(folder: Path, trainer: dict[str, Any], vals: tuple[int, ...] = (), *m
 
 def check_preempted(
     pools: Pools | OneProcess, world: int, folder: Path, trainer: dict[str, Any], vals: tuple[int, ...],
-    tell: dict[str, Any], **changes: Any,
+    tell: dict[str, Any], *more: Any, **changes: Any,
 ) -> list[Any]:  # fmt: skip
     """All ranks end, with what they came to, and the resumed run ends as the one that was not told."""
-    whole = pools.run(world, preempted, run_of(folder / "whole", trainer, vals, **changes))
-    broken = pools.run(world, preempted, run_of(folder, trainer, vals, (Signals, tell), **changes))
-    assert {result["code"] for result in broken} == {143}
+    key = str((pools is ONE_PROCESS, world, trainer, vals, changes))
+    if key not in WHOLE:
+        WHOLE[key] = pools.run(world, preempted, run_of(folder / "whole", trainer, vals, **changes))
+    whole = WHOLE[key]
+    broken = pools.run(world, preempted, run_of(folder, trainer, vals, (Signals, tell), *more, **changes))
     last = run_of(folder, trainer, vals, ckpt_path=str(folder / "last.ckpt"), **changes)
     resumed = pools.run(world, preempted, last)
-    assert {result["code"] for result in resumed} == {0}
+    assert [{result["code"] for result in results} for results in (broken, resumed)] == [{143}, {0}]
     stages = world // changes.get("options", {}).get("data_parallel_size", 1)
     assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
     assert resumed[0]["global_step"] == whole[0]["global_step"]
@@ -172,35 +161,34 @@ def test_resumed_as_if_never_interrupted(case: str, tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_a_stage_in_the_middle_alone(pools: Pools, tmp_path: Path) -> None:
+    """A callback may save, too, when all have ended."""
     trainer, vals, hook, index, step, validations = CASES["in a validation"]
-    tell = {"ranks": (1,), "hook": hook, "index": index}
-    broken = check_preempted(pools, 3, tmp_path, trainer, vals, tell)
-    assert [result["steps"][-1] for result in broken] == [step] * 3
-    assert {result["validations"] for result in broken} == {validations}
+    more = (OnExceptionCheckpoint, {"dirpath": tmp_path})
+    broken = check_preempted(pools, 3, tmp_path, trainer, vals, {"ranks": (1,), "hook": hook, "index": index}, more)
+    assert [(result["steps"][-1], result["validations"]) for result in broken] == [(step, validations)] * 3
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == step
 
 
 def test_a_replica_is_told(pools: Pools, tmp_path: Path) -> None:
     tell = {"ranks": (1,), "hook": "on_validation_batch_end", "index": 2}
-    check_preempted(pools, 2, tmp_path, {**OFTEN, "max_epochs": 2}, (90,), tell, options=REPLICAS)
+    check_preempted(pools, 2, tmp_path, OFTEN, (90,), tell, options={"data_parallel_size": 2, "microbatches": 2})
 
 
 @pytest.mark.slow
 def test_agreed_on_within_a_batch_it_ends_with_the_mini_batch(pools: Pools, tmp_path: Path) -> None:
     """With updates that all agree on between two microbatches, and several batches to an update."""
     tell = {"ranks": (0, 1, 2), "hook": "on_train_batch_end"}
-    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    check_preempted(pools, 3, tmp_path, trainer, (90,), tell, options=WITHIN_A_BATCH)
+    trainer = {**EPOCHS, "accumulate_grad_batches": 2}
+    options = {"staleness": "least", "slack": "exact", "microbatches": 4, "partition": "uniform"}
+    check_preempted(pools, 3, tmp_path, trainer, (90,), tell, options=options)
 
 
-def test_the_sanity_check_ends_without_a_checkpoint(pools: Pools, tmp_path: Path) -> None:
+def test_evaluations_end_on_all_ranks_without_a_checkpoint(pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, {"num_sanity_val_steps": 4}, (50,), (Signals, {"ranks": (0,), "hook": "on_sanity"}))
-    assert [result["code"] for result in pools.run(2, preempted, run)] == [143, 143]
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_evaluation_ends_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
+    assert [result["code"] for result in pools.run(3, preempted, run)] == [143] * 3
     run = run_of(tmp_path, {}, (90,), (Signals, {"ranks": (0,), "hook": "on_predict_batch_end", "index": 1}))
     assert [result["code"] for result in pools.run(3, preempted, run, "predict")] == [143] * 3
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_signal_at_the_end_changes_nothing(tmp_path: Path) -> None:
@@ -208,24 +196,20 @@ def test_a_signal_at_the_end_changes_nothing(tmp_path: Path) -> None:
     assert ONE_PROCESS.run(2, preempted, run)[0]["code"] == 0
 
 
-KEEPS = (ModelCheckpoint, {"save_last": True, "every_n_train_steps": 100})
-FILES = {
-    "no last": ([(ModelCheckpoint, {})], {"last.ckpt"}),
-    "on exception, too": ([(OnExceptionCheckpoint, {}), KEEPS], {"last.ckpt", "on_exception.ckpt"}),
-    "weights only": ([(ModelCheckpoint, {"save_weights_only": True})], set()),
-    "a link": (
-        [(ModelCheckpoint, {"save_last": "link", "every_n_train_steps": 3, "filename": "{step}"})],
-        {"last.ckpt", "step=3.ckpt"},
-    ),
+LINK = {"save_last": "link", "every_n_train_steps": 3, "filename": "{step}"}
+FILES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "no last": ({}, {"last.ckpt"}),
+    "weights only": ({"save_weights_only": True}, set()),
+    "a link": (LINK, {"last.ckpt", "step=3.ckpt"}),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_where_the_checkpoint_lies(case: str, tmp_path: Path) -> None:
-    callbacks, files = FILES[case]
-    given = tuple((make, {"dirpath": str(tmp_path), **options}) for make, options in callbacks)
+    options, files = FILES[case]
     tell = (Signals, {"ranks": (0,), "hook": "on_train_batch_end", "index": 2})
-    (broken,) = ONE_PROCESS.run(2, preempted, replace(NET, callbacks=(*given, tell)))
+    run = replace(NET, callbacks=((ModelCheckpoint, {"dirpath": str(tmp_path), **options}), tell))
+    (broken,) = ONE_PROCESS.run(2, preempted, run)
     assert broken["code"] == 143
     assert {path.name for path in tmp_path.iterdir()} == files
     for path in tmp_path.iterdir():
@@ -234,23 +218,23 @@ def test_where_the_checkpoint_lies(case: str, tmp_path: Path) -> None:
         assert torch.load(path, weights_only=True)["global_step"] == step
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_slurm_requeues_after_the_checkpoint_and_resumes_from_it(pools: Pools, number: int, tmp_path: Path) -> None:
-    """SLURM sends the signal to all tasks; the run that follows finds the checkpoint by itself. SIGTERM is no request.
-
-    The program in the place of ``scontrol`` notes its arguments and which checkpoints there are by then.
-    """
-    script, root = tmp_path / "scontrol", tmp_path / "root"
-    script.write_text(f'#!/bin/sh\necho "$@" $(ls {root}) >> {tmp_path}/calls\n')
+@pytest.mark.parametrize(
+    ("number", "calls"), [(signal.SIGUSR1, "requeue 4711 hpc_ckpt_1.ckpt last.ckpt\n"), (signal.SIGTERM, "")]
+)
+def test_slurm_requeues_after_the_checkpoint_and_resumes_from_it(
+    pools: Pools, number: int, calls: str, tmp_path: Path
+) -> None:
+    """The program in the place of ``scontrol`` notes its arguments and which checkpoints there are by then."""
+    noted, script, root = tmp_path / "calls", tmp_path / "scontrol", tmp_path / "root"
+    noted.touch()
+    script.write_text(f'#!/bin/sh\necho "$@" $(ls {root}) >> {noted}\n')
     script.chmod(0o755)
     trainer = {"max_epochs": 2, "default_root_dir": str(root)}
     tell = (Signals, {"ranks": (0, 1), "hook": "on_train_batch_end", "index": 1, "number": number})
     broken = pools.run(2, under_slurm, run_of(root, trainer, (), tell), str(tmp_path))
     assert [result["code"] for result in broken] == [128 + number] * 2
-    if number == signal.SIGTERM:
-        assert not (tmp_path / "calls").exists()
-        return
-    assert (tmp_path / "calls").read_text().splitlines() == ["requeue 4711 hpc_ckpt_1.ckpt last.ckpt"]
-    (whole,) = ONE_PROCESS.run(2, preempted, run_of(tmp_path / "whole", trainer))
-    resumed = pools.run(2, under_slurm, run_of(root, trainer), str(tmp_path))
-    assert_equal_weights(joined_weights(resumed, 2), whole["weights"])
+    assert noted.read_text() == calls
+    if number == signal.SIGUSR1:
+        (whole,) = ONE_PROCESS.run(2, preempted, run_of(tmp_path / "whole", trainer))
+        resumed = pools.run(2, under_slurm, run_of(root, trainer), str(tmp_path))
+        assert_equal_weights(joined_weights(resumed, 2), whole["weights"])

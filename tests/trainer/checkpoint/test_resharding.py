@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from lightning_asyncpp.cli import main
 from lightning_asyncpp.storage import load
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module
 from tests.helpers.pool import Pools
@@ -19,7 +23,6 @@ from tests.helpers.trainer import Run, arrays, fit
 from tests.storage.saves import assert_same
 
 FOUR = {"microbatches": 4}
-SHARDED = {"state_dict_type": "sharded"}
 
 
 def run_of(folder: Path, **options: Any) -> Run:
@@ -47,24 +50,6 @@ def test_other_stages_and_cuts(tmp_path: Path) -> None:
     whole = trained(ONE_PROCESS, 3, run)
     assert_equal_weights(resumed(ONE_PROCESS, 2, run), whole)
     assert_equal_weights(resumed(ONE_PROCESS, 4, run, 8, partition=[1, 2, 2, 4]), whole)
-
-
-def test_parts_of_processes_hold_what_one_file_holds(pools: Pools, tmp_path: Path) -> None:
-    """And other processes, or none, go on from them."""
-    run, full = run_of(tmp_path / "parts", **SHARDED, async_checkpoints=True), run_of(tmp_path / "full")
-    whole = trained(pools, 2, run)
-    assert_equal_weights(trained(ONE_PROCESS, 2, full), whole)
-    assert_equal_weights(resumed(pools, 3, run), whole)
-    assert_equal_weights(resumed(ONE_PROCESS, 1, run), whole)
-    one, other = (load(tmp_path / form / "step=4.ckpt") for form in ("full", "parts"))
-    assert one.keys() == other.keys()
-    assert_equal_weights(arrays(one["state_dict"]), arrays(other["state_dict"]))
-    assert_equal_weights(*(arrays(form["pipeline"]["older_weights"]) for form in (one, other)))
-    assert_same(one["loops"], other["loops"])
-    ((first,), (second,)) = (form["optimizer_states"] for form in (one, other))
-    assert first["state"].keys() == second["state"].keys()
-    for number, state in first["state"].items():
-        assert_equal_weights(arrays(state), arrays(second["state"][number]))
 
 
 def test_the_least_staleness_with_other_stages_and_slack(tmp_path: Path) -> None:
@@ -110,3 +95,91 @@ def test_other_replicas(pools: Pools, tmp_path: Path) -> None:
     run = replace(run, shuffle=True)
     trained(pools, 2, run)
     assert_equal_weights(resumed(pools, 2, run, 3), resumed(ONE_PROCESS, 1, run, 3))
+
+
+def command(*arguments: Any) -> None:
+    main(["checkpoint", *map(str, arguments)])
+
+
+class Saved(NamedTuple):
+    """A run of two stages that wrote parts in the background, one of its checkpoints, and the weights at its end."""
+
+    run: Run
+    parts: Path
+    weights: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("saved")
+    run = run_of(folder, state_dict_type="sharded", async_checkpoints=True)
+    return Saved(run, folder / "step=4.ckpt", trained(pools, 2, run))
+
+
+def test_parts_of_processes_hold_what_one_file_holds(saved: Saved, pools: Pools, tmp_path: Path) -> None:
+    """And other processes, or none, go on from them."""
+    assert_equal_weights(trained(ONE_PROCESS, 2, run_of(tmp_path)), saved.weights)
+    assert_equal_weights(resumed(pools, 3, saved.run), saved.weights)
+    assert_equal_weights(resumed(ONE_PROCESS, 1, saved.run), saved.weights)
+    one, other = load(tmp_path / "step=4.ckpt"), load(saved.parts)
+    assert one.keys() == other.keys()
+    assert_same(one["loops"], other["loops"])
+
+
+def test_a_run_goes_on_from_the_other_form(saved: Saved, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    converted = tmp_path / "step=4.ckpt"
+    command("convert", saved.parts, converted, "--to", "full")
+    assert f"{converted}: full, " in capsys.readouterr().out
+    assert converted.is_file()
+    assert_equal_weights(resumed(ONE_PROCESS, 2, run_of(tmp_path)), saved.weights)
+    assert list(load(saved.parts)) == list(load(converted))
+
+
+def test_what_ranks_remember_is_written_once(saved: Saved) -> None:
+    """Their random numbers and metrics, by the first rank, which is the last stage."""
+    first, last = (torch.load(path, weights_only=True) for path in sorted(saved.parts.glob("*.pt")))
+    assert len(last["pipeline"]["progress"]) == 2, "of both ranks"
+    assert "progress" not in first["pipeline"]
+    assert first.keys() == {"state_dict", "optimizer_states", "pipeline"} < last.keys()
+
+
+def test_weights_alone(saved: Saved, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expected = {name.removeprefix("model."): tensor for name, tensor in load(saved.parts)["state_dict"].items()}
+    for name in ("weights.safetensors", "weights.pt"):
+        command("convert", saved.parts, tmp_path / name, "--to", "weights")
+        found = load_file(tmp_path / name) if name.endswith("s") else torch.load(tmp_path / name, weights_only=True)
+        assert_equal_weights(arrays(found), arrays(expected))
+    capsys.readouterr()
+    command("info", tmp_path / "weights.pt", "--json")
+    assert json.loads(capsys.readouterr().out)["writer"] == "weights"
+
+
+def test_info(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    command("info", saved.parts, "--json")
+    facts = json.loads(capsys.readouterr().out)
+    weights = sum(tensor.nbytes for tensor in load(saved.parts)["state_dict"].values())
+    expected = {
+        "form": "sharded", "writer": "Trainer", "global_step": 4, "epoch": 0, "num_stages": 2,
+        "partition": [4, 5], "data_parallel_size": 1, "microbatches": 4, "delay": 1,
+        "dtypes": {"float32": weights // 4}, "parameters": weights // 4,
+    }  # fmt: skip
+    assert expected.items() <= facts.items()
+    assert facts["bytes_on_disk"] > 4 * weights
+    command("info", saved.parts)
+    assert "partition" in capsys.readouterr().out
+
+
+def test_what_is_there_is_not_written_over(saved: Saved, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    taken, folder = tmp_path / "taken", tmp_path / "folder"
+    taken.write_text("something")
+    folder.mkdir()
+    (folder / "file").touch()
+    for place, force, says in ((taken, (), "exists already"), (folder, ("--force",), "holds something else (file)")):
+        with pytest.raises(SystemExit, match="2"):
+            command("convert", saved.parts, place, "--to", "full", *force)
+        assert says in capsys.readouterr().err
+    assert taken.read_text() == "something"
+    assert (folder / "file").exists()
+    command("convert", saved.parts, taken, "--to", "full", "--force")
+    command("convert", taken, taken, "--to", "full", "--force")
+    load(taken)

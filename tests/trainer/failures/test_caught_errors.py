@@ -55,3 +55,43 @@ def test_a_checkpoint_that_rank_0_cannot_write_ends_all(pools: Pools, tmp_path: 
     run = replace(RUN, callbacks=(callback,), trainer={"enable_checkpointing": True})
     outcomes = pools.outcomes(STAGES, fit, run, timeout=SOON)
     assert [outcome.error for outcome in outcomes] == ["OSError", "OtherStageFailedError", "OtherStageFailedError"]
+
+
+# -- ranks that do different things: two stages, of which rank 1 is the first, rank 0 the last ---------------------
+
+TWO = Run(Net, options={"microbatches": 2})
+
+
+class StopsAlone(L.Callback):
+    """Raises on one rank what Lightning takes for the end of the epoch, as of a shorter loader."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        if trainer.global_rank == 1 and index == 4:
+            raise StopIteration
+
+
+def test_an_epoch_that_ends_on_one_rank(pools: Pools) -> None:
+    outcomes = pools.outcomes(2, impatient, fit, replace(TWO, callbacks=((StopsAlone, {}),)), timeout=SOON)
+    assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
+    assert outcomes[0].message.startswith("rank 1 (stage 0) has ended before microbatch 8 (")
+    assert "Usually the data loaders have different numbers of batches on these ranks" in outcomes[0].message
+    assert "raised StopIteration on one rank alone" in outcomes[0].message
+
+
+class SavesAlone(L.Callback):
+    """Saves on rank 0 when the training has ended: the others have nothing more to do, and would never answer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.global_rank == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_save_on_one_rank_as_the_training_ends(pools: Pools, tmp_path: Path) -> None:
+    run = replace(TWO, callbacks=((SavesAlone, {"path": tmp_path / "last.ckpt"}),))
+    outcomes = pools.outcomes(2, fit, run, timeout=SOON)
+    assert {outcome.error for outcome in outcomes} <= {"ProtocolError", "PeerLostError"}, outcomes
+    assert any("ranks are in different calls" in outcome.message for outcome in outcomes)
+    assert not (tmp_path / "last.ckpt").exists()

@@ -1,150 +1,155 @@
-"""Whatever happens to one rank, all processes end, soon, with an exit code that says so and the cause on record."""
+"""Whatever happens to one rank, all processes end, soon, with an exit code that says so and the cause on record.
+
+As a program, such a training: the folder in which every rank writes its process id, and in the end its step and its
+error; the rank whose first layer fails.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
 
-ROOT = Path(__file__).parents[3]
-SCRIPT = str(Path(__file__).with_name("failing_script.py"))
-PLAIN = [sys.executable, SCRIPT]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", SCRIPT]
-SECONDS = 30
-TIMEOUT = 20.0  # until all have started, too
+from lightning_asyncpp import AsyncPipelineStrategy
+from tests.helpers.trainer import Net, Run, Samples
+
+PLAIN = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+SECONDS = 30.0
+MISTAKE = "ArithmeticError: the user's own mistake"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 
-class Launched:
-    """A running script and the processes of its ranks, found by an argument that is unique to it."""
+def alive(folder: Path) -> list[int]:
+    """Process ids of what was started with the folder as an argument; zombies do not count."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str(folder).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
-    def __init__(self, command: list[str], folder: Path, where: str, timeout: float) -> None:
-        self.folder = folder
-        self._output = (folder / "output").open("w")
-        env = {k: v for k, v in os.environ.items() if k not in ("PL_GLOBAL_SEED",)}
-        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [*command, str(folder), where, str(timeout)], stdout=self._output, stderr=self._output, env=env,
-            start_new_session=True, cwd=folder,
-        )  # fmt: skip
 
-    @property
-    def output(self) -> str:
-        return (self.folder / "output").read_text()
-
-    def error(self, rank: int) -> str:
-        """What ended the script of a rank, as its user sees it."""
-        path = self.folder / f"{rank}.error"
-        assert path.exists(), f"rank {rank} did not say why it ended:\n{self.output}"
-        return path.read_text()
-
-    def alive(self) -> list[int]:
-        """Process ids of everything that was started with our folder as an argument; zombies do not count."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and str(self.folder).encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
-
-    def pid_of(self, rank: int, patience: float = 150.0) -> int:
-        """The process of a rank, once all ranks train."""
-        end = time.monotonic() + patience
-        while not all((self.folder / f"{r}.pid").exists() for r in range(3)):
-            assert time.monotonic() < end, f"training did not start:\n{self.output}"
-            assert self.process.poll() is None, f"ended before it trained:\n{self.output}"
-            time.sleep(0.05)
-        return int((self.folder / f"{rank}.pid").read_text())
-
-    def ended(self, seconds: float = SECONDS) -> int:
-        """Wait until no process is left; the exit code of the first one."""
-        end = time.monotonic() + seconds
-        while self.process.poll() is None or self.alive():
-            assert time.monotonic() < end, f"still alive after {seconds} s: {self.alive()}\n{self.output}"
-            time.sleep(0.1)
-        return int(self.process.returncode)
-
-    def kill(self) -> None:
-        for pid in self.alive():
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
-        self._output.close()
+def wait_until(true: Callable[[], bool], folder: Path, seconds: float = SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, (folder / "output").read_text()
+        time.sleep(0.1)
 
 
 @contextmanager
-def launched(command: list[str], folder: Path, where: str = "nowhere", timeout: float = 600.0) -> Iterator[Launched]:
-    run = Launched(command, folder, where, timeout)
-    try:
-        yield run
-    finally:
-        run.kill()
+def launched(command: list[str], folder: Path, fails: int = -1) -> Iterator[subprocess.Popen]:
+    """A running script."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            [*command, __file__, str(folder), str(fails)], stdout=output, stderr=output, cwd=folder,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            for pid in alive(folder):
+                os.kill(pid, signal.SIGKILL)
+            process.wait(timeout=10)
 
 
-pytestmark = pytest.mark.timeout(280)
+def code_of(process: subprocess.Popen, folder: Path, seconds: float = SECONDS) -> int:
+    """The exit code of the first process, once none is left."""
+    wait_until(lambda: process.poll() is not None and not alive(folder), folder, seconds)
+    return int(process.returncode)
 
 
-@pytest.mark.parametrize(
-    ("command", "rank"),
-    [
-        pytest.param(PLAIN, 1, id="lightning-1", marks=pytest.mark.slow),
-        pytest.param(PLAIN, 0, id="lightning-0", marks=pytest.mark.slow),  # the process that launched the others
-        pytest.param(TORCHRUN, 2, id="torchrun-2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_rank_ends_all(command: list[str], rank: int, tmp_path: Path) -> None:
-    with launched(command, tmp_path) as run:
-        os.kill(run.pid_of(rank), signal.SIGKILL)
-        assert run.ended() != 0
-        survivor = 0 if rank else 1
-        if command is not PLAIN and not (tmp_path / f"{survivor}.error").exists():
-            assert "Signal 9 (SIGKILL)" in run.output, "the launcher was quicker to end it, and says so"
-            return
-        assert f"rank {rank} (stage {2 - rank}) is gone: " in run.error(survivor)
+def pid_of(rank: int, folder: Path) -> int:
+    """The process of a rank, once all ranks train."""
+    files = [folder / f"{number}.pid" for number in range(3)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), folder, seconds=150)
+    return int(files[rank].read_text())
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_ends_the_others_by_the_timeout(tmp_path: Path) -> None:
-    with launched(PLAIN, tmp_path, timeout=TIMEOUT) as run:
-        stopped = run.pid_of(1)
-        os.kill(stopped, signal.SIGSTOP)
-        end = time.monotonic() + TIMEOUT + SECONDS
-        while not (tmp_path / "0.error").exists():
-            assert time.monotonic() < end, run.output
-            time.sleep(0.1)
-        os.kill(stopped, signal.SIGKILL)
-        assert run.ended(90) != 0
-        assert "is gone: its process was killed, crashed, was stopped, or ended" in run.error(0)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all(rank: int, tmp_path: Path) -> None:
+    """Also the process that launched the others."""
+    with launched(PLAIN, tmp_path) as process:
+        os.kill(pid_of(rank, tmp_path), signal.SIGKILL)
+        assert code_of(process, tmp_path) != 0
+    assert f"rank {rank} (stage {2 - rank}) is gone: " in (tmp_path / f"{1 - rank}.error").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", [PLAIN, TORCHRUN], ids=["lightning", "torchrun"])
-@pytest.mark.parametrize(("where", "rank"), [("callback", 0), ("layer", 2)])
-def test_an_exception_on_one_rank_ends_all(command: list[str], where: str, rank: int, tmp_path: Path) -> None:
-    with launched(command, tmp_path, where) as run:
-        assert run.ended(180) != 0
-        mistake = "ArithmeticError: the user's own mistake"
-        assert run.error(0).rstrip().splitlines()[-1].strip() == mistake, "users look at rank 0"
-        if rank:
-            assert f"PeerLostError: rank {rank} (stage {2 - rank}) failed first: {mistake}\n" in run.error(0)
-        if command is PLAIN:
-            assert mistake in run.output.rstrip().splitlines()[-1], "whichever rank ended last"
+def test_an_exception_on_one_rank_ends_all(command: list[str], tmp_path: Path) -> None:
+    with launched(command, tmp_path, fails=2) as process:
+        assert code_of(process, tmp_path, seconds=180) != 0
+    error, output = ((tmp_path / name).read_text().rstrip() for name in ("0.error", "output"))
+    assert error.splitlines()[-1].strip() == MISTAKE, "users look at rank 0"
+    assert f"PeerLostError: rank 2 (stage 0) failed first: {MISTAKE}\n" in error
+    if command is PLAIN:
+        assert MISTAKE in output.splitlines()[-1], "whichever rank ended last"
 
 
-@pytest.mark.slow
 def test_sigterm_ends_all_after_a_common_batch(tmp_path: Path) -> None:
-    with launched(PLAIN, tmp_path) as run:
-        run.pid_of(0)
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.ended() == 143
-        steps = {(tmp_path / f"{rank}.step").read_text() for rank in range(3)}
-        assert len(steps) == 1, steps
-        assert f"Stopped by SIGTERM after step {steps.pop()}; nothing was saved" in run.output
-        assert "Traceback" not in run.output
+    with launched(PLAIN, tmp_path) as process:
+        pid_of(0, tmp_path)
+        os.kill(process.pid, signal.SIGTERM)
+        assert code_of(process, tmp_path) == 143
+    (step,) = {(tmp_path / f"{rank}.step").read_text() for rank in range(3)}
+    output = (tmp_path / "output").read_text()
+    assert f"Stopped by SIGTERM after step {step}; nothing was saved" in output
+    assert "Traceback" not in output
+
+
+# -- the program --------------------------------------------------------------------------------------------------
+
+
+class Reports(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        time.sleep(0.01)
+        if index == 3:
+            (self.folder / f"{trainer.global_rank}.pid").write_text(str(os.getpid()))
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        (self.folder / f"{trainer.global_rank}.step").write_text(str(trainer.global_step))
+
+
+def main(folder: Path, fails: int) -> None:
+    rank = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0")
+
+    def note_error(*error: Any) -> None:
+        (folder / f"{rank}.error").write_text("".join(traceback.format_exception(*error)))
+        sys.__excepthook__(*error)
+
+    sys.excepthook = note_error
+    module, forwards = Net(Run(Net)), itertools.count()
+
+    def fail(*_: Any) -> None:
+        if rank == fails and next(forwards) == 30:
+            raise ArithmeticError("the user's own mistake")
+
+    module.model[0].register_forward_hook(fail)  # type: ignore[index]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        strategy=AsyncPipelineStrategy(timeout=timedelta(seconds=600)), callbacks=[Reports(folder)],
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(Samples(80_000), batch_size=8))
+
+
+if __name__ == "__main__":
+    L.seed_everything(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,8 +1,4 @@
-"""What changes weights after every batch or update means what it means in one process, whenever the pipeline drains.
-
-After a batch without an update the change is part of the weights that the next update is applied to. The gradients of
-the batches that follow see it where they would see it in one process: without delay at once, else one update later.
-"""
+"""What changes weights after every batch or update means what it means in one process, whenever the pipeline drains."""
 
 from __future__ import annotations
 
@@ -38,7 +34,6 @@ def changing(module: type[Net], strategy: str = "async", accumulate: int = 2, **
 
 RUNS = {
     "a projection": changing(Projected, correction="feedback"),
-    "without delay": changing(Projected, "sync"),
     "where stages step ahead": changing(Shrinks, "default"),
     "other memory": changing(PutsOtherMemory, accumulate=3, correction="prediction-ahead"),
     "random numbers": changing(Draws, "sync", accumulate=3),

@@ -7,12 +7,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 
 from tests.helpers.evaluations import Evaluations, fabric_batches, trainer_batches, trajectory
 from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Net, Run, fit, staged
+from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, staged
 
 RUN = Run(Net, options={"microbatches": 4}, samples=48, batch_size=12, shuffle=True, trainer={"max_epochs": 2})
 READING = {
@@ -43,20 +42,29 @@ def test_fabric_reads_what_the_trainer_reads(pools: Pools, plan: Evaluations) ->
     assert pools.run(2, fabric_batches, RUN, plan, timeout=200.0) == [expected] * 2
 
 
-class IsDeterministic(L.Callback):
-    """Fails where algorithms need not be."""
+class Doubles(L.LightningDataModule):
+    """Takes batches to pieces, which a stage in the middle does not have."""
 
-    def on_train_start(self, *_: Any) -> None:
-        assert torch.are_deterministic_algorithms_enabled()
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def train_dataloader(self) -> Any:
+        return loader(self.run)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "x": 2 * batch["x"]}
 
 
-def fit_deterministically(run: Run) -> None:
-    try:
-        fit(run)
-    finally:
-        torch.use_deterministic_algorithms(False)
+def fit_prepared(run: Run) -> dict[str, Any]:
+    """The weights of all stages."""
+    L.seed_everything(run.seed, verbose=False)
+    trainer, data = make_trainer(run), Doubles(run)
+    trainer.fit(Net(run), datamodule=data)
+    assert not [name for name in vars(data) if name.startswith("on_")], "hooks were not given back"
+    return arrays(trainer.strategy.full_state_dict())
 
 
-def test_deterministic_algorithms_are_those_of_every_rank(pools: Pools) -> None:
-    run = Run(Net, trainer={"deterministic": True}, callbacks=((IsDeterministic, {}),))
-    pools.run(2, fit_deterministically, run)
+def test_a_data_modules_hooks_are_called_and_given_back(pools: Pools) -> None:
+    run = Run(Net, "default", {"microbatches": 3})
+    assert_equal_weights(pools.run(3, fit_prepared, run)[0], fit_prepared(staged(run)))

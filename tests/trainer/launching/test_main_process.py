@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from lightning_asyncpp import PipelineModule
+from tests.helpers import programs as forked
 from tests.helpers.cases import DIM
-from tests.helpers.modules import EMA, HasAverage
+from tests.helpers.modules import EMA
 from tests.helpers.modules import SECOND_NAMES_RUN as SECOND_NAMES
 from tests.helpers.oracle import assert_equal_weights
-from tests.helpers.pool import Outcome, Pools, free_port, worker_context
+from tests.helpers.pool import Outcome, free_port, worker_context
 from tests.helpers.resumable import ONE_PROCESS, saving
 from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, plain_metrics, val_loaders
 from tests.trainer.launching.test_several_trainers import RUN as SEVERAL
@@ -96,11 +97,8 @@ class Shift(nn.Module):
 
 CASES: dict[str, tuple[Run, int]] = {
     "second names, buffers": (SECOND_NAMES, 2),
-    "replicas": (replace(SECOND_NAMES, options={"microbatches": 4, "data_parallel_size": 2}), 4),
     "built by the ranks": (replace(PLAIN, module=Lazy), 3),
-    "an average in the module": (replace(PLAIN, module=HasAverage), 2),
     "a callback that averages": (replace(PLAIN, callbacks=EMA), 2),
-    "sharded": (replace(PLAIN, options=PLAIN.options | {"state_dict_type": "sharded"}), 2),
 }
 
 
@@ -122,20 +120,16 @@ def fit_from_outside(run: Run, devices: int, method: str) -> dict[str, Any]:
     ("case", "method"),
     [*((case, "fork") for case in CASES), pytest.param("built by the ranks", "spawn", marks=pytest.mark.slow)],
 )
-def test_the_starting_process_has_the_trained_model(pools: Pools, case: str, method: str, tmp_path: Path) -> None:
-    """The same training in one process, or with replicas by ranks that stay, says what is right."""
+def test_the_starting_process_has_the_trained_model(case: str, method: str, tmp_path: Path) -> None:
+    """The same training in one process says what is right."""
     of, devices = CASES[case]
     kept, own = (replace(of, callbacks=(*of.callbacks, saving(tmp_path / name))) for name in ("kept", "own"))
-    if case == "sharded":  # one process has no parts
-        kept = replace(kept, options=PLAIN.options)
-    expected = (pools if case == "replicas" else ONE_PROCESS).run(devices, fit, kept)[0]
-    found = run(fit_from_outside, own, devices, method, timeout=200.0)
+    (expected,), found = ONE_PROCESS.run(devices, fit, kept), run(fit_from_outside, own, devices, method, timeout=200.0)
     assert_equal_weights(found["state"], expected["full_afterwards"])
     assert_equal_weights(found["full"], found["state"])
     assert found["callback_metrics"] == expected["callback_metrics"]
     assert Path(found["best"]).relative_to(tmp_path / "own") == Path(expected["best"]).relative_to(tmp_path / "kept")
-    if "sharded" not in of.options.values():
-        assert_equal_weights(found["state"], arrays(torch.load(found["best"], weights_only=True)["state_dict"]))
+    assert_equal_weights(found["state"], arrays(torch.load(found["best"], weights_only=True)["state_dict"]))
 
 
 def live_on() -> dict[str, Any]:
@@ -184,3 +178,33 @@ def fail_and_mend() -> Any:
 def test_a_failure_of_a_rank_reaches_the_starting_process() -> None:
     (expected,) = ONE_PROCESS.run(3, fit, replace(PLAIN, trainer={}))
     assert_equal_weights(run(fail_and_mend), expected["full_afterwards"])
+
+
+# As a cell of a notebook: a class that no file has, and sys.ps1, by which Lightning knows a session.
+CELL = """
+import sys
+sys.ps1 = ">>> "
+import lightning as L, torch
+import lightning_asyncpp
+from tests.helpers.trainer import Net as Base, Run, loader
+
+class Net(Base):
+    pass
+
+def train(strategy, devices):
+    module, run = Net(Run(Net)), Run(Net, samples=16)
+    trainer = L.Trainer(
+        devices=devices, strategy=strategy, max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=sys.argv[1],
+    )
+    trainer.fit(module, loader(run))
+    saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)["state_dict"]
+    return all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
+
+print([train("async_pipeline_notebook", devices) for devices in (1, 2)], train("sync_pipeline_notebook", 2))
+"""
+
+
+def test_a_session_trains_on_one_device_and_on_two(tmp_path: Path) -> None:
+    done = forked.run(("-c", CELL, str(tmp_path)), tmp_path)
+    assert "[True, True] True" in done.stdout, done.stderr

@@ -1,6 +1,6 @@
 """torchrun brings a run back by itself, from its last checkpoint.
 
-As a program, such a run: the folder for checkpoints and results, and the signal that rank 1 sends to itself, once.
+As a program, such a run: the folder for what it leaves, and the signal that rank 1 sends to itself, once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, saving
-from tests.helpers.trainer import Run, arrays, fit, make_trainer, val_loaders
+from tests.helpers.trainer import Run, fit
 from tests.trainer.checkpoint.test_preemption import Resumable
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -70,11 +70,9 @@ def test_torchrun_restarts_from_the_last_checkpoint(number: int, tmp_path: Path)
 def main(folder: Path, number: int) -> None:
     torch.set_num_threads(1)
     run = run_in(folder)
-    L.seed_everything(run.seed)
-    module = run.module(run)
-    trainer = make_trainer(run, callbacks=[Killed(folder, number)])
-    trainer.fit(module, None, val_loaders(run), ckpt_path="last", weights_only=True)
-    np.savez(folder / f"{trainer.global_rank}.npz", **arrays(dict(module.named_parameters())))
+    killed = (Killed, {"folder": folder, "number": number})
+    result = fit(replace(run, callbacks=(*run.callbacks, killed), ckpt_path="last"))
+    np.savez(folder / f"{os.environ['RANK']}.npz", **result["weights"])
 
 
 if __name__ == "__main__":

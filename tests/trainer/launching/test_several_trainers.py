@@ -1,18 +1,25 @@
-"""One module under several Trainers, one after the other, as in plain Lightning."""
+"""Several Trainers one after the other, as in plain Lightning."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import sys
+import time
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import numpy as np
+import pytest
 
+from lightning_asyncpp.core.ranks import mesh
 from lightning_asyncpp.trainer.step_log import EPOCH_ENDS
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS
-from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, val_loaders
+from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, val_loaders
 
 RUN = Run(Net, optimizer="muon", error_feedback=True, samples=24, val_samples=(16,), options={"microbatches": 3})
 
@@ -52,3 +59,18 @@ def test_the_next_trainer_goes_on_where_the_last_one_stopped(pools: Pools) -> No
         assert rank["losses"] == expected["losses"]
         assert rank["plain"]
         assert all(not np.array_equal(array, expected["weights"][name]) for name, array in rank["mean"].items())
+
+
+def threads_after_a_run() -> int:
+    """Threads of this rank; those of the run's groups end when the next are made."""
+    with patch.object(mesh, "GRACE_SECONDS", 0.0):
+        fit(Run(Net, "async", {"microbatches": 2}))
+    gc.collect()
+    time.sleep(0.2)  # a thread that was told to end is listed until it has
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_no_thread_outlives_its_run(pools: Pools) -> None:
+    _, before, after = (pools.run(2, threads_after_a_run) for _ in range(3))
+    assert all(now <= then for then, now in zip(before, after))

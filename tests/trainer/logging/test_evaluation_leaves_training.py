@@ -35,19 +35,15 @@ def check(pools: Pools | OneProcess, evaluations: Evaluations, stages: int, repl
         pools.run(stages * replicas, trajectory, run, given, evaluations) for given in (None, evaluations)
     )
     for expected, found in zip(without, with_them):
-        equal(found, expected)
+        for kind in ("weights", "buffers"):
+            assert_equal_weights(found[kind], expected[kind])
+        for name in ("losses", "epochs", "counted", "left_over"):
+            assert found[name] == expected[name], name
+        assert sorted(found["batches"]) == sorted(expected["batches"])  # stages of one process take turns
         assert found["callback_metrics"] == with_them[0]["callback_metrics"]
     if evaluations.trainer.get("limit_val_batches") != 0 and evaluations.trainer.get("check_val_every_n_epoch") != 2:
         assert with_them[0]["validations"]
     assert len(without[0]["losses"]) == len(without[0]["counted"]) >= 4
-
-
-def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for kind in ("weights", "buffers"):
-        assert_equal_weights(found[kind], expected[kind])
-    for name in ("losses", "epochs", "counted", "left_over"):
-        assert found[name] == expected[name], name
-    assert sorted(found["batches"]) == sorted(expected["batches"])  # stages of one process take turns
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,23 +1,24 @@
-"""What is logged, with the step that it belongs to, and that all ranks know the same."""
+"""What is logged, in steps and in hooks, with the step that it belongs to, and that all ranks know the same."""
 
 from __future__ import annotations
 
 import csv
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
-import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.helpers.modules import MetricNet, SumsAndExtremes
 from tests.helpers.oracle import batches_of, mini_batches_of, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS
-from tests.helpers.trainer import Net, Run, Samples, fit
+from tests.helpers.trainer import Net, Run, fit, loader, make_trainer
 
 SAMPLES, SIZES = 37, (8, 8, 8, 8, 5)
 
@@ -59,22 +60,6 @@ def test_steps_that_are_logged_are_those_of_plain_lightning(strategy: str) -> No
     assert set(result["logged"]) - {"epoch"} == set(plain["logged"])
 
 
-def test_all_ranks_know_the_same(pools: Pools) -> None:
-    """Also of torchmetrics objects, whose value of an epoch is that over all samples of all replicas."""
-    options = {"data_parallel_size": 2, "microbatches": 4}
-    run = Run(MetricNet, options=options, samples=36, val_samples=(12,), shuffle=True, batch_size=4)
-    results = pools.run(4, fit, replace(run, trainer={"logger": "list", "max_epochs": 2}))
-    for result in results:
-        metrics = result["callback_metrics"]
-        assert metrics == results[0]["callback_metrics"]
-        assert not any(math.isnan(value) for value in metrics.values())
-        assert metrics["val_mse"] == pytest.approx(metrics["val_loss"], rel=1e-4)
-        assert metrics["train_mse"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-4)
-        assert metrics["by_attribute"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-4)
-    epochs = [metrics["train_mse"] for _, metrics in results[0]["records"] if "train_mse" in metrics]
-    assert epochs[0] != epochs[1]
-
-
 def check_reductions(records: list[Any], run: Run, replicas: int) -> None:
     parts = [batches_of(run, 0, replicas=replicas, replica=replica) for replica in range(replicas)]
     for step, batches in enumerate(zip(*parts)):
@@ -94,37 +79,109 @@ def test_reductions_over_microbatches(pools: Pools) -> None:
     check_reductions(pools.run(4, fit, run)[0]["records"], run, 2)
 
 
-class LogsSometimes(Net):
-    """Logs names only where the batch has such samples, and keeps its weights."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        losses = (self.model(batch["x"]) - batch["y"]) ** 2
-        for name, chosen in chosen_of(batch["y"]).items():
-            if chosen.any():
-                self.log(name, losses[chosen].mean(), on_step=True, on_epoch=True, batch_size=int(chosen.sum()))
-        return losses.mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+STAGES = 3
 
 
-def chosen_of(y: Tensor) -> dict[str, Tensor]:
-    return {"high": y > 1.3, "low": y < -1.3, "never": y > 100}
+class LogsEverywhere(L.Callback):
+    """Logs numbers that do not depend on the model in every hook that may; epochs and loaders average them."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.log_dict({"epoch_start": 10.0 + trainer.current_epoch})
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("batch_start", float(batch_idx), on_step=False, on_epoch=True)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.log("batch_end", float(batch_idx**2), on_step=True, on_epoch=True)
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int, *_: Any) -> None:
+        module.log("val_batch_end", float(index + 1))
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            module.log("val_once", 3.5, prog_bar=True)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.log("epoch_end", float(trainer.global_step))
 
 
-def test_a_name_that_only_some_batches_log(pools: Pools) -> None:
-    """Also where one replica has such samples and the other has not: the mean over those that logged it."""
-    run = Run(LogsSometimes, batch_size=3, samples=36, shuffle=True, trainer={"logger": "list"})
-    data, module = Samples(36), LogsSometimes(run)
-    with torch.no_grad():
-        losses = (module.model(data.x) - data.y) ** 2
-    means = {name: float(losses[chosen].mean()) for name, chosen in chosen_of(data.y).items() if chosen.any()}
-    assert set(means) == {"high", "low"}
-    run = replace(run, options={"microbatches": 3})
-    replicas = replace(run, options=run.options | {"data_parallel_size": 2})
-    for result in (*ONE_PROCESS.run(3, fit, run), *pools.run(2, fit, replicas)):
-        metrics = result["callback_metrics"]
-        assert {name: metrics[f"{name}_epoch"] for name in means} == pytest.approx(means, rel=1e-5)
-        assert not any("never" in name for name in metrics)
-    counts = [sum(bool(chosen_of(y)[name].any()) for y in data.y.split(3)) for name in means]
-    assert all(0 < count < 12 for count in counts), "no batch without such a name: the test tests nothing"
+class Computes(MetricNet):
+    def on_train_epoch_end(self) -> None:
+        self.log("train_root", self.train_mse.compute().sqrt())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_log_what_they_log_in_plain_lightning(pools: Pools) -> None:
+    """On every rank, although the last stage alone has losses."""
+    run = Run(Computes, "sync", {"microbatches": STAGES}, val_samples=(16,), callbacks=((LogsEverywhere, {}),))
+    run = replace(run, samples=36, trainer={"max_epochs": 2, "logger": "list"})
+    plain, results = fit(replace(run, strategy="plain", options={})), pools.run(STAGES, fit, run)
+    assert {"train_root", "val_once", "epoch_end", "by_attribute"} <= plain["callback_metrics"].keys()
+    for result in results:
+        assert result["callback_metrics"] == pytest.approx(plain["callback_metrics"], rel=1e-5)
+    steps = [metrics["batch_end_step"] for _, metrics in results[0]["records"] if "batch_end_step" in metrics]
+    assert steps == [0.0, 1.0, 4.0, 9.0, 16.0] * 2, "a value was lost, or logged twice"
+
+
+class LogsItsLoss(L.Callback):
+    """Off the last stage there is no loss."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs:
+            module.log("found", outputs["loss"])
+
+
+def test_a_checkpoint_that_monitors_what_one_stage_logs_is_the_same_on_all(pools: Pools, tmp_path: Path) -> None:
+    best = (ModelCheckpoint, {"dirpath": str(tmp_path), "monitor": "found", "every_n_train_steps": 2})
+    run = Run(Net, options={"microbatches": STAGES}, callbacks=((LogsItsLoss, {}), best), samples=64)
+    results = pools.run(STAGES, fit, replace(run, trainer={"enable_checkpointing": True}), timeout=20.0)
+    (path,) = {result["best"] for result in results}
+    assert Path(path).is_file()
+
+
+class SkipsRest(Net):
+    """Ends the first epoch after two batches of five."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 and self.current_epoch == 0 else None
+
+
+def test_an_epoch_that_is_cut_short_loses_no_update_and_no_metric() -> None:
+    """And the next one has its own."""
+    run = Run(SkipsRest, options={"microbatches": STAGES}, trainer={"max_epochs": 2, "logger": "list"})
+    short = replace(run, module=Net, trainer={"max_epochs": 1, "logger": "list", "limit_train_batches": 2})
+    (expected,), (found,) = (ONE_PROCESS.run(STAGES, fit, of) for of in (short, run))
+    assert found["records"][: len(expected["records"])] == expected["records"]
+    steps, epochs = (
+        [metrics[name] for _, metrics in found["records"] if name in metrics]
+        for name in ("train_loss_step", "train_loss_epoch")
+    )
+    assert epochs == pytest.approx([sum(steps[:2]) / 2, sum(steps[2:]) / 5], rel=1e-5)
+
+
+class ReturnsPredictions(Net):
+    """Callbacks and hooks see what a step returns, on the last stage."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.seen: list[dict[str, Any]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        predictions = self.model(batch["x"])
+        return {"loss": F.mse_loss(predictions, batch["y"]), "predictions": predictions}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert not any(value.requires_grad for value in outputs.values())
+        self.seen.append({name: tuple(value.shape) for name, value in outputs.items()})
+
+
+def outputs_of_steps(run: Run) -> list[dict[str, Any]]:
+    module = ReturnsPredictions(run)
+    make_trainer(run).fit(module, loader(run))
+    return module.seen
+
+
+def test_what_a_step_returns_beside_the_loss_is_there_on_the_last_stage(pools: Pools) -> None:
+    last, first = pools.run(2, outputs_of_steps, Run(Net, samples=20, options={"microbatches": 2}))
+    assert last == [{"loss": (), "predictions": (n, 1)} for n in (8, 8, 4)]
+    assert first == [{}] * 3

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from tests.helpers.cases import DIM
 from tests.helpers.pool import Pools
 from tests.helpers.resumable import ONE_PROCESS, saving
-from tests.helpers.trainer import Net, Run, fit, make_trainer, val_loaders
+from tests.helpers.trainer import Net, Run, evaluate, fit, make_trainer, val_loaders
 
 CLASSES = 3
 
@@ -95,19 +99,35 @@ def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools
     (expected,) = ONE_PROCESS.run(1, evaluate_checkpoint, RUN, path)
     wanted = np.concatenate(expected["predicted"])
     assert len(wanted) == 36
-    read = {
-        "three stages": ONE_PROCESS.run(3, evaluate_checkpoint, RUN, path),
-        "two processes": pools.run(2, evaluate_checkpoint, RUN, path),
-        "replicas": pools.run(4, evaluate_checkpoint, REPLICAS, path),
-        "plain": [evaluate_checkpoint(replace(RUN, strategy="plain"), path)],
-    }
-    for reader, ranks in read.items():
-        exact = reader in ("three stages", "two processes")
-        found = np.concatenate([part for rank in ranks for part in rank["predicted"]])
-        for rank in ranks:
-            assert rank["metrics"] == ranks[0]["metrics"], reader
-            assert rank["metrics"] == (expected["metrics"] if exact else pytest.approx(expected["metrics"], rel=1e-6))
-        if reader == "replicas":  # each has every other sample
-            found, wanted = np.sort(found, axis=0), np.sort(wanted, axis=0)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=0 if exact else 1e-6, err_msg=reader)
-        wanted = np.concatenate(expected["predicted"])
+    for ranks in (ONE_PROCESS.run(3, evaluate_checkpoint, RUN, path), pools.run(2, evaluate_checkpoint, RUN, path)):
+        np.testing.assert_array_equal(np.concatenate(ranks[0]["predicted"]), wanted)
+        assert all(rank["metrics"] == expected["metrics"] for rank in ranks)
+    replicas = pools.run(4, evaluate_checkpoint, REPLICAS, path)
+    plain = evaluate_checkpoint(replace(RUN, strategy="plain"), path)
+    for ranks, in_order in ((replicas, partial(np.sort, axis=0)), ([plain], np.asarray)):
+        found = np.concatenate([part for rank in ranks for part in rank["predicted"]])  # a replica has every other one
+        np.testing.assert_allclose(in_order(found), in_order(wanted), rtol=0, atol=1e-6)
+        assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
+        assert ranks[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+
+
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "reduce", "scatter",
+)  # fmt: skip
+
+
+def numbers_of_collectives(what: str, samples: int) -> list[int]:
+    """How often each that somebody waits in is called, by Lightning and torchmetrics, too."""
+    run = Run(Net, val_samples=(samples,), trainer={"max_epochs": 2})
+    with ExitStack() as stack:
+        spies = [stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES]
+        fit(run) if what == "fit" else evaluate(run, what)
+    return [sum(not call.kwargs.get("async_op") for call in spy.call_args_list) for spy in spies]
+
+
+@pytest.mark.parametrize("what", ["validate", "fit"])
+def test_collectives_of_an_evaluation_do_not_grow_with_its_batches(pools: Pools, what: str) -> None:
+    few, many = (pools.run(2, numbers_of_collectives, what, 8 * batches) for batches in (2, 12))
+    assert few == many
+    assert all(sum(numbers) > 0 for numbers in few)
