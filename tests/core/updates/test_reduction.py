@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -100,25 +99,6 @@ def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
     assert sent == [0, 1, 2]
     assert len(works) == 3
     assert [work.flat[:4].tolist() for work in works] == [[2.0] * 4, [3.0] * 4, [6.0] * 4]
-
-
-def test_gradients_of_earlier_microbatches_are_in_the_sum(works: list[Work]) -> None:
-    parameters = leaves()
-    for last in (False, True):
-        reduction = Reduction(one_each(parameters), GROUP)
-        loss = sum((p * (2.0 if last else 1.0)).sum() for p in parameters.values())
-        if last:
-            with reduction.watching(parameters, gradients_of(parameters)):
-                loss.backward()  # type: ignore[union-attr]
-        else:
-            loss.backward()  # type: ignore[union-attr]
-            assert not works, "nobody watches the first backward"
-    reduction.send_rest({})
-    reduction.wait()
-    assert {name: g.tolist() for name, g in reduction.gradients.items() if g is not None} == dict.fromkeys(
-        parameters, [6.0] * 4
-    )
-    assert math.fsum(reduction.squares.values()) == 3 * 4 * 36.0
 
 
 def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:

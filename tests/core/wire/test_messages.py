@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -160,21 +160,6 @@ def part_for_a_total() -> None:
     last.receive_total(1, 2)
 
 
-def further_batch() -> None:
-    first, last = chain(2)
-    for transport in (first, last):
-        transport.announce_end()
-    send(first, 0, torch.ones(1))
-    last.expect_end()
-    last.expect_end()
-
-
-def early_end() -> None:
-    first, last = chain(2)
-    first.announce_end()
-    last.receive_activation(0)
-
-
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -183,8 +168,6 @@ def early_end() -> None:
         (wrong_call, "ranks are in different calls: expected a sum from .*, got an activation"),
         (wrong_length, "3 values instead of 2"),
         (part_for_a_total, r"expected a sum from .*stage 0.*, got a part of a sum"),
-        (further_batch, r"this rank has ended before microbatch 0 .* rank 1 \(stage 0\) has a further batch"),
-        (early_end, r"rank 1 \(stage 0\) has ended before microbatch 0 .* while this rank has a further batch"),
     ],
 )
 def test_what_does_not_fit_ends_the_run(mistake: Callable[[], None], message: str) -> None:
@@ -208,23 +191,14 @@ def add_in_place(x: Tensor) -> Tensor:
     return x * 2
 
 
-def rows_in_place(x: Tensor) -> Tensor:
-    x[0].mul_(5)
-    x[1:, 0] = 0
-    return x
-
-
-@pytest.mark.parametrize("layer", [add_in_place, rows_in_place])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_is_that_of_a_tensor_in_the_middle_of_a_graph(
-    layer: Callable[[Tensor], Tensor], dtype: torch.dtype
-) -> None:
+def test_the_gradient_is_that_of_a_tensor_in_the_middle_of_a_graph(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     values = torch.randn(3, 4).to(dtype)
     leaf = values.clone().requires_grad_()
-    expected = layer(leaf * 1)
+    expected = add_in_place(leaf * 1)
     tensor, gradient = begin(values.clone())
-    output = layer(tensor)
+    output = add_in_place(tensor)
     seed = torch.randn(3, 4).to(dtype)
     expected.backward(seed)
     output.backward(seed)
@@ -277,11 +251,6 @@ def test_any_view_is_written_out(tensor: torch.Tensor) -> None:
 
 Pair = namedtuple("Pair", ["x", "y"])
 
-
-class Marked(Tensor):
-    """A tensor of a class of the user's."""
-
-
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 trees = st.recursive(
     plain | st.integers(0, 9).map(torch.tensor),
@@ -294,34 +263,19 @@ trees = st.recursive(
 )
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal in every value and every type, and in the order of keys."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
-    return bool(a == b)
-
-
 @given(trees)
 def test_what_is_taken_apart_is_put_together(tree: Any) -> None:
     whole = (torch.zeros(2), tree)
     tensors, structure = flatten(whole, "layer")
-    assert same(unflatten(list(tensors), structure), whole)
+    assert repr(unflatten(list(tensors), structure)) == repr(whole)
 
 
 @pytest.mark.parametrize(
     ("output", "text"),
     [
         (Pair(torch.zeros(1), 2), "the named tuple Pair"),
-        (OrderedDict(x=torch.zeros(1)), "OrderedDict"),
         ((torch.zeros(1), np.float32(2)), "float32"),
         ({0: torch.zeros(1)}, "a dict with the key 0"),
-        (torch.zeros(1).as_subclass(Marked), "Marked"),
         ((None, 1), "tuple without a tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
