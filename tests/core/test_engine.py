@@ -96,13 +96,6 @@ def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-def synchronous(num_stages: int) -> list[tuple[int, Case]]:
-    microbatches = sorted({1, max(num_stages - 1, 1), 2 * num_stages + 1})
-    factors = {"microbatches": microbatches, "lookahead": (None, 1), **OPTIONS, "batch_sizes": BATCH_SIZES[:2]}
-    rows = pairwise(factors, seed=num_stages)
-    return [(num_stages, make_case(row.pop("microbatches"), row.pop("lookahead"), row, delay=0)) for row in rows]
-
-
 def with_held_microbatches(num_stages: int) -> list[tuple[int, Case]]:
     """Every slack about its limits, and drains at any moment."""
     rules: list[tuple[Staleness, Slack]] = [("least", slack) for slack in (0, 1, 2, num_stages - 1, num_stages)]
@@ -138,11 +131,6 @@ def over(stages: tuple[int, ...], cases_of: Callable[[int], list[tuple[int, Case
 
 @over((2, 4), asynchronous)
 def test_uniform_staleness(num_stages: int, case: Case) -> None:
-    check(num_stages, case)
-
-
-@over((3,), synchronous)
-def test_no_delay(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
 
@@ -199,12 +187,8 @@ REPEATED = {
     "a dropout layer draws anew in each place": (
         2, Case(3, model=layers("linear", "same dropout", "linear", "same dropout"), dropout=0.3),
     ),
-    "a layer stands in four places of a stage": (
-        1, Case(3, model=layers("linear", *["same module"] * 3), optimizer="counting"),
-    ),
     "two stages share that are not the first": (3, replace(NOT_THE_FIRST, error_feedback=0.7)),
     "they share in bf16": (3, replace(NOT_THE_FIRST, bf16=True)),
-    "they share without a delay": (3, replace(NOT_THE_FIRST, delay=0)),
     "three stages share a weight": (
         3, Case(4, model=SHARED_BY_ALL, cut=(2, 2, 4), error_feedback=0.7, max_norm=0.3, drains=(2,), resumes=(3,)),
     ),
@@ -215,7 +199,6 @@ REPEATED = {
         4, Case(4, model=SHARED_BY_ALL, cut=(2, 1, 2, 3), bf16=True, checkpointing=True),
     ),
     "one layer on three stages": (3, replace(EVERYWHERE, cut=(2, 2, 2))),
-    "one layer, most of it on the first": (2, replace(EVERYWHERE, cut=(4, 2))),
     "two names in a layer are saved as one": (2, INSIDE),
     "with masters both names stand for the version": (2, replace(INSIDE, bf16=True)),
     "frozen weights are shared by any number": (

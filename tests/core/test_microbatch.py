@@ -175,14 +175,7 @@ def test_the_host_s_tensors_stand_in_for_their_copies() -> None:
     assert known.of([copy["x"]])[0] is batch["x"], "in whatever nesting"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda copy: copy["x"].mul_(2),
-        lambda copy: copy.update(x=copy["x"] * 2),
-        lambda copy: copy.update(x=copy["x"].view(6)),
-    ],
-)
+@pytest.mark.parametrize("change", [lambda copy: copy["x"].mul_(2), lambda copy: copy.update(x=copy["x"].view(6))])
 def test_what_was_changed_since_is_read_as_it_is(change: Callable[[Any], object]) -> None:
     known, _, copy = moved()
     change(copy)

@@ -27,15 +27,3 @@ def test_metrics_are_reduced_over_layers_as_their_class_says() -> None:
     layout = StatisticsLayout(pipeline_units(model()))
     totals = torch.tensor([2, 2, 2, 6, 6, 0, 0, 6], dtype=torch.float64)
     assert layout.metrics(totals) == {"samples": 12.0, "busiest": 3.0}
-
-
-def test_a_buffer_that_a_layer_replaced_is_put_where_its_versions_are() -> None:
-    class Replacing(Routed):
-        def update_from_statistics(self, totals: torch.Tensor) -> None:
-            self.bias = torch.full((3,), 7.0)
-
-    stage = cut(nn.Sequential(Replacing(), nn.Linear(DIM, 1)), 0, 1, 0, torch.device("cpu"))
-    buffer = stage.buffers["0.bias"]
-    stage.update_from_statistics(torch.zeros(4, dtype=torch.float64))
-    assert stage.units[0].module.bias is buffer
-    assert buffer.tolist() == [7.0, 7.0, 7.0]

@@ -51,7 +51,7 @@ def test_what_one_says_the_other_hears(listener: Listener) -> None:
     assert (answered.recv(8), caller.recv(6)) == (b"it is me", b"and me")
 
 
-@pytest.mark.parametrize("shows", [bytes(16), bytes(500), b"GET / HTTP/1.1\r\n\r\n"], ids=["zeros", "many", "http"])
+@pytest.mark.parametrize("shows", [bytes(16), b"GET / HTTP/1.1\r\n\r\n"], ids=["zeros", "http"])
 def test_a_stranger_is_sent_away(listener: Listener, shows: bytes) -> None:
     strangers = [stranger_at(listener, shows) for _ in range(3)]
     start = time.monotonic()

@@ -115,14 +115,6 @@ def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: in
     assert sorted(spared) == (exceptions if num_replicas == 1 else [])
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "flush"])
-@pytest.mark.parametrize("start", [0, 1, 3])
-def test_a_synchronous_start_keeps_the_rules(rule: Rule, start: int) -> None:
-    for count, num_stages in itertools.product((2, 4, 5, 9, 16), (2, 3, 5, 8)):
-        for lookahead in set(admitted(rule, num_stages, count)) & {0, largest_lookahead(num_stages, count, 1)}:
-            assert check(pipeline(num_stages, lookahead, rule, start), count) == [], (num_stages, count, lookahead)
-
-
 # -- why so few lists tell about all, and drains ---------------------------------------------------------------------
 
 
@@ -149,34 +141,15 @@ def mini_batches_of(actions: list[Action], microbatches: int) -> list[list[tuple
     return batches
 
 
-FEW = [(2, 5), (3, 4), (4, 6)]
-MANY = [(p, m) for p in range(2, 7) for m in sorted({p, p + 1, 2 * p - 1, 2 * p + 3})]
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shapes", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
-def test_drains_after_any_microbatch_keep_the_rules(
-    rule: Rule, num_replicas: int, shapes: list[tuple[int, int]]
-) -> None:
-    for num_stages, count in shapes:
-        extremes = {0, num_stages - 1, largest_lookahead(num_stages, count, num_replicas)}
-        lookaheads = extremes & set(admitted(rule, num_stages, count, num_replicas))
-        for lookahead, start in itertools.product(lookaheads, {0, 2}):
-            schedules = pipeline(num_stages, lookahead, rule, start)
-            for drained in range(1, (start + 2) * count + 1):
-                found = check(schedules, count, num_replicas, {drained})
-                assert found == [], (num_stages, count, lookahead, start, drained)
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(2, 9))
-    count = data.draw(st.integers(num_stages, 20))
-    lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, 1)))
+    num_stages = data.draw(st.integers(2, 6))
+    count = data.draw(st.integers(num_stages, 12))
+    num_replicas = data.draw(st.integers(1, 2)) if count > num_stages else 1
+    lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, num_replicas)))
     schedules = pipeline(num_stages, lookahead, data.draw(st.sampled_from(RULES)), data.draw(st.integers(0, 2)))
-    assert check(schedules, count, 1, data.draw(st.sets(st.integers(1, 4 * count)))) == []
+    assert check(schedules, count, num_replicas, data.draw(st.sets(st.integers(1, 4 * count)))) == []
 
 
 # -- how early an update of the least staleness is, counted in the lists ---------------------------------------------
@@ -283,15 +256,12 @@ def without(word: str) -> Edit:
 # stage 1 runs ... F10 B7 F11 B8 U0 F12 B9 ...; with "exact" all hold back 4.
 MUTATIONS: list[tuple[str, Rule, int, Edit, set[str]]] = [
     ("two forwards swapped", "uniform", 1, swapped("F9", "F10"), {"order"}),
-    ("two backwards swapped", "uniform", 1, swapped("B9", "B10"), {"order"}),
     ("backward before its forward", "uniform", 3, swapped("F9", "B9"), {"order"}),
     ("forward left out", "uniform", 1, without("F9"), {"order", "deadlock"}),
-    ("backward left out", "uniform", 1, without("B9"), {"order", "deadlock"}),
     ("backward twice", "uniform", 1, lambda words: [*words, "B31"], {"order"}),
     ("backward one forward early", "uniform", 1, moved("B9", "F12"), {"depth"}),
     ("two backwards early", "uniform", 1, moved("B8", "F11", "B9", "F11"), {"depth", "deadlock"}),
     ("backward one forward late", "uniform", 1, moved("B9", "B10"), {"in flight", "depth"}),
-    ("first update early", "uniform", 0, moved("U0", "B7"), {"gradient", "deadlock"}),
     ("update early", "uniform", 0, moved("U1", "B15"), {"gradient", "versions", "deadlock"}),
     ("update a mini-batch early", "uniform", 3, swapped("U1", "U0"), {"order"}),
     ("update a forward late", "uniform", 2, moved("U0", "B14"), {"delay"}),
@@ -300,7 +270,6 @@ MUTATIONS: list[tuple[str, Rule, int, Edit, set[str]]] = [
     ("update early with slack", 1, 1, moved("U0", "F11"), {"early"}),
     ("update before its gradient", 0, 1, moved("U0", "B7"), {"gradient", "deadlock"}),
     ("update before the others agree", "exact", 2, moved("U0", "F11"), {"early"}),
-    ("update before the others can agree", "exact", 0, moved("U0", "B7"), {"gradient", "deadlock"}),
     ("update after a forward on its weights", "exact", 3, moved("F12", "U0"), {"delay"}),
 ]
 

@@ -22,7 +22,6 @@ from lightning_asyncpp.core.wire.transport import Transport, arrived_at, begin
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
 
 CPU = torch.device("cpu")
-SHAPES: list[tuple[int, ...] | None] = [(2, 3), (2, 3), None, (1, 3), (2, 3), None, None, (4,), (), (0, 5), (2, 3)]
 
 
 def chain(stages: int) -> list[Transport]:
@@ -46,18 +45,6 @@ def header_of(k: int, tensors: tuple[Tensor, ...]) -> Header:
 
 def send(transport: Transport, k: int, *tensors: Tensor) -> None:
     transport.send_activation(header_of(k, tensors), tensors)
-
-
-def test_activations_of_changing_shapes_arrive_in_order() -> None:
-    first, last = chain(2)
-    sent = [() if shape is None else (torch.randn(shape),) for shape in SHAPES]
-    for k, tensors in enumerate(sent):
-        send(first, k, *tensors)
-    for k, tensors in enumerate(sent):
-        arrival = last.receive_activation(k)
-        assert arrival.header == header_of(k, tensors)
-        assert len(arrival.tensors) == len(tensors)
-        assert all(torch.equal(a, b) for a, b in zip(arrival.tensors, tensors))
 
 
 LAYOUTS: dict[str, tuple[Tensor, tuple[int, ...]]] = {  # and the strides that arrive: gaps are left out
@@ -210,28 +197,9 @@ def test_the_gradient_is_that_of_a_tensor_in_the_middle_of_a_graph(dtype: torch.
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64]
 
 
-@st.composite
-def infos(draw: st.DrawFn) -> TensorInfo:
-    shape = tuple(draw(st.lists(st.integers(0, 2**40), max_size=10)))
-    order = tuple(draw(st.permutations(range(len(shape)))))
-    dtype = draw(st.sampled_from(DTYPES))
-    needs_gradient = dtype.is_floating_point and draw(st.booleans())
-    return TensorInfo(shape, dtype, needs_gradient, () if order == tuple(sorted(order)) else order)
-
-
-headers = st.builds(
-    Header,
-    k=st.integers(0, 2**50),
-    kind=st.sampled_from([Header.TENSOR, Header.TUPLE, Header.EMPTY, Header.FAILED]),
-    weight=st.floats(min_value=0, allow_nan=False, allow_infinity=False),
-    fingerprint=st.integers(0, 2**62 - 1),
-    tensors=st.lists(infos(), max_size=20).map(tuple),
-    structure=st.text(st.characters(codec="utf-8"), max_size=1000).map(str.encode),
-)
-
-
-@given(headers)
-def test_round_trip(header: Header) -> None:
+def test_a_header_comes_back_as_it_was() -> None:
+    infos = tuple(TensorInfo((2**40, 0, 3), dtype, dtype.is_floating_point, (2, 0, 1)) for dtype in DTYPES)
+    header = Header(2**50, Header.TUPLE, 1 / 3, 2**62 - 1, infos, ("ä" * 500).encode())
     layout, message = Layout.read(header.layout.pack()), header.pack()
     assert layout == header.layout
     assert len(message) == HEADER_BYTES
