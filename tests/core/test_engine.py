@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
@@ -150,19 +148,6 @@ def test_random_case(seed: int) -> None:
     """Any layers, cuts and options together, with drains, evaluations and resumes wherever they fall."""
     num_stages, case = draw(seed)
     check(num_stages, replace(case, data_parallel_size=1))
-
-
-@settings(max_examples=8)
-@given(
-    drains=st.sets(st.integers(0, 5), min_size=1), extra=st.integers(0, 2), accumulate=st.sampled_from([1, 2]),
-    rule=st.sampled_from([("uniform", 0), ("least", 0), ("least", 1), ("least", "exact")]),
-)  # fmt: skip
-def test_draining_at_any_moment_changes_the_clock_alone(
-    drains: set[int], extra: int, accumulate: int, rule: tuple[Staleness, Slack]
-) -> None:
-    sizes = (7, 7, 7, 7, 7, 3)
-    case = Case(3 + extra, accumulate=accumulate, error_feedback=1.0, max_norm=0.5, dropout=0.1, batch_sizes=sizes)
-    check(3, replace(case, drains=tuple(sorted(drains)), scheduler=True, staleness=rule[0], slack=rule[1]))
 
 
 def layers(*kinds: str) -> partial[nn.Sequential]:

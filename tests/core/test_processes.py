@@ -39,7 +39,8 @@ ONE_REPLICA = {
         4, Case(5, batch_sizes=(8, 5, 2, 1), unequal_weights=True, accumulate=2, dropout=0.3, random_input=True),
     ),
     "tied and routed, drained, resumed": (
-        3, Case(5, tied=True, routed=True, max_norm=0.3, drains=(0, 2), evaluates=(1,), resumes=(3,)),
+        3,
+        Case(5, tied=True, routed=True, max_norm=0.3, optimizer="muon", drains=(0, 2), evaluates=(1,), resumes=(2, 3)),
     ),
     "stages step ahead": (4, Case(6, staleness="least", slack=1, max_norm=0.3, drains=(1,))),
     "stages wait for the exact norm": (3, Case(5, staleness="least", slack="exact", max_norm=0.3, nan_at=2)),

@@ -71,25 +71,6 @@ def test_defaults(arguments: dict[str, Any], world_size: int, microbatches: int,
         assert depth(0, resolved.num_stages, lookahead) <= microbatches
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ahead"),
-    [
-        ({}, [False, False, False]),
-        ({"staleness": "least"}, [True, True, True]),
-        ({"staleness": "least", "slack": 2}, [True, True, True]),
-        ({"staleness": "least", "slack": "exact"}, [False, False, False]),
-    ],
-    ids=str,
-)
-def test_stages_that_step_ahead_of_the_others_begin_with_a_mini_batch_without_delay(
-    arguments: dict[str, Any], ahead: list[bool]
-) -> None:
-    """They clip by the norm of the mini-batch before, which the very first has not."""
-    settings = PipelineSettings(**arguments)
-    resolved, start = settings.resolved(3), int(any(ahead))
-    assert [resolved.schedule(stage).steps_ahead(start) for stage in range(3)] == ahead
-    assert not any(resolved.schedule(stage).steps_ahead(0) for stage in range(3))
-    assert resolved.synchronous_start == start
-    twin = settings.with_delay(0).resolved(3)
+def test_the_synchronous_counterpart_has_no_least_staleness() -> None:
+    twin = PipelineSettings(staleness="least", slack=2).with_delay(0).resolved(3)
     assert (twin.staleness, twin.slack, twin.synchronous_start) == ("uniform", 0, 0)
-    assert not any(twin.schedule(stage).steps_ahead(start) for stage in range(3))
