@@ -20,8 +20,6 @@ Lists = list[StageList]
 Rule = Literal["uniform", "flush", 0, 1, 2, "exact"]
 SLACKS: tuple[Rule, ...] = (0, 1, 2, "exact")
 RULES: tuple[Rule, ...] = ("uniform", "flush", *SLACKS)
-
-
 UNIFORM = StalenessRule()
 
 
@@ -115,9 +113,6 @@ def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: in
     assert sorted(spared) == (exceptions if num_replicas == 1 else [])
 
 
-# -- why so few lists tell about all, and drains ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("drained", [0, 5])
 def test_the_state_of_a_stage_repeats(drained: int) -> None:
     """Why four mini-batches tell about any number of them: each mini-batch is the one before with other numbers."""
@@ -150,9 +145,6 @@ def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
     lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, num_replicas)))
     schedules = pipeline(num_stages, lookahead, data.draw(st.sampled_from(RULES)), data.draw(st.integers(0, 2)))
     assert check(schedules, count, num_replicas, data.draw(st.sets(st.integers(1, 4 * count)))) == []
-
-
-# -- how early an update of the least staleness is, counted in the lists ---------------------------------------------
 
 
 def forwards_before_updates(actions: Sequence[Action], microbatches: int) -> list[int]:

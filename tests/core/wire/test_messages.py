@@ -19,7 +19,7 @@ from lightning_asyncpp.core.tree import flatten, unflatten
 from lightning_asyncpp.core.wire.connect import Neighbours
 from lightning_asyncpp.core.wire.link import HEADER_BYTES, Header, Layout, Link, TensorInfo, memory_of, written_out
 from lightning_asyncpp.core.wire.transport import Transport, arrived_at, begin
-from lightning_asyncpp.errors import ConfigurationError, PeerLostError, ProtocolError
+from lightning_asyncpp.errors import ConfigurationError, ProtocolError
 
 CPU = torch.device("cpu")
 
@@ -161,13 +161,6 @@ def test_what_does_not_fit_ends_the_run(mistake: Callable[[], None], message: st
     """It is never taken for something else."""
     with pytest.raises(ProtocolError, match=message):
         mistake()
-
-
-def test_a_neighbour_that_is_gone_is_named() -> None:
-    first, last = chain(2)
-    last.close()
-    with pytest.raises(PeerLostError, match=r"rank 0 \(stage 1\) is gone"):
-        first.receive_part(0, 2)
 
 
 # -- what arrives in a graph ----------------------------------------------------------------------------------------
