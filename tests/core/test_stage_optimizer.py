@@ -15,7 +15,7 @@ def alone(optimizer: Optimizer) -> StageOptimizer:
     return StageOptimizer(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
 
 
-def test_hyper_parameters_are_copies() -> None:
+def test_hyper_parameters_are_copies_and_what_came_later_stays() -> None:
     only = nn.Parameter(torch.tensor([1.0, 2.0]))
     only.grad = torch.ones(2)
     optimizer = SGD([only], lr=torch.tensor(0.5))
@@ -24,9 +24,10 @@ def test_hyper_parameters_are_copies() -> None:
     earlier = stage.hyper_parameters()
     optimizer.param_groups[0]["lr"].fill_(0.25)
     optimizer.param_groups[0]["extra"]["values"].append(2)
+    optimizer.param_groups[0]["later"] = 1
     stage.step(earlier, optimizer.step)
     assert only.tolist() == [0.5, 1.5]
-    assert optimizer.param_groups[0]["lr"].item() == 0.25
+    assert (optimizer.param_groups[0]["lr"].item(), optimizer.param_groups[0]["later"]) == (0.25, 1)
     assert earlier[0]["extra"] == {"values": [1]}
 
 
