@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
@@ -96,13 +94,6 @@ def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-def synchronous(num_stages: int) -> list[tuple[int, Case]]:
-    microbatches = sorted({1, max(num_stages - 1, 1), 2 * num_stages + 1})
-    factors = {"microbatches": microbatches, "lookahead": (None, 1), **OPTIONS, "batch_sizes": BATCH_SIZES[:2]}
-    rows = pairwise(factors, seed=num_stages)
-    return [(num_stages, make_case(row.pop("microbatches"), row.pop("lookahead"), row, delay=0)) for row in rows]
-
-
 def with_held_microbatches(num_stages: int) -> list[tuple[int, Case]]:
     """Every slack about its limits, and drains at any moment."""
     rules: list[tuple[Staleness, Slack]] = [("least", slack) for slack in (0, 1, 2, num_stages - 1, num_stages)]
@@ -136,17 +127,12 @@ def over(stages: tuple[int, ...], cases_of: Callable[[int], list[tuple[int, Case
     return pytest.mark.parametrize(("num_stages", "case"), rows)
 
 
-@over((1, 2, 3, 4), asynchronous)
+@over((2, 4), asynchronous)
 def test_uniform_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
 
-@over((1, 3), synchronous)
-def test_no_delay(num_stages: int, case: Case) -> None:
-    check(num_stages, case)
-
-
-@over((2, 3, 4), with_held_microbatches)
+@over((3,), with_held_microbatches)
 def test_least_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
@@ -162,19 +148,6 @@ def test_random_case(seed: int) -> None:
     """Any layers, cuts and options together, with drains, evaluations and resumes wherever they fall."""
     num_stages, case = draw(seed)
     check(num_stages, replace(case, data_parallel_size=1))
-
-
-@settings(max_examples=12)
-@given(
-    drains=st.sets(st.integers(0, 5), min_size=1), extra=st.integers(0, 2), accumulate=st.sampled_from([1, 2]),
-    rule=st.sampled_from([("uniform", 0), ("least", 0), ("least", 1), ("least", "exact")]),
-)  # fmt: skip
-def test_draining_at_any_moment_changes_the_clock_alone(
-    drains: set[int], extra: int, accumulate: int, rule: tuple[Staleness, Slack]
-) -> None:
-    sizes = (7, 7, 7, 7, 7, 3)
-    case = Case(3 + extra, accumulate=accumulate, error_feedback=1.0, max_norm=0.5, dropout=0.1, batch_sizes=sizes)
-    check(3, replace(case, drains=tuple(sorted(drains)), scheduler=True, staleness=rule[0], slack=rule[1]))
 
 
 def layers(*kinds: str) -> partial[nn.Sequential]:
@@ -199,12 +172,8 @@ REPEATED = {
     "a dropout layer draws anew in each place": (
         2, Case(3, model=layers("linear", "same dropout", "linear", "same dropout"), dropout=0.3),
     ),
-    "a layer stands in four places of a stage": (
-        1, Case(3, model=layers("linear", *["same module"] * 3), optimizer="counting"),
-    ),
     "two stages share that are not the first": (3, replace(NOT_THE_FIRST, error_feedback=0.7)),
     "they share in bf16": (3, replace(NOT_THE_FIRST, bf16=True)),
-    "they share without a delay": (3, replace(NOT_THE_FIRST, delay=0)),
     "three stages share a weight": (
         3, Case(4, model=SHARED_BY_ALL, cut=(2, 2, 4), error_feedback=0.7, max_norm=0.3, drains=(2,), resumes=(3,)),
     ),
@@ -215,7 +184,6 @@ REPEATED = {
         4, Case(4, model=SHARED_BY_ALL, cut=(2, 1, 2, 3), bf16=True, checkpointing=True),
     ),
     "one layer on three stages": (3, replace(EVERYWHERE, cut=(2, 2, 2))),
-    "one layer, most of it on the first": (2, replace(EVERYWHERE, cut=(4, 2))),
     "two names in a layer are saved as one": (2, INSIDE),
     "with masters both names stand for the version": (2, replace(INSIDE, bf16=True)),
     "frozen weights are shared by any number": (
@@ -333,17 +301,6 @@ def test_a_batch_costs_what_an_earlier_one_did() -> None:
             sys.setprofile(None)
     training.drain()
     assert min(calls[35:]) <= 1.02 * min(calls[5:10])
-
-
-@pytest.mark.parametrize(("cut", "counts"), [("even", [6, 3]), ("front", [8, 1]), ("back", [1, 8])])
-def test_the_cut_is_the_one_that_was_asked_for(cut: str, counts: list[int]) -> None:
-    case = Case(2, cut=cut)
-    assert case.counts(2) == counts
-    first, last = (
-        {int(name.partition(".")[0]) for name in part.stage.parameters}
-        for part in Training(case, ALONE, 2).engine.parts
-    )
-    assert max(first) < counts[0] <= min(last)
 
 
 def test_the_comparison_can_fail() -> None:

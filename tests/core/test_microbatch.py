@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.microbatch import (
@@ -86,21 +85,14 @@ def cut(field: Any, samples: int = 5, parts: int = 2) -> list[Any]:
     return [slot["field"] for slot in split_batch({"x": torch.zeros(samples, 2), "field": field}, parts) if slot]
 
 
-SOME_OBJECTS = [object() for _ in range(5)]
-
-
 @pytest.mark.parametrize(
     ("field", "expected"),
     [
         (["a", "b", "c", "d", "e"], [["a", "b", "c"], ["d", "e"]]),
-        (SOME_OBJECTS, [SOME_OBJECTS[:3], SOME_OBJECTS[3:]]),
         ([["a"], [], ["b", "c"], ["d"] * 5, []], [[["a"], [], ["b", "c"]], [["d"] * 5, []]]),
         ([("a", "b", "c", "d", "e"), ["f"] * 5], [[("a", "b", "c"), ["f"] * 3], [("d", "e"), ["f"] * 2]]),
-        (Pair(["a"] * 5, {"deep": [(1, 2, 3, 4, 5)]}), [
-            Pair(["a"] * 3, {"deep": [(1, 2, 3)]}), Pair(["a"] * 2, {"deep": [(4, 5)]}),
-        ]),
     ],
-    ids=["strings", "objects", "ragged", "transposed", "inside structure"],
+    ids=["strings", "ragged", "transposed"],
 )  # fmt: skip
 def test_a_list_with_an_entry_per_sample_is_cut(field: Any, expected: list[Any]) -> None:
     pieces = cut(field)
@@ -108,9 +100,7 @@ def test_a_list_with_an_entry_per_sample_is_cut(field: Any, expected: list[Any])
     assert [type(piece) for piece in pieces] == [type(field)] * 2
 
 
-@pytest.mark.parametrize(
-    "field", ["abcde", ["a"] * 4, [], [[], []], ("a", 1), Pair("a", "b"), {1, 2, 3, 4, 5}, range(5)], ids=repr
-)
+@pytest.mark.parametrize("field", ["abcde", ["a"] * 4, [], ("a", 1), Pair("a", "b"), range(5)], ids=repr)
 def test_what_has_no_entry_per_sample_is_handed_on_whole(field: Any) -> None:
     assert cut(field) == [field, field]
 
@@ -121,41 +111,6 @@ def test_numpy_arrays_of_the_batch_are_cut() -> None:
     assert ["".join(first[1]), "".join(second[1])] == ["abc", "de"]
     for other in (np.arange(4), np.array(5), np.zeros((2, 5))):
         assert all(piece is other for piece in cut(other))
-
-
-def test_what_default_collate_makes_of_strings() -> None:
-    samples = [{"x": torch.tensor(i), "name": f"n{i}", "tags": [f"a{i}", f"b{i}"], "size": (i, i)} for i in range(5)]
-    for slot in split_batch(default_collate(samples), 2):
-        numbers = slot["x"].tolist()
-        assert slot["name"] == [f"n{i}" for i in numbers]
-        assert [list(tags) for tags in slot["tags"]] == [[f"a{i}" for i in numbers], [f"b{i}" for i in numbers]]
-        assert [size.tolist() for size in slot["size"]] == [numbers, numbers]
-
-
-def some_batch() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(3)
-    return {
-        "x": torch.randn(5, 4, generator=generator),
-        "tokens": torch.randint(0, 100, (5, 7), generator=generator),
-        "mask": torch.rand(5, generator=generator) < 0.5,
-        "half": torch.randn(3, generator=generator).bfloat16(),
-        "complex": torch.randn(2, generator=generator, dtype=torch.complex64),
-        "scale": torch.tensor(0.5),
-    }
-
-
-@given(st.data())
-def test_any_changed_element_changes_the_fingerprint(data: st.DataObject) -> None:
-    batch = some_batch()
-    mark = fingerprint(batch)
-    flat = batch[data.draw(st.sampled_from([name for name in batch if name != "mask"]))].view(-1)
-    position = data.draw(st.integers(0, flat.numel() - 1))
-    flat[position] = flat[position] * 2 + 1
-    assert fingerprint(batch) != mark
-    batch = some_batch()
-    position = data.draw(st.integers(0, 4))
-    batch["mask"][position] = ~batch["mask"][position]
-    assert fingerprint(batch) != mark
 
 
 X = torch.arange(2000.0)
@@ -170,18 +125,16 @@ def changed(tensor: Tensor, place: int, change: float = 1.0) -> Tensor:
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
-        (some_batch(), some_batch(), True),
+        ({"x": X[::2], "scale": torch.tensor(0.5)}, {"x": X[::2].clone(), "scale": torch.tensor(0.5)}, True),
         (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
         (X.view(40, 50).t(), X.view(40, 50).t().contiguous(), True),
         (torch.tensor([1, 2, 3]), torch.tensor([1, 3, 2]), False),
-        (X, -X, False),
         (X, X.view(40, 50), False),
         (X, X.double(), False),
-        ((X, X + 1), (X + 1, X), False),
         (X, torch.cat([X[:1024], X[1024:] + 1]), False),
         (torch.zeros(8 * 1024), changed(torch.zeros(8 * 1024), -8), False),
     ],
-    ids=["equal", "nan", "strides", "order", "signs", "shape", "dtype", "order of tensors", "spread", "sampled"],
+    ids=["equal", "nan", "strides", "order", "shape", "dtype", "spread", "sampled"],
 )
 def test_fingerprints(one: Any, other: Any, alike: bool) -> None:
     assert 0 <= fingerprint(one) < 2**63
@@ -219,14 +172,7 @@ def test_the_host_s_tensors_stand_in_for_their_copies() -> None:
     assert known.of([copy["x"]])[0] is batch["x"], "in whatever nesting"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda copy: copy["x"].mul_(2),
-        lambda copy: copy.update(x=copy["x"] * 2),
-        lambda copy: copy.update(x=copy["x"].view(6)),
-    ],
-)
+@pytest.mark.parametrize("change", [lambda copy: copy["x"].mul_(2), lambda copy: copy.update(x=copy["x"].view(6))])
 def test_what_was_changed_since_is_read_as_it_is(change: Callable[[Any], object]) -> None:
     known, _, copy = moved()
     change(copy)
@@ -256,20 +202,13 @@ THING = object()
 MERGED: dict[str, tuple[list[Any], Any]] = {  # results of two microbatches that weigh 3 and 1, and of both
     "rows": ([tensor(1, 2), tensor(3)], tensor(1, 2, 3)),
     "no dimensions": ([torch.tensor(1.0), torch.tensor(5.0)], torch.tensor(2.0)),
-    "numbers": ([1, 5.0], 2.0),
     "arrays": ([np.arange(2), np.arange(1)], np.array([0, 1, 0])),
-    "strings": (["a", "b"], ["a", "b"]),
     "objects": ([THING, None], [THING, None]),
-    "of two kinds": ([["a"], ("b",)], [["a"], ("b",)]),
     "padded differently": ([torch.zeros(2, 5), torch.zeros(1, 7)], [torch.zeros(2, 5), torch.zeros(1, 7)]),
-    "nothing": ([None, None], None),
-    "lists": ([["a", "b"], ["c"]], ["a", "b", "c"]),
-    "dictionaries in lists": ([[{"id": 1}], [{"id": 2}]], [{"id": 1}, {"id": 2}]),
     "tensors in lists": (
         [[tensor(1, 2), ["a"], "s", 1.0], [tensor(3), ["b"], "t", 5.0]], [tensor(1, 2, 3), ["a", "b"], ["s", "t"], 2.0],
     ),
     "a tensor per sample": ([[tensor(1), tensor(2, 3)], [tensor(4)]], [tensor(1), tensor(2, 3), tensor(4)]),
-    "containers in tuples": ([(["a", "b"], 1.0), (["c"], 5.0)], (["a", "b", "c"], 2.0)),
     "named tuples": ([Pair(tensor(1), ["a"]), Pair(tensor(2), ["b"])], Pair(tensor(1, 2), ["a", "b"])),
     "keys": ([{"y": tensor(1), "n": "a"}, {"y": tensor(3), "z": 1.0}], {"y": tensor(1, 3), "n": ["a"], "z": 1.0}),
 }  # fmt: skip

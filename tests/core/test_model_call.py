@@ -25,29 +25,6 @@ def model() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def test_arguments_are_captured_and_the_rest_does_not_run(model: nn.Module) -> None:
-    reached = []
-
-    def step() -> None:
-        reached.append("before")
-        model(1, "two", key=3)
-        reached.append("after")
-
-    assert ModelCall(model).capture(step) == ((1, "two"), {"key": 3})
-    assert reached == ["before"]
-
-
-def test_the_whole_step_runs_with_the_computed_output(model: nn.Module) -> None:
-    seen = []
-
-    def compute(args: tuple, kwargs: dict[str, Any]) -> str:
-        seen.append((args, kwargs))
-        return "output"
-
-    assert ModelCall(model).redirect(lambda: model(1, key=2) + "!", compute) == "output!"
-    assert seen == [((1,), {"key": 2})]
-
-
 @pytest.mark.parametrize(("calls", "message"), [(0, NEVER), (2, TWICE)])
 def test_a_step_calls_the_model_once(model: nn.Module, calls: int, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -93,7 +70,6 @@ def test_forward_is_put_back_after_every_ending(make: Callable[[], nn.Module], e
         lambda: call.capture(fail(error)),
         lambda: call.redirect(lambda: model(x), double),
         lambda: call.redirect(fail(error), double),
-        lambda: call.redirect(lambda: model(x), lambda args, kwargs: fail(error)()),
         lambda: call.redirect(lambda: [model(x), model(x)], double),
     ):
         try:

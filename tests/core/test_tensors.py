@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.host_copies import HostCopy, pieces_on_host
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.dependencies import PrivateNameError
 from tests.helpers.failing import run_ranks
 
 
@@ -22,33 +19,10 @@ def tensors(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes for dtype in dtypes]
 
 
-def test_division() -> None:
-    mine, expected = tensors(), [tensor / 0.37 for tensor in tensors()]
-    foreach.divide_(mine, 0.37)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, expected, strict=True))
-
-
-def test_copies() -> None:
-    sources = tensors()
-    destinations = [torch.zeros_like(source) for source in sources]
-    foreach.copy_(destinations, sources)
-    assert all(torch.equal(a, b) for a, b in zip(destinations, sources, strict=True))
-    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(destinations, sources, strict=True) if a.numel())
-
-
 def test_norms_are_computed_in_the_dtype_that_is_asked_for() -> None:
     given = [*tensors(), torch.full((4,), 1e30)]
     expected = [float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in given]
     assert [float(norm) for norm in foreach.norm(given, 2, dtype=torch.float64)] == expected
-
-
-@pytest.mark.parametrize("name", ["_foreach_div_", "_foreach_copy_", "_foreach_norm"])
-def test_a_torch_without_them_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    with monkeypatch.context() as patched:
-        patched.delattr(torch, name)
-        with pytest.raises(PrivateNameError, match=rf"torch 2\S+ has no torch\.{name}, which"):
-            importlib.reload(foreach)
-    importlib.reload(foreach)
 
 
 def test_pieces_hold_all_elements_in_order() -> None:
@@ -57,12 +31,6 @@ def test_pieces_hold_all_elements_in_order() -> None:
     assert {piece.numel() for piece in pieces} == {12, 4}
     assert torch.equal(torch.cat(pieces), tensor.reshape(-1))
     assert [piece.numel() for piece in pieces_on_host(torch.zeros(3), piece_bytes=1)] == [1, 1, 1]
-
-
-def test_a_tensor_of_the_host_stands_for_itself() -> None:
-    tensor = torch.ones(3)
-    assert HostCopy(tensor).is_done()
-    assert HostCopy(tensor).wait().data_ptr() == tensor.data_ptr()
 
 
 class LateCopy(HostCopy):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpp.core.cut.cutting import cut, materialize
-from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -63,13 +62,6 @@ def test_parents_have_the_last_word_and_buffers_are_set() -> None:
     assert state["1.table"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert state["1.norm.running_var"].tolist() == [1.0] * 4
     assert state["1.norm.num_batches_tracked"].item() == 0
-
-
-def test_units_of_other_stages_are_not_allocated() -> None:
-    model = blocks()
-    units = pipeline_units(model)
-    materialize(units, [1], 0, CPU)
-    assert [any(p.is_meta for p in unit.module.parameters()) for unit in units] == [True, False, True, True, True]
 
 
 def test_shared_parameters_stay_shared_and_frozen_ones_frozen() -> None:

@@ -39,7 +39,6 @@ FOUND = {
     "a property": (Aliased, "net"),
     "model": (lambda: module(model=net(), backbone=net()), "model"),
     "the only one": (lambda: module(loss=nn.CrossEntropyLoss(), net=net()), "net"),
-    "a text is no network": (lambda: module(model="resnet50", net=net()), "net"),
     "a frozen teacher beside it": (lambda: module(teacher=net(False), student=net()), "student"),
     "all of it frozen": (lambda: module(net=net(False)), "net"),
 }
@@ -47,7 +46,6 @@ NOT_FOUND = {
     "nothing": (lambda: module(loss=nn.MSELoss()), "Module has no self.model: assign the network to it"),
     "several": (lambda: module(encoder=net(), decoder=net()), r"several attributes \(self.encoder, self.decoder\)"),
     "its own": (lambda: module(net=net(), scale=nn.Parameter(torch.ones(1))), r"attributes \(self.net, self.scale\)"),
-    "later": (lambda: module(model=None), "Module has no self.model"),
 }
 
 

@@ -20,7 +20,7 @@ from lightning_asyncpp.core.cut.partition import balanced, uniform
 from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition, unit_times
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.errors import ConfigurationError
-from tests.helpers.cases import Sleeping
+from tests.helpers.cases import Layer, Sleeping
 
 ROUND = st.integers(0, 4).map(float)  # many equal sums
 ROUGH = st.floats(0, 1e6, allow_nan=False)  # sums that rounding would change
@@ -40,7 +40,7 @@ def exact_loads(costs: Sequence[float], counts: Sequence[int]) -> list[Fraction]
     return [sum((Fraction(next(left)) for _ in range(count)), Fraction(0)) for count in counts]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(UNITS, st.integers(1, 4))
 def test_no_cut_is_better(units: list[tuple[float, bool]], num_stages: int) -> None:
     costs, heavy = [cost for cost, _ in units], [trained for _, trained in units]
@@ -62,19 +62,12 @@ def test_no_cut_is_better(units: list[tuple[float, bool]], num_stages: int) -> N
 CPU = torch.device("cpu")
 
 
-class Costly(nn.Sequential):
-    """Knows what its layers cost."""
-
-    def __init__(self, *layers: nn.Module, costs: Any) -> None:
-        super().__init__(*layers)
-        self.costs = costs
-
-    def pipeline_costs(self) -> Any:
-        return self.costs
-
-
-def lines(count: int) -> list[nn.Module]:
-    return [nn.Linear(4, 4) for _ in range(count)]
+def four_lines(*costs: float) -> nn.Sequential:
+    """A model that may know what its layers cost."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    if costs:
+        model.pipeline_costs = lambda: costs
+    return model
 
 
 def example(*args: Any, **kwargs: Any) -> Example:
@@ -82,7 +75,7 @@ def example(*args: Any, **kwargs: Any) -> Example:
 
 
 def test_the_model_knows_best() -> None:
-    model = Costly(*lines(4), costs=[3, 1, 1, 1.0])
+    model = four_lines(3, 1, 1, 1.0)
     partition = choose_partition(model, 0, 2, "auto", example(torch.ones(2, 4)))
     assert partition.counts == (1, 3)
     assert partition.uniform == (2, 2)
@@ -102,19 +95,19 @@ def test_measured_times_come_before_sizes() -> None:
 
 
 def test_what_the_user_says_counts() -> None:
-    model = Costly(*lines(4), costs=[3, 1, 1, 1])
+    model = four_lines(3, 1, 1, 1)
     given = choose_partition(model, 0, 2, [3, 1])
     assert given.describe() == "partition=[3, 1] as given, busiest stage 1.67 times the mean"
     even = choose_partition(model, 0, 2, "uniform")
     assert even.describe() == "partition=[2, 2] by numbers of layers, busiest stage 1.33 times the mean"
-    unknown = choose_partition(nn.Sequential(*lines(4)), 0, 2, (3, 1), example("no tensor"))
+    unknown = choose_partition(four_lines(), 0, 2, (3, 1), example("no tensor"))
     assert unknown.describe() == "partition=[3, 1] as given"
 
 
 @pytest.mark.parametrize("costs", [[1, 2, 3], [1, 2, 3, float("inf")], [0, 0, 0, 0]])
 def test_costs_that_make_no_sense(costs: list[Any]) -> None:
     with pytest.raises(ConfigurationError, match="one cost for each of the 4 layers, finite numbers, 0 or more"):
-        choose_partition(Costly(*lines(4), costs=costs), 0, 2, "auto")
+        choose_partition(four_lines(*costs), 0, 2, "auto")
 
 
 def test_a_model_that_was_cut_before() -> None:
@@ -131,6 +124,15 @@ def test_a_model_that_was_cut_before() -> None:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Joining(nn.Linear):
+    """Takes two tensors, and changes one of them in place."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = pair
+        x += y
+        return super().forward(x)
 
 
 class Counted(nn.Module):
@@ -162,27 +164,11 @@ def test_a_model_on_the_meta_device_is_measured_layer_by_layer() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-class Pair(nn.Linear):
-    """Returns two tensors."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), x
-
-
-class Joining(nn.Linear):
-    """Takes two tensors, and changes one of them in place."""
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = pair
-        x += y
-        return super().forward(x)
-
-
 def test_measuring_leaves_the_model_as_it_was() -> None:
     """Also with layers that change their input or their buffers, or draw random numbers."""
     model = nn.Sequential(
-        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5), Pair(4, 4),
-        Joining(4, 4),
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5),
+        Layer(nn.Linear(4, 4), "twice"), Joining(4, 4),
     )  # fmt: skip
     before, x = copy.deepcopy(model.state_dict()), torch.randn(6, 4)
     inputs, states = x.clone(), torch.get_rng_state()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import StatisticsLayout
 from tests.helpers.cases import DIM, Routed
@@ -15,27 +14,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(DIM, DIM), Routed(), nn.Linear(DIM, DIM), nn.Sequential(Routed(), nn.Linear(DIM, 1)))
 
 
-def test_a_stage_fills_its_own_places() -> None:
-    stage = cut(model(), 1, 2, 0, torch.device("cpu"))
-    assert list(stage.counting_layers) == ["3.0"]
-    vector = stage.whole.statistics.pack({stage.counting_layers["3.0"]: torch.arange(4.0)}, stage.counting_layers)
-    assert vector.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0]
-    assert vector.dtype == torch.float64
-
-
 def test_metrics_are_reduced_over_layers_as_their_class_says() -> None:
     layout = StatisticsLayout(pipeline_units(model()))
     totals = torch.tensor([2, 2, 2, 6, 6, 0, 0, 6], dtype=torch.float64)
     assert layout.metrics(totals) == {"samples": 12.0, "busiest": 3.0}
-
-
-def test_a_buffer_that_a_layer_replaced_is_put_where_its_versions_are() -> None:
-    class Replacing(Routed):
-        def update_from_statistics(self, totals: torch.Tensor) -> None:
-            self.bias = torch.full((3,), 7.0)
-
-    stage = cut(nn.Sequential(Replacing(), nn.Linear(DIM, 1)), 0, 1, 0, torch.device("cpu"))
-    buffer = stage.buffers["0.bias"]
-    stage.update_from_statistics(torch.zeros(4, dtype=torch.float64))
-    assert stage.units[0].module.bias is buffer
-    assert buffer.tolist() == [7.0, 7.0, 7.0]

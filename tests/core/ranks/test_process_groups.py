@@ -1,24 +1,15 @@
-"""Groups: made in few calls, the right ones on every rank, also where the default group is bound to a device.
-
-Messages over gloo that can be asked whether they are done.
-"""
+"""Groups: made in few calls, the right ones on every rank, also where the default group is bound to a device."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_asyncpp.core.ranks import mesh as mesh_module
 from lightning_asyncpp.core.ranks import process_groups
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.ranks.process_groups import HostWork
 
 SHAPES = [(2, 1), (4, 1), (3, 2), (5, 3), (1, 4)]
 
@@ -76,53 +67,3 @@ def test_nccl_splits_as_rarely_as_can_be(stages: int, replicas: int, monkeypatch
     assert all(splits == calls[0] for splits in calls), "all ranks make the same splits in the same order"
     most = {1: 0, 2: 2}.get(stages, 4) + (2 if replicas > 1 else 0)
     assert len(calls[0]) == most
-
-
-@pytest.fixture(scope="module")
-def pair() -> list[Any]:
-    """Both ends of a connection, in one process."""
-    store, groups = dist.HashStore(), [None, None]
-
-    def connect(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=2))  # type: ignore[call-overload]
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return groups
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return condition()
-
-
-def test_both_sides_are_done_without_anybody_waiting(pair: list[Any]) -> None:
-    sent, room = torch.arange(300_000.0), torch.zeros(300_000)
-    receive = HostWork(pair[1].recv([room], 0, 5))
-    assert not receive.is_completed()
-    send = HostWork(pair[0].send([sent], 1, 5))
-    assert until(receive.is_completed)
-    assert until(send.is_completed)
-    assert torch.equal(room, sent)
-    receive.wait()
-    send.wait()
-
-
-@pytest.mark.parametrize(("stages", "replicas"), SHAPES)
-def test_every_stage_of_every_replica_has_one_rank(stages: int, replicas: int) -> None:
-    meshes = [Mesh(stages, replicas, rank) for rank in range(stages * replicas)]
-    assert {(mesh.stage, mesh.replica) for mesh in meshes} == {(s, r) for s in range(stages) for r in range(replicas)}
-    for mesh in meshes:
-        assert mesh.rank_of(mesh.stage) == mesh.rank_of(mesh.stage, mesh.replica) == mesh.rank
-        assert all(mesh.rank_of(m.stage, m.replica) == m.rank for m in meshes)
-        assert [(mesh.stage_of(m.rank), mesh.replica_of(m.rank)) for m in meshes] == [
-            (m.stage, m.replica) for m in meshes
-        ]
-        assert (mesh.is_first, mesh.is_last) == (mesh.stage == 0, mesh.stage == stages - 1)
-        assert mesh.world_size == stages * replicas
-    assert (meshes[0].is_last, meshes[0].replica) == (True, 0)

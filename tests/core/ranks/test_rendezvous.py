@@ -44,14 +44,7 @@ def connected(listener: Listener) -> tuple[socket.socket, socket.socket]:
     return call(listener.offer, "rank 0"), listener.answer("rank 1", seconds=20)
 
 
-def test_what_one_says_the_other_hears(listener: Listener) -> None:
-    caller, answered = connected(listener)
-    caller.sendall(b"it is me")
-    answered.sendall(b"and me")
-    assert (answered.recv(8), caller.recv(6)) == (b"it is me", b"and me")
-
-
-@pytest.mark.parametrize("shows", [bytes(16), bytes(500), b"GET / HTTP/1.1\r\n\r\n"], ids=["zeros", "many", "http"])
+@pytest.mark.parametrize("shows", [bytes(16), b"GET / HTTP/1.1\r\n\r\n"], ids=["zeros", "http"])
 def test_a_stranger_is_sent_away(listener: Listener, shows: bytes) -> None:
     strangers = [stranger_at(listener, shows) for _ in range(3)]
     start = time.monotonic()

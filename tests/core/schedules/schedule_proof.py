@@ -33,41 +33,12 @@ an update.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import le, lt
 
-from lightning_asyncpp.core.schedule import Action, Kind, Schedule, StalenessRule
+from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 
 MINI_BATCHES = 4
-
-
-@dataclass(frozen=True)
-class OfDepth:
-    """What a schedule's list may depend on, and nothing else; with how stages agree on updates.
-
-    Attributes:
-        depth: microbatches by which forwards run ahead of backwards.
-        stage_rule: which weights they run on.
-        agrees_first: whether all stages have agreed on an update before any applies it.
-        shares_with: the first stage with a parameter of this one.
-        stage: for messages.
-    """
-
-    depth: int
-    stage_rule: StalenessRule
-    agrees_first: bool = True
-    shares_with: int | None = None
-    stage: int = 0
-
-    batch = Schedule.batch
-    drain = Schedule.drain
-    run = Schedule.run
-
-    @property
-    def pipeline_rule(self) -> StalenessRule:
-        return replace(self.stage_rule, held=None)
 
 
 @dataclass(frozen=True)
@@ -80,7 +51,7 @@ class StageList:
         delay: updates between the weights of a gradient and those that it is applied to.
         synchronous_start: number of mini-batches at the beginning without delay; nobody steps ahead in it.
         held: how many microbatches of a mini-batch the delay is for; None: all.
-        agrees_first: whether that holds of every update, and not only of those that end with a flush.
+        agrees_first: whether all stages have agreed on an update before this one applies it, also without a flush.
         shares_with: the first stage with a parameter of this one, whose gradient it needs, too.
         drains: numbers of microbatches, counted over the run, after which the pipeline is drained; and at the end.
     """
@@ -96,13 +67,11 @@ class StageList:
 
     @classmethod
     def of(
-        cls, schedule: Schedule | OfDepth, microbatches: int, drains: Collection[int] = (), count: int = MINI_BATCHES
+        cls, schedule: Schedule, microbatches: int, drains: Collection[int] = (), count: int = MINI_BATCHES
     ) -> StageList:
         rule, actions = schedule.stage_rule, schedule.run(count, microbatches, drains)
         agrees, shares = schedule.agrees_first, schedule.shares_with
-        return cls(
-            actions, schedule.depth, rule.delay, rule.synchronous_start, rule.held, agrees, shares, frozenset(drains)
-        )
+        return cls(actions, schedule.depth, rule.delay, rule.synchronous_start, rule.held, agrees, shares, drains)
 
     def version(self, mini_batch: int, place: int) -> int:
         """Weights that a microbatch is promised, written down apart from the schedule's own rule."""
@@ -118,9 +87,16 @@ class StageList:
         """Whether all stages have agreed on an update before this one applies it."""
         return self.agrees_first or self.flushes(update)
 
+    def agreed_before(self, k: int, microbatches: int) -> int:
+        """Number of mini-batches that all stages must have agreed on before a forward."""
+        t, place = divmod(k, microbatches)
+        if k in self.drains:
+            return t
+        return 0 if place else t - (not self.flushes(t - 1))
+
 
 def check(
-    schedules: Sequence[Schedule | OfDepth],
+    schedules: Sequence[Schedule],
     microbatches: int,
     num_replicas: int = 1,
     drains: Collection[int] = (),
@@ -136,118 +112,62 @@ def check(
     Returns:
         Violations in words; none if the schedules are right.
     """
-    after = tuple(sorted(set(drains)))
-    rules = [schedule.stage_rule for schedule in schedules]
-    count = MINI_BATCHES + max(rule.synchronous_start for rule in rules)
-    readings = [
-        _reading_of(
-            OfDepth(schedule.depth, _plain(rule, microbatches), schedule.agrees_first, schedule.shares_with),
-            microbatches, count, after,
-        )
-        for schedule, rule in zip(schedules, rules)
-    ]  # fmt: skip
-    other = [(s.stage, _other_version(rule, reading, count)) for s, rule, reading in zip(schedules, rules, readings)]
-    return [f"delay: stage {stage} {what}" for stage, what in other if what] + _violations(readings, num_replicas)
+    count = MINI_BATCHES + max(schedule.stage_rule.synchronous_start for schedule in schedules)
+    lists = [StageList.of(schedule, microbatches, drains, count) for schedule in schedules]
+    other = [_other_version(*pair, microbatches, count) for pair in zip(schedules, lists)]
+    return [*filter(None, other), *check_lists(lists, microbatches, num_replicas)]
+
+
+def _other_version(schedule: Schedule, stage: StageList, microbatches: int, mini_batches: int) -> str:
+    """The first microbatch for which a rule names other weights than are promised; empty if there is none."""
+    for t in range(mini_batches):
+        for place in range(microbatches):
+            promised, named = stage.version(t, place), schedule.stage_rule.version(t, place)
+            if named != promised:
+                where = f"stage {schedule.stage} runs microbatch {place} of mini-batch {t}"
+                return f"delay: {where} on W_{named}, not on W_{promised}"
+    return ""
 
 
 def check_lists(stages: Sequence[StageList], microbatches: int, num_replicas: int = 1) -> list[str]:
     """Check lists of actions, the first stage first; arguments and result as for :func:`check`."""
-    return _violations([_Reading.of(stage, microbatches) for stage in stages], num_replicas)
+    readings = [_Reading(stage, microbatches) for stage in stages]
+    found = [f"{rule}: stage {s}: {what}" for s, r in enumerate(readings) for rule, what in r.violations.items()]
+    for stage, (before, after) in enumerate(pairwise(readings)):
+        pairs = zip(before.forwards_before, after.forwards_before)
+        locked = [k for k, (own, other) in enumerate(pairs) if own <= other and own not in before.drained]
+        if locked:
+            found.append(f"depth: B{locked[0]} has as many forwards before it on stage {stage + 1} as on stage {stage}")
+    if num_replicas > 1:
+        found += [f"room: stage {s}: {r.hurried[0]}" for s, r in enumerate(readings) if r.promises_room and r.hurried]
+    return found + _deadlock(stages, microbatches)
 
 
 @dataclass(eq=False)
 class _Reading:
-    """A stage's list, read from left to right.
-
-    Every forward and every update begins a new step of the stage, in which the backwards that follow take part.
-    """
+    """A stage's list, read from left to right."""
 
     stage: StageList
     microbatches: int
+    forwards: int = 0
+    updates: int = 0
     violations: dict[str, str] = field(default_factory=dict)  # rule -> the first violation
-    forward_steps: list[int] = field(default_factory=list)  # of each microbatch
-    backward_steps: list[int] = field(default_factory=list)  # of each microbatch
     forwards_before: list[int] = field(default_factory=list)  # the backward of each microbatch
-    drained: set[int] = field(default_factory=set)  # steps that leave nothing in flight
-    update_steps: list[int] = field(default_factory=list)  # of each mini-batch
-    complete_steps: list[int] = field(default_factory=list)  # in which the gradient of each mini-batch was complete
+    drained: set[int] = field(default_factory=set)  # numbers of forwards after which nothing is left in flight
     hurried: list[str] = field(default_factory=list)  # updates before which there is no room for a reduction
-    agreements: list[tuple[int, int]] = field(default_factory=list)  # steps, and on which mini-batch before them
 
-    @classmethod
-    def of(cls, stage: StageList, microbatches: int) -> _Reading:
-        reading = cls(stage, microbatches)
-        for action in stage.actions:
-            reading._read(action)
-        reading._finish()
-        return reading
-
-    def _read(self, action: Action) -> None:
-        if action.kind is Kind.FORWARD:
-            self._forward(action.index)
-        elif action.kind is Kind.BACKWARD:
-            self._backward(action.index)
-        else:
-            self._update(action.index)
-        # Microbatches are finished in order: the oldest weights needed are those of the next backward.
-        newest, oldest = len(self.update_steps), self._version(len(self.backward_steps))
-        if newest - oldest > (0 if self.stage.held == 0 else self.stage.delay):
-            self._note("versions", f"after {action} the versions W_{oldest} to W_{newest} are needed at once")
-
-    def _forward(self, k: int) -> None:
-        if k != len(self.forward_steps):
-            self._note("order", f"F{k} where F{len(self.forward_steps)} is due")
-        newest = len(self.update_steps)
-        if self._version(k) > newest:
-            self._note("delay", f"F{k} needs W_{self._version(k)}, and the newest weights are W_{newest}")
-        self.agreements += [(self._step + 1, t) for t in _agreed_before(self.stage, k, self.microbatches)]
-        self.forward_steps.append(self._step + 1)
-        in_flight = len(self.forward_steps) - len(self.backward_steps)
-        if in_flight > self.stage.depth + 1:
-            self._note("in flight", f"{in_flight} microbatches at F{k}, where the depth is {self.stage.depth}")
-
-    def _backward(self, k: int) -> None:
-        if k != len(self.backward_steps):
-            self._note("order", f"B{k} where B{len(self.backward_steps)} is due")
-        if k >= len(self.forward_steps):
-            self._note("order", f"B{k} before F{k}")
-        self.backward_steps.append(self._step)
-        self.forwards_before.append(len(self.forward_steps))
-        if len(self.backward_steps) == len(self.forward_steps):
-            self.drained.add(self._step)
-        if len(self.backward_steps) % self.microbatches == 0:
-            self.complete_steps.append(self._step)
-
-    def _update(self, t: int) -> None:
-        if t != len(self.update_steps):
-            self._note("order", f"U{t} where U{len(self.update_steps)} is due")
-        if t >= len(self.complete_steps):
-            self._note("gradient", f"U{t} before B{(t + 1) * self.microbatches - 1}")
-        elif self.complete_steps[t] == self._step and len(self.forward_steps) > len(self.backward_steps):
-            # If nothing is in flight, this is a drain, which waits anyway.
-            self.hurried.append(f"U{t} follows the end of its gradient without a forward between")
-        following = len(self.forward_steps)
-        if self._version(following) <= t and following not in {*self.stage.drains, self._num_forwards}:
-            self._note("early", f"U{t} before F{following}, which needs W_{self._version(following)}")
-        if self.stage.agrees_before(t):
-            self.agreements.append((self._step + 1, t))
-        self.update_steps.append(self._step + 1)
-
-    def _finish(self) -> None:
-        counts = len(self.forward_steps), len(self.backward_steps), len(self.update_steps) * self.microbatches
+    def __post_init__(self) -> None:
+        read = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.UPDATE: self._update}
+        self._all_forwards = sum(action.kind is Kind.FORWARD for action in self.stage.actions)
+        for action in self.stage.actions:
+            read[action.kind](action.index)
+            # Microbatches are finished in order: the oldest weights needed are those of the next backward.
+            oldest = self._version(self._backwards)
+            if self.updates - oldest > (0 if self.stage.held == 0 else self.stage.delay):
+                self._note("versions", f"after {action} the versions W_{oldest} to W_{self.updates} are needed at once")
+        counts = self.forwards, self._backwards, self.updates * self.microbatches
         if len(set(counts)) > 1:
             self._note("order", f"{counts[0]} forwards, {counts[1]} backwards, updates with {counts[2]} of them")
-
-    @property
-    def _step(self) -> int:
-        return len(self.forward_steps) + len(self.update_steps)
-
-    @cached_property
-    def _num_forwards(self) -> int:
-        return sum(action.kind is Kind.FORWARD for action in self.stage.actions)
-
-    def _version(self, k: int) -> int:
-        return self.stage.version(*divmod(k, self.microbatches))
 
     @property
     def promises_room(self) -> bool:
@@ -255,126 +175,73 @@ class _Reading:
         held = self.stage.held
         return self.stage.delay > 0 and (held is None or min(held, self.microbatches) > self.stage.depth)
 
+    @property
+    def _backwards(self) -> int:
+        return len(self.forwards_before)
+
+    def _forward(self, k: int) -> None:
+        if k != self.forwards:
+            self._note("order", f"F{k} where F{self.forwards} is due")
+        if self._version(k) > self.updates:
+            self._note("delay", f"F{k} needs W_{self._version(k)}, and the newest weights are W_{self.updates}")
+        self.forwards += 1
+        in_flight = self.forwards - self._backwards
+        if in_flight > self.stage.depth + 1:
+            self._note("in flight", f"{in_flight} microbatches at F{k}, where the depth is {self.stage.depth}")
+
+    def _backward(self, k: int) -> None:
+        if k != self._backwards:
+            self._note("order", f"B{k} where B{self._backwards} is due")
+        if k >= self.forwards:
+            self._note("order", f"B{k} before F{k}")
+        self.forwards_before.append(self.forwards)
+        if self._backwards == self.forwards:
+            self.drained.add(self.forwards)
+
+    def _update(self, t: int) -> None:
+        last = (t + 1) * self.microbatches - 1  # backward of the mini-batch
+        if t != self.updates:
+            self._note("order", f"U{t} where U{self.updates} is due")
+        if last >= self._backwards:
+            self._note("gradient", f"U{t} before B{last}")
+        elif self.forwards_before[last] == self.forwards > self._backwards:
+            # If nothing is in flight, this is a drain, which waits anyway.
+            self.hurried.append(f"U{t} follows the end of its gradient without a forward between")
+        following = self.forwards
+        if self._version(following) <= t and following not in {*self.stage.drains, self._all_forwards}:
+            self._note("early", f"U{t} before F{following}, which needs W_{self._version(following)}")
+        self.updates += 1
+
+    def _version(self, k: int) -> int:
+        return self.stage.version(*divmod(k, self.microbatches))
+
     def _note(self, rule: str, what: str) -> None:
         self.violations.setdefault(rule, what)
 
 
-@lru_cache(maxsize=4096)
-def _reading_of(schedule: OfDepth, microbatches: int, mini_batches: int, drains: tuple[int, ...]) -> _Reading:
-    """A schedule's list depends on its depth and its rule alone, so one stands for all that share them."""
-    return _Reading.of(StageList.of(schedule, microbatches, drains, mini_batches), microbatches)
-
-
-def _plain(rule: StalenessRule, microbatches: int) -> StalenessRule:
-    """The rule itself, whatever a subclass makes of it; to hold back more than there are is to hold back all."""
-    held = None if rule.held is None or rule.held >= microbatches else rule.held
-    return StalenessRule(rule.delay, rule.synchronous_start, held)
-
-
-@lru_cache(maxsize=4096)
-def _other_version(rule: StalenessRule, reading: _Reading, mini_batches: int) -> str:
-    """The first microbatch for which a rule names other weights than are promised; empty if there is none."""
-    for t in range(mini_batches):
-        for place in range(reading.microbatches):
-            promised, named = reading.stage.version(t, place), rule.version(t, place)
-            if named != promised:
-                return f"runs microbatch {place} of mini-batch {t} on W_{named}, not on W_{promised}"
-    return ""
-
-
-def _violations(readings: Sequence[_Reading], num_replicas: int) -> list[str]:
-    own = [
-        f"{rule}: stage {s}: {what}" for s, reading in enumerate(readings) for rule, what in reading.violations.items()
-    ]
-    found = own + [
-        f"depth: {locked} has as many forwards before it on stage {stage + 1} as on stage {stage}"
-        for stage, (before, after) in enumerate(pairwise(readings))
-        if (locked := _locked(before, after))
-    ]
-    if num_replicas > 1:
-        hurried = ((s, reading.hurried) for s, reading in enumerate(readings) if reading.promises_room)
-        found += [f"room: stage {stage}: {updates[0]}" for stage, updates in hurried if updates]
-    # Where the stages can go in step there is no deadlock; else running the lists decides.
-    return found if not own and _in_step(readings) else found + _deadlocks(readings)
-
-
-@lru_cache(maxsize=4096)
-def _locked(before: _Reading, after: _Reading) -> str:
-    """The first backward that locks neighbours in step; empty if there is none."""
-    pairs = zip(before.forwards_before, after.forwards_before, before.backward_steps)
-    locked = (k for k, (own, others, step) in enumerate(pairs) if own <= others and step not in before.drained)
-    return next((f"B{k}" for k in locked), "")
-
-
-def _in_step(readings: Sequence[_Reading]) -> bool:
-    """Whether nobody waits for what another stage does in a later step of its own.
-
-    Then there is no deadlock, for the actions can be put in an order in which each comes after what it waits for: by
-    step; within a step first what began it, the first stage first, then the backwards by microbatch, the last stage
-    first.
-    """
-    complete = [max(steps) for steps in zip(*(reading.complete_steps for reading in readings))]
-    return all(_neighbours_in_step(before, after) for before, after in pairwise(readings)) and all(
-        _agrees_in_step(reading, tuple(complete)) and _shares_in_step(reading, readings) for reading in readings
-    )
-
-
-def _agrees_in_step(reading: _Reading, complete: tuple[int, ...]) -> bool:
-    return all(complete[t] < step for step, t in reading.agreements if t < len(complete))
-
-
-def _shares_in_step(reading: _Reading, readings: Sequence[_Reading]) -> bool:
-    other = reading.stage.shares_with
-    return other is None or all(map(lt, readings[other].complete_steps, reading.update_steps))
-
-
-@lru_cache(maxsize=4096)
-def _neighbours_in_step(before: _Reading, after: _Reading) -> bool:
-    return all(map(le, before.forward_steps, after.forward_steps)) and all(
-        map(le, after.backward_steps, before.backward_steps)
-    )
-
-
-def _deadlocks(readings: Sequence[_Reading]) -> list[str]:
+def _deadlock(stages: Sequence[StageList], microbatches: int) -> list[str]:
     """Run the lists, every stage as far as it gets, until none gets further."""
-    todo = [list(reading.stage.actions)[::-1] for reading in readings]
-    done: set[tuple[int, Action]] = set()
-    moved = True
-    while moved:
-        moved = False
+    todo = [list(stage.actions)[::-1] for stage in stages]
+    forwards, backwards = ([0] * len(stages) for _ in range(2))
+
+    def may_run(stage: int, kind: Kind, k: int) -> bool:
+        own = stages[stage]
+        if kind is Kind.FORWARD:
+            return (stage == 0 or forwards[stage - 1] > k) and (
+                min(backwards) >= own.agreed_before(k, microbatches) * microbatches
+            )
+        if kind is Kind.BACKWARD:
+            return stage + 1 == len(stages) or backwards[stage + 1] > k
+        others = [] if own.shares_with is None else [backwards[own.shares_with]]
+        needed = backwards if own.agrees_before(k) else [backwards[stage], *others]
+        return min(needed) >= (k + 1) * microbatches
+
+    left = -1
+    while left != (left := sum(map(len, todo))):
         for stage, actions in enumerate(todo):
-            while actions and all(needed in done for needed in _needed(readings, stage, actions[-1])):
-                done.add((stage, actions.pop()))
-                moved = True
+            while actions and may_run(stage, actions[-1].kind, actions[-1].index):
+                kind = actions.pop().kind
+                forwards[stage] += kind is Kind.FORWARD
+                backwards[stage] += kind is Kind.BACKWARD
     stuck = [f"stage {stage} at {actions[-1]}" for stage, actions in enumerate(todo) if actions]
     return [f"deadlock: {', '.join(stuck)}"] if stuck else []
-
-
-def _needed(readings: Sequence[_Reading], stage: int, action: Action) -> list[tuple[int, Action]]:
-    """Actions of other stages that an action waits for, and of its own where an update needs them."""
-    own, count = readings[stage].stage, readings[stage].microbatches
-    everywhere = range(len(readings))
-    if action.kind is Kind.BACKWARD:
-        return [(stage + 1, action)] if stage + 1 < len(readings) else []
-    if action.kind is Kind.FORWARD:
-        agreed = [(s, _last(t, count)) for t in _agreed_before(own, action.index, count) for s in everywhere]
-        return agreed + ([(stage - 1, action)] if stage > 0 else [])
-    shared = [] if own.shares_with is None else [own.shares_with]
-    return [
-        (s, _last(action.index, count)) for s in (everywhere if own.agrees_before(action.index) else [stage, *shared])
-    ]
-
-
-def _agreed_before(stage: StageList, k: int, microbatches: int) -> list[int]:
-    """Mini-batches that all stages must have agreed about before a forward."""
-    t, place = divmod(k, microbatches)
-    agreed = -1
-    if place == 0:
-        agreed = t - 1 if stage.flushes(t - 1) else t - 2
-    if k in stage.drains:
-        agreed = t - 1
-    return [agreed] if agreed >= 0 else []
-
-
-def _last(mini_batch: int, microbatches: int) -> Action:
-    return Action(Kind.BACKWARD, (mini_batch + 1) * microbatches - 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.core.schedule import Kind, Schedule, StalenessRule, depth, largest_lookahead
+from lightning_asyncpp.core.schedule import Schedule, StalenessRule, depth, largest_lookahead
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,3 @@ def test_the_largest_lookahead_fills_a_mini_batch_and_no_more(num_stages: int, e
     microbatches = num_stages + extra
     most = largest_lookahead(num_stages, microbatches, num_replicas)
     assert depth(0, num_stages, most) == microbatches - (num_replicas > 1)
-
-
-@settings(max_examples=50)
-@given(st.data())
-def test_batches_and_drains_at_any_moment_keep_the_order(data: st.DataObject) -> None:
-    """What the engine does: one batch at a time, drained now and then."""
-    num_stages = data.draw(st.integers(1, 5))
-    microbatches = data.draw(st.integers(num_stages, 2 * num_stages))
-    schedule = Schedule(data.draw(st.integers(0, num_stages - 1)), num_stages)
-    backwards, oldest = [], 0
-    for batch in range(4):
-        actions = list(schedule.batch(batch * microbatches, microbatches, oldest))
-        end = (batch + 1) * microbatches
-        if data.draw(st.booleans()):
-            actions += schedule.drain(oldest + sum(a.kind is Kind.BACKWARD for a in actions), end)
-        backwards += [a.index for a in actions if a.kind is Kind.BACKWARD]
-        oldest = len(backwards)
-        assert end - oldest <= schedule.depth
-    assert backwards == list(range(oldest))

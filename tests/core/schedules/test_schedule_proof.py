@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -14,14 +13,27 @@ from hypothesis import strategies as st
 
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule, StalenessRule, depth, largest_lookahead
 from lightning_asyncpp.core.settings import PipelineSettings
-from tests.core.schedules.schedule_proof import MINI_BATCHES, OfDepth, StageList, check, check_lists
+from tests.core.schedules.schedule_proof import MINI_BATCHES, StageList, check, check_lists
 
-MOST_STAGES, MOST_MICROBATCHES = 32, 64
 Lists = list[StageList]
 # Uniform staleness, a flush after every mini-batch, or the least staleness with that slack.
 Rule = Literal["uniform", "flush", 0, 1, 2, "exact"]
 SLACKS: tuple[Rule, ...] = (0, 1, 2, "exact")
 RULES: tuple[Rule, ...] = ("uniform", "flush", *SLACKS)
+UNIFORM = StalenessRule()
+
+
+@dataclass(frozen=True)
+class OfDepth(Schedule):
+    """A schedule of any depth and rule, wherever its stage is."""
+
+    depth: int = 0
+    stage_rule: StalenessRule = UNIFORM
+
+    @classmethod
+    def of(cls, stage: Schedule, **changes: Any) -> OfDepth:
+        same = {field.name: getattr(stage, field.name) for field in fields(cls)}
+        return cls(**same | changes)
 
 
 def pipeline(num_stages: int, lookahead: int, rule: Rule = "uniform", start: int | None = None) -> list[Schedule]:
@@ -33,12 +45,12 @@ def pipeline(num_stages: int, lookahead: int, rule: Rule = "uniform", start: int
     return [Schedule(stage, num_stages, lookahead, stage_rule, "least", rule) for stage in range(num_stages)]
 
 
-def lists_of(schedules: Sequence[Schedule | OfDepth], microbatches: int, drains: Collection[int] = ()) -> Lists:
+def lists_of(schedules: Sequence[Schedule], microbatches: int, drains: Collection[int] = ()) -> Lists:
     return [StageList.of(schedule, microbatches, drains) for schedule in schedules]
 
 
 def of_depths(depths: Sequence[int], microbatches: int) -> Lists:
-    return lists_of([OfDepth(depth, StalenessRule()) for depth in depths], microbatches)
+    return lists_of([OfDepth(0, 1, depth=depth) for depth in depths], microbatches)
 
 
 def rules(violations: list[str]) -> set[str]:
@@ -58,26 +70,18 @@ def admitted(rule: Rule, num_stages: int, microbatches: int, num_replicas: int =
     return {0, min(num_stages - 1, most), most} if most >= 0 and num_stages > 1 else set()
 
 
-def keeps_the_rules(shapes: Iterable[tuple[int, int]], rule: Rule, num_replicas: int) -> None:
+SHAPES = [*itertools.product(range(1, 12), (1, 2, 3, 5, 8, 11)), (3, 64), (32, 33)]
+MORE_SHAPES = [*itertools.product(range(1, 18), range(1, 25)), (32, 64)]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shapes", [SHAPES, pytest.param(MORE_SHAPES, marks=pytest.mark.slow)], ids=["few", "many"])
+def test_shapes_that_are_admitted_keep_the_rules(rule: Rule, num_replicas: int, shapes: list[tuple[int, int]]) -> None:
     for num_stages, count in shapes:
         for lookahead in admitted(rule, num_stages, count, num_replicas):
             found = check(pipeline(num_stages, lookahead, rule), count, num_replicas)
             assert found == [], (num_stages, count, lookahead)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
-def test_shapes_that_are_admitted_keep_the_rules(rule: Rule, num_replicas: int) -> None:
-    keeps_the_rules(itertools.product(range(1, 18), (1, 2, 3, 5, 8, 13, 17)), rule, num_replicas)
-    keeps_the_rules([(3, MOST_MICROBATCHES), (MOST_STAGES, MOST_MICROBATCHES)], rule, num_replicas)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
-def test_every_shape_that_is_admitted_keeps_the_rules(rule: Rule, num_replicas: int) -> None:
-    shapes = itertools.product(range(1, MOST_STAGES + 1), range(1, MOST_MICROBATCHES + 1))
-    keeps_the_rules(shapes, rule, num_replicas)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -95,7 +99,7 @@ def test_the_settings_make_these_schedules(rule: Rule) -> None:
 def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: int) -> None:
     """Beyond the largest lookahead, with one exception, which is refused although no rule forbids it: m = P - 1."""
     spared = []
-    for count, num_stages in itertools.product(range(1, MOST_MICROBATCHES + 1), range(2, MOST_STAGES + 1)):
+    for count, num_stages in itertools.product(range(1, 22), range(2, 12)):
         refused = largest_lookahead(num_stages, count, num_replicas) + 1 if count >= num_stages else 0
         assert PipelineSettings(count, refused, num_replicas).resolve(num_stages * num_replicas)[0] is None
         broken = rules(check(pipeline(num_stages, refused)[:1], count, num_replicas))
@@ -105,27 +109,8 @@ def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: in
             assert broken == {"room"}
         else:
             assert {"gradient", "versions", "deadlock"} <= broken <= {"gradient", "versions", "deadlock", "room"}
-    exceptions = [(p, p - 1, 0) for p in range(2, MOST_STAGES + 1)]
+    exceptions = [(p, p - 1, 0) for p in range(2, 12)]
     assert sorted(spared) == (exceptions if num_replicas == 1 else [])
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "flush"])
-@pytest.mark.parametrize("start", [0, 1, 3])
-def test_a_synchronous_start_keeps_the_rules(rule: Rule, start: int) -> None:
-    for count, num_stages in itertools.product((2, 4, 5, 9, 16, 41), (2, 3, 5, 8, 20)):
-        for lookahead in set(admitted(rule, num_stages, count)) & {0, largest_lookahead(num_stages, count, 1)}:
-            assert check(pipeline(num_stages, lookahead, rule, start), count) == [], (num_stages, count, lookahead)
-
-
-# -- why so few lists tell about all, and drains ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_list_depends_on_depth_and_rule_alone(rule: Rule) -> None:
-    for num_stages, microbatches, start in itertools.product(range(1, 9), range(1, 12), (0, 2)):
-        for schedule in pipeline(num_stages, num_stages // 2, rule, start):
-            bare = OfDepth(schedule.depth, schedule.stage_rule)
-            assert bare.run(4, microbatches) == schedule.run(4, microbatches)
 
 
 @pytest.mark.parametrize("drained", [0, 5])
@@ -134,7 +119,7 @@ def test_the_state_of_a_stage_repeats(drained: int) -> None:
     for count in range(5, 30, 3):
         for ahead in range(count + 1):
             for held in {None, ahead, ahead + 2}:
-                schedule = OfDepth(ahead, StalenessRule(held=held))
+                schedule = OfDepth(0, 1, depth=ahead, stage_rule=StalenessRule(held=held))
                 batches = mini_batches_of(schedule.run(6, count, {drained}), count)
                 usual = 2 if drained else 1
                 assert batches[usual:5] == batches[usual : usual + 1] * (5 - usual)
@@ -151,70 +136,15 @@ def mini_batches_of(actions: list[Action], microbatches: int) -> list[list[tuple
     return batches
 
 
-FEW = [(2, 5), (3, 4), (3, 9), (5, 6)]
-MANY = [(p, m) for p in range(2, 7) for m in sorted({p, p + 1, 2 * p - 1, 2 * p + 3})]
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shapes", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
-def test_drains_after_any_microbatch_keep_the_rules(
-    rule: Rule, num_replicas: int, shapes: list[tuple[int, int]]
-) -> None:
-    for num_stages, count in shapes:
-        extremes = {0, num_stages - 1, largest_lookahead(num_stages, count, num_replicas)}
-        lookaheads = extremes & set(admitted(rule, num_stages, count, num_replicas))
-        for lookahead, start in itertools.product(lookaheads, {0, 1, 2}):
-            schedules = pipeline(num_stages, lookahead, rule, start)
-            for drained in range(1, (start + 2) * count + 1):
-                found = check(schedules, count, num_replicas, {drained})
-                assert found == [], (num_stages, count, lookahead, start, drained)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(2, MOST_STAGES))
-    count = data.draw(st.integers(num_stages, MOST_MICROBATCHES))
-    lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, 1)))
+    num_stages = data.draw(st.integers(2, 6))
+    count = data.draw(st.integers(num_stages, 12))
+    num_replicas = data.draw(st.integers(1, 2)) if count > num_stages else 1
+    lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, num_replicas)))
     schedules = pipeline(num_stages, lookahead, data.draw(st.sampled_from(RULES)), data.draw(st.integers(0, 2)))
-    assert check(schedules, count, 1, data.draw(st.sets(st.integers(1, 4 * count)))) == []
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_shapes_with_drains_run_to_their_end(rule: Rule) -> None:
-    """The same without the argument that stages can go in step, and where all have to agree with those updates."""
-    generator = random.Random(0)
-    for num_stages, count in itertools.product(range(1, 7), range(2, 14)):
-        for lookahead in admitted(rule, num_stages, count):
-            drains = generator.sample(range(1, 4 * count + 1), generator.randint(0, 3))
-            lists = lists_of(pipeline(num_stages, lookahead, rule), count, drains)
-            if isinstance(rule, int):
-                lists = [replace(s, actions=[a for a in s.actions if a.kind is not Kind.UPDATE]) for s in lists]
-            run_to_the_end(lists, count)
-
-
-def run_to_the_end(stages: Lists, microbatches: int) -> None:
-    """Run lists with messages in queues, every stage as far as it gets."""
-    todo = [list(stage.actions)[::-1] for stage in stages]
-    forwards, backwards = ([0] * (len(stages) + 1) for _ in range(2))
-    forwards[-1], backwards[len(stages)] = 10**9, 10**9
-    left = -1
-    while left != (left := sum(map(len, todo))):
-        for stage, actions in enumerate(todo):
-            while actions:
-                kind, k = actions[-1].kind, actions[-1].index
-                if kind is Kind.FORWARD and forwards[stage - 1] > k:
-                    forwards[stage] += 1
-                elif kind is Kind.BACKWARD and backwards[stage + 1] > k:
-                    backwards[stage] += 1
-                elif kind is not Kind.UPDATE or min(backwards) < (k + 1) * microbatches:
-                    break
-                actions.pop()
-    assert left == 0
-
-
-# -- how early an update of the least staleness is, counted in the lists ---------------------------------------------
+    assert check(schedules, count, num_replicas, data.draw(st.sets(st.integers(1, 4 * count)))) == []
 
 
 def forwards_before_updates(actions: Sequence[Action], microbatches: int) -> list[int]:
@@ -226,7 +156,7 @@ def forwards_before_updates(actions: Sequence[Action], microbatches: int) -> lis
 
 @pytest.mark.parametrize("slack", [0, 1, 2])
 def test_an_update_comes_as_soon_as_its_gradient_and_the_slack(slack: Rule) -> None:
-    for num_stages, count in itertools.product(range(2, 9), range(2, 20)):
+    for num_stages, count in itertools.product(range(2, 7), range(2, 15)):
         for lookahead in admitted(slack, num_stages, count):
             for schedule in pipeline(num_stages, lookahead, slack, start=0):
                 most = count - schedule.depth  # as late as with uniform staleness
@@ -239,8 +169,9 @@ def test_holding_back_fewer_than_are_under_way_is_caught_on_any_stage() -> None:
         lists = pipeline(num_stages, lookahead, 0, start=0)
         count = lists[0].depth + 3
         for stage in range(num_stages - 1):
-            bare = [OfDepth(s.depth, replace(s.stage_rule, held=s.depth - (s.stage == stage)), False) for s in lists]
-            assert {"gradient", "deadlock"} <= rules(check(bare, count)), (num_stages, lookahead, stage)
+            bare = [replace(s.stage_rule, held=s.depth - (s.stage == stage)) for s in lists]
+            changed = [OfDepth.of(s, stage_rule=rule) for s, rule in zip(lists, bare)]
+            assert {"gradient", "deadlock"} <= rules(check(changed, count)), (num_stages, lookahead, stage)
 
 
 def ancestors(num_stages: int, lookahead: int, actions: Sequence[Sequence[Action]]) -> dict[tuple[int, str], set]:
@@ -317,15 +248,12 @@ def without(word: str) -> Edit:
 # stage 1 runs ... F10 B7 F11 B8 U0 F12 B9 ...; with "exact" all hold back 4.
 MUTATIONS: list[tuple[str, Rule, int, Edit, set[str]]] = [
     ("two forwards swapped", "uniform", 1, swapped("F9", "F10"), {"order"}),
-    ("two backwards swapped", "uniform", 1, swapped("B9", "B10"), {"order"}),
     ("backward before its forward", "uniform", 3, swapped("F9", "B9"), {"order"}),
     ("forward left out", "uniform", 1, without("F9"), {"order", "deadlock"}),
-    ("backward left out", "uniform", 1, without("B9"), {"order", "deadlock"}),
     ("backward twice", "uniform", 1, lambda words: [*words, "B31"], {"order"}),
     ("backward one forward early", "uniform", 1, moved("B9", "F12"), {"depth"}),
     ("two backwards early", "uniform", 1, moved("B8", "F11", "B9", "F11"), {"depth", "deadlock"}),
     ("backward one forward late", "uniform", 1, moved("B9", "B10"), {"in flight", "depth"}),
-    ("first update early", "uniform", 0, moved("U0", "B7"), {"gradient", "deadlock"}),
     ("update early", "uniform", 0, moved("U1", "B15"), {"gradient", "versions", "deadlock"}),
     ("update a mini-batch early", "uniform", 3, swapped("U1", "U0"), {"order"}),
     ("update a forward late", "uniform", 2, moved("U0", "B14"), {"delay"}),
@@ -334,7 +262,6 @@ MUTATIONS: list[tuple[str, Rule, int, Edit, set[str]]] = [
     ("update early with slack", 1, 1, moved("U0", "F11"), {"early"}),
     ("update before its gradient", 0, 1, moved("U0", "B7"), {"gradient", "deadlock"}),
     ("update before the others agree", "exact", 2, moved("U0", "F11"), {"early"}),
-    ("update before the others can agree", "exact", 0, moved("U0", "B7"), {"gradient", "deadlock"}),
     ("update after a forward on its weights", "exact", 3, moved("F12", "U0"), {"delay"}),
 ]
 
@@ -363,11 +290,11 @@ def named(version: Callable[[StalenessRule, int, int], int]) -> type[StalenessRu
 @pytest.mark.parametrize("step", [-1, 1])
 @pytest.mark.parametrize("slack", SLACKS)
 def test_a_version_that_is_off_by_a_microbatch_on_one_stage_is_caught(slack: Rule, step: int, stage: int) -> None:
-    schedules: list[Schedule | OfDepth] = list(pipeline(4, 1, slack))
+    schedules = pipeline(4, 1, slack)
     good = schedules[stage]
     off = named(lambda rule, t, place: StalenessRule.version(rule, t, place + step))
     rule = off(good.stage_rule.delay, good.stage_rule.synchronous_start, good.stage_rule.held)
-    schedules[stage] = OfDepth(good.depth, rule, good.agrees_first, stage=stage)
+    schedules[stage] = OfDepth.of(good, stage_rule=rule)
     (found,) = check(schedules, 8)
     place = (good.stage_rule.held or 0) - (step > 0)
     assert found.startswith(f"delay: stage {stage} runs microbatch {place} of mini-batch {rule.synchronous_start + 1}")
@@ -406,19 +333,3 @@ def test_a_stage_that_shares_a_parameter_holds_back_as_many_as_the_first_with_it
     waits = lists_of([*schedules[:3], replace(schedules[3], shares_with=None)], 6)
     waits[3] = replace(waits[3], shares_with=0)
     assert check_lists(waits, 6) == [], "no deadlock, but the last stage waits for the first"
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_lists_without_a_violation_run_to_their_end(data: st.DataObject) -> None:
-    """Whatever was changed: what the check does not object to does not block."""
-    num_stages, count = data.draw(st.integers(2, 4)), data.draw(st.integers(4, 6))
-    stages = lists_of(pipeline(num_stages, data.draw(st.integers(0, 1))), count)
-    for _ in range(data.draw(st.integers(1, 3))):
-        stage = data.draw(st.integers(0, num_stages - 1))
-        at = data.draw(st.integers(1, len(stages[stage].actions) - 1))
-        words = list(stages[stage].actions)
-        words[at - 1], words[at] = words[at], words[at - 1]
-        stages[stage] = replace(stages[stage], actions=words)
-    if not check_lists(stages, count):
-        run_to_the_end(stages, count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +69,7 @@ def one_each(like: dict[str, Tensor]) -> list[Bucket]:
     return plan_buckets(like, bucket_bytes=1)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 20, 2**20])
-def test_buckets_give_back_what_was_packed(bucket_bytes: int) -> None:
+def test_buckets_give_back_what_was_packed() -> None:
     gradients = {
         "a": torch.randn(2, 3), "none": None, "half": torch.randn(4).bfloat16(), "b": torch.randn(5),
         "half_none": None, "turned": torch.randn(3, 2).t(), "number": torch.randn(()),
@@ -79,7 +77,7 @@ def test_buckets_give_back_what_was_packed(bucket_bytes: int) -> None:
     like = {name: torch.zeros(3) if g is None else g for name, g in gradients.items()}
     like["half_none"] = torch.zeros(3).bfloat16()
     unpacked: dict[str, Tensor | None] = {}
-    for bucket in plan_buckets(like, bucket_bytes):
+    for bucket in plan_buckets(like, bucket_bytes=20):
         unpacked.update(bucket.unpack(bucket.pack(gradients)))
     assert unpacked.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -100,25 +98,6 @@ def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
     assert sent == [0, 1, 2]
     assert len(works) == 3
     assert [work.flat[:4].tolist() for work in works] == [[2.0] * 4, [3.0] * 4, [6.0] * 4]
-
-
-def test_gradients_of_earlier_microbatches_are_in_the_sum(works: list[Work]) -> None:
-    parameters = leaves()
-    for last in (False, True):
-        reduction = Reduction(one_each(parameters), GROUP)
-        loss = sum((p * (2.0 if last else 1.0)).sum() for p in parameters.values())
-        if last:
-            with reduction.watching(parameters, gradients_of(parameters)):
-                loss.backward()  # type: ignore[union-attr]
-        else:
-            loss.backward()  # type: ignore[union-attr]
-            assert not works, "nobody watches the first backward"
-    reduction.send_rest({})
-    reduction.wait()
-    assert {name: g.tolist() for name, g in reduction.gradients.items() if g is not None} == dict.fromkeys(
-        parameters, [6.0] * 4
-    )
-    assert math.fsum(reduction.squares.values()) == 3 * 4 * 36.0
 
 
 def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:

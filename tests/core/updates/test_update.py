@@ -8,9 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_asyncpp.core.clipping import clip_coefficient
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags
 from lightning_asyncpp.core.updates.reduction import TiedGradients
@@ -27,9 +25,8 @@ def launched(
     return mini_batch
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_element_that_is_no_number_is_noticed(value: float) -> None:
-    mini_batch = launched({"a": torch.ones(3), "b": torch.tensor([0.0, value, 0.0])})
+def test_one_infinite_element_is_noticed() -> None:
+    mini_batch = launched({"a": torch.ones(3), "b": torch.tensor([0.0, -math.inf, 0.0])})
     assert not mini_batch.wait().finite
 
 
@@ -39,15 +36,6 @@ def test_norms_are_summed_in_double_precision() -> None:
     assert launched(gradients).wait().norm == float(torch.tensor(exact, dtype=torch.float32))
     overflows = {"overflows in fp32": torch.tensor([1e30, 1e30]), "none": None}
     assert launched(overflows).wait().norm == pytest.approx(math.sqrt(0.5) * 1e30, rel=1e-6)
-
-
-@pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0])
-def test_clipping_is_torchs(max_norm: float) -> None:
-    parameter = nn.Parameter(torch.zeros(5))
-    parameter.grad = torch.arange(5.0)
-    norm = float(torch.nn.utils.clip_grad_norm_([parameter], max_norm))
-    expected = torch.arange(5.0) * clip_coefficient(norm, max_norm)
-    torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=0)
 
 
 class ArrivesLate:

@@ -45,10 +45,9 @@ def in_background(function: object, *args: object) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_messages_of_any_size_arrive_whole_and_in_order(ends: tuple[Link, Link], seed: int) -> None:
-    draw = random.Random(seed)
-    sizes = [draw.choice([0, 1, 23, 24, 25, 8191, 8192, 8193, 100_000, 3_000_000]) for _ in range(40)]
+def test_messages_of_any_size_arrive_whole_and_in_order(ends: tuple[Link, Link]) -> None:
+    draw = random.Random(0)
+    sizes = [draw.choice([0, 1, 23, 24, 25, 8191, 8192, 8193, 100_000, 3_000_000]) for _ in range(80)]
     messages = [draw.randbytes(size) for size in sizes]
     received: list[tuple[int, int, bytes]] = []
     reader = in_background(lambda: received.extend(read(ends[1]) for _ in messages))
@@ -57,21 +56,6 @@ def test_messages_of_any_size_arrive_whole_and_in_order(ends: tuple[Link, Link],
         ends[0].write(number % 3, number, [message[:cut], memoryview(message)[cut:]])
     reader.join(20)
     assert received == [(number % 3, number, message) for number, message in enumerate(messages)]
-
-
-def test_two_sides_that_both_send_before_they_read(ends: tuple[Link, Link]) -> None:
-    """With blocking sends both would wait for ever."""
-    received: dict[int, int] = {}
-
-    def send_then_read(side: int) -> None:
-        for number in range(3):
-            ends[side].write(1, number, [bytes([side]) * LARGE])
-        received[side] = sum(read(ends[side])[2] == bytes([1 - side]) * LARGE for _ in range(3))
-
-    other = in_background(send_then_read, 1)
-    send_then_read(0)
-    other.join(20)
-    assert received == {0: 3, 1: 3}
 
 
 def test_what_is_unsent_goes_on_while_the_writer_does_something_else(ends: tuple[Link, Link]) -> None:
