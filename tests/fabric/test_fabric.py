@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import OptimizerCallable
-from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_asyncpp.core.schedule import Kind
@@ -24,7 +24,6 @@ from lightning_asyncpp.tools.trace_summary import summarise
 from tests.helpers.cases import Case, frozen_in_front, make_model
 from tests.helpers.engine import assert_same_norms, assert_same_weights, run_oracle, weights_of
 from tests.helpers.fabric import Run, go_through, train
-from tests.helpers.modules import Second
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
 from tests.helpers.recorded import off_schedule
@@ -44,7 +43,7 @@ CASES = {
     "least-staleness": Case(6, 0, staleness="least", max_norm=0.3, dropout=0.3, scheduler=True),
     "least-staleness-exact": Case(4, 0, staleness="least", slack="exact", error_feedback=1.0),
 }
-OVER_PROCESSES = ["muon-feedback-clip-schedule", "accumulate-dropout", "shared-routed", "a-stage-trains-nothing"]
+OVER_PROCESSES = ["accumulate-dropout", "shared-routed", "a-stage-trains-nothing"]
 RESUMED = Case(
     3, optimizer="muon", error_feedback=1.0, max_norm=0.3, scheduler=True, dropout=0.2, accumulate=2,
     batch_sizes=(8,) * 10, cut="front",
@@ -61,15 +60,11 @@ def test_weights_are_the_oracles(name: str) -> None:
         assert result["losses"] == pytest.approx(losses, rel=1e-6, nan_ok=True)
 
 
-def in_processes(case: Case) -> dict[str, Any]:
-    """All stages are drained for an evaluation within a mini-batch, also the last, which has nothing in flight."""
-    return train(case, (1, 2), evaluates_each=case.accumulate > 1, at_once=case.routed)
-
-
 @pytest.mark.parametrize("name", OVER_PROCESSES)
 def test_processes_come_to_them(pools: Pools, name: str) -> None:
+    """All stages are drained for an evaluation within a mini-batch, also the last, which has nothing in flight."""
     case = CASES[name]
-    results = pools.run(3, in_processes, case)
+    results = pools.run(3, partial(train, evaluates_each=case.accumulate > 1, at_once=case.routed), case, (1, 2))
     assert_same_weights(results, run_oracle(case)[0])
     assert_same_norms(results)
     assert all(result["metrics"] == results[0]["metrics"] for result in results)
@@ -95,37 +90,23 @@ def test_lower_precision_does_not_depend_on_the_number_of_stages(pools: Pools, p
     assert any(not np.array_equal(one[name], exact[name].numpy()) for name in one)
 
 
-def evaluate_after_each(case: Case) -> Any:
-    """The outputs of an evaluation after every mini-batch, and what the gathered weights of that moment give."""
-    run = Run(case)
-    pairs = []
-    for t in range(len(case.mini_batches)):
+@pytest.mark.parametrize("tied", [False, True])
+def test_evaluation_sees_the_newest_weights(tied: bool) -> None:
+    """Also those of the copy of a parameter of two stages."""
+    run = Run(Case(4, dropout=0.3, tied=tied), stages=2)
+    for t in range(5):
         run.train(t, t + 1)
-        output, state = run.evaluate(), run.strategy.full_state_dict()
-        if run.fabric.global_rank == 0:
-            whole = make_model(case.dropout).eval()
-            whole.load_state_dict(state)
-            with torch.no_grad():
-                pairs.append((output.numpy(), whole(case.batch(0)["x"]).numpy()))
-        else:
-            assert output is None
-    return pairs
-
-
-def test_evaluation_sees_the_newest_weights(pools: Pools) -> None:
-    pairs = pools.run(3, evaluate_after_each, Case(4, dropout=0.3))[0]
-    assert len(pairs) == 5
-    for output, expected in pairs:
-        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+        output, whole = run.evaluate(), make_model(0.3, tied=tied).eval()
+        whole.load_state_dict(run.strategy.full_state_dict())
+        with torch.no_grad():
+            np.testing.assert_allclose(output, whole(run.case.batch(0)["x"]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("stages", "changed"),
     [
-        pytest.param((3, 3), {}, id="the-same"),
         pytest.param((2, 1), {"tied": True, "routed": True, "cut": "back"}, id="shared-routed"),
         pytest.param((1, 3), {"bf16": True}, id="masters"),
-        pytest.param((3, 3), {"staleness": "least", "microbatches": 6, "lookahead": 0}, id="least-staleness"),
     ],
 )
 def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
@@ -177,6 +158,41 @@ def test_a_model_that_is_loaded_later_leaves_the_run_where_it_is(tmp_path: Path)
         assert all(torch.equal(older[name], newest[name]) for name in newest)
 
 
+def check_copies(run: Run) -> None:
+    """A parameter of both stages is the same on them in every version."""
+    run.strategy.drain()
+    first, last = (part.weights for part in run.strategy.session.running().engines)
+    for version in range(max(0, first.newest - first.room + 1), first.newest + 1):
+        assert torch.equal(first.leaves(version)["0.weight"], last.leaves(version)["8.weight"]), version
+
+
+@pytest.mark.parametrize("holds", [("model",), ("model", "optimizer", "step")])
+def test_weights_loaded_in_the_middle_are_the_copys_too(tmp_path: Path, holds: tuple[str, ...]) -> None:
+    """Of a checkpoint of the model alone, or of one without the pipeline's entry."""
+    run, path = Run(Case(4, tied=True, batch_sizes=(8,) * 9), stages=2), tmp_path / "saved"
+    run.train(0, 2)
+    run.fabric.save(path, run.state)
+    saved = torch.load(path, weights_only=True)
+    torch.save({name: saved[name] for name in holds}, path)
+    run.train(2, 5)
+    run.fabric.load(path, {name: run.state[name] for name in holds})
+    check_copies(run)
+    run.train(5, 7)
+    check_copies(run)
+
+
+def test_options_of_steps_before_a_load_are_forgotten(tmp_path: Path) -> None:
+    run = Run(Case(4, tied=True, optimizer="counting", batch_sizes=(4,) * 9), stages=2)
+    run.train(0, 2)
+    run.strategy.drain()
+    run.fabric.save(tmp_path / "saved", run.state)
+    run.train(2, 7)
+    run.fabric.load(tmp_path / "saved", run.state)
+    run.train(7, 9)
+    run.strategy.drain()
+    assert run.optimizer.param_groups[0]["count"] == 4
+
+
 def told_to_end(case: Case, path: str, told: tuple[int, ...], at: int) -> int:
     """Train until all ranks agreed to end and save; some receive SIGTERM before mini-batch ``at``."""
     run = Run(case)
@@ -220,22 +236,6 @@ def test_averages_are_saved_by_all_stages_and_each_gets_its_own(pools: Pools, tm
     path = str(tmp_path / "half.ckpt")
     first = merged(pools.run(3, averaged, path, False))
     assert_equal_weights(merged(pools.run(2, averaged, path, True)), first)
-
-
-def test_second_names_of_parameters_hold_the_trained_values(tmp_path: Path) -> None:
-    path, more = str(tmp_path / "saved.ckpt"), FEEDBACK | {"batch_sizes": (8,) * 5}
-    case = Case(3, model=lambda _: Second(nn.LayerNorm), cut=(2, 2, 1), **more)  # type: ignore[arg-type, return-value]
-    run = Run(case, stages=3)
-    run.train(stop=3)
-    run.fabric.save(path, run.state)
-    other = Run(replace(case, cut=(3, 2)), spoilt=True, stages=2)
-    other.load(path)
-    other.train(start=3)
-    whole = arrays(other.strategy.full_state_dict())
-    assert_equal_weights({name: whole[name] for name in run_oracle(case)[0]}, arrays(run_oracle(case)[0]))
-    for name, second in (("scale", "begin.scale"), ("shared.weight", "end.weight")):
-        assert np.array_equal(whole[name], whole[second])
-    Second(nn.LayerNorm).load_state_dict({name: torch.from_numpy(array) for name, array in whole.items()})
 
 
 def train_without_a_batch(stages: int, accumulate: int, skip: bool) -> dict[str, np.ndarray]:

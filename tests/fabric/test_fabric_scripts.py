@@ -28,16 +28,16 @@ def run_example(*arguments: str) -> str:
 
 
 def test_the_example_trains(pools: Pools) -> None:
-    printed = "".join(pools.run(2, run_example, "--devices", "2", "--steps", "21"))
+    printed = "".join(pools.run(2, run_example, "--devices", "2", "--steps", "11"))
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
-    assert len(losses) == 3
+    assert len(losses) == 2
     assert losses[0] == pytest.approx(5.55, abs=0.1), "a uniform guess among 256 bytes"
-    assert losses[0] > losses[1] > losses[2]
-    assert float(re.findall(r"validation loss ([\d.]+)", printed)[0]) < 4.5
+    assert losses[0] > losses[1] + 0.5
+    assert float(re.findall(r"validation loss ([\d.]+)", printed)[0]) < 5.0
 
 
-def fail(where: str) -> None:
-    """Fail on the last stage alone, in a step or in an evaluation."""
+def fail() -> None:
+    """Fail in an evaluation, on the last stage alone."""
     run = Run(Case(3, batch_sizes=(6,) * 15))
 
     def step(microbatch: dict[str, Tensor]) -> Tensor:
@@ -46,15 +46,13 @@ def fail(where: str) -> None:
         return run.case.step(run.model)(microbatch)
 
     run.train(stop=10)
-    call = run.strategy.evaluation_step if where == "evaluation" else run.strategy.training_step
-    call(step, run.case.batch(10))
-    run.train(start=11)
+    run.strategy.evaluation_step(step, run.case.batch(10))
+    run.train(start=10)
     run.strategy.drain()
 
 
-@pytest.mark.parametrize("where", ["step", "evaluation"])
-def test_a_failure_on_one_rank_ends_all(pools: Pools, where: str) -> None:
-    outcomes = pools.outcomes(3, impatient, fail, where, timeout=25.0)
+def test_a_failure_on_one_rank_ends_all(pools: Pools) -> None:
+    outcomes = pools.outcomes(3, impatient, fail, timeout=25.0)
     assert [outcome.error for outcome in outcomes] == ["ValueError", "PeerLostError", "PeerLostError"]
     line = "rank 0 (stage 2) failed first: ValueError: the user's own mistake"
     assert [outcome.message for outcome in outcomes[1:]] == [line] * 2

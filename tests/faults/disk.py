@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +17,6 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-@functools.cache
 def why_not() -> str:
     """Why there can be none here; nothing if there can."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
@@ -30,21 +28,15 @@ def why_not() -> str:
 
 
 @contextmanager
-def small(folder: Path, size: int, wanted: bool) -> Iterator[Callable[[], None]]:
-    """Let a folder be a disk of so many bytes, until the function that is given makes it large.
-
-    Args:
-        folder: an empty one.
-        size: bytes.
-        wanted: without it the folder stays as it is, and the function does nothing.
-    """
-    if not wanted:
-        yield lambda: None
-        return
-    options = f"size={size}"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True, timeout=30)
-    grow = ["mount", "-o", f"remount,size={_LARGE}", folder]
+def small(folder: Path, size: int) -> Iterator[None]:
+    """Let an empty folder be a disk of so many bytes."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True, timeout=30)
     try:
-        yield lambda: [subprocess.run(grow, check=True, timeout=30), None][1]
+        yield
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True, timeout=30)
+
+
+def grow(folder: Path) -> None:
+    """Make it large."""
+    subprocess.run(["mount", "-o", f"remount,size={_LARGE}", folder], check=True, timeout=30)

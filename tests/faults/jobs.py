@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -19,23 +19,7 @@ from tests.helpers.resumable import NumberedSamples, Showing, fit_showing
 from tests.helpers.trainer import Run
 
 TIMEOUT_SECONDS = 10.0
-SAVING = {"save_last": True, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2}
-
-
-class Here(NamedTuple):
-    """What a rank is given.
-
-    Attributes:
-        places: where something may go wrong.
-        checkpoints: a folder for them.
-        data: a folder with a litdata dataset.
-        reached: a file for the number of steps that were done.
-    """
-
-    places: Places
-    checkpoints: Path
-    data: Path
-    reached: Path
+SAVING = {"save_last": True, "save_top_k": -1, "filename": "{step}"}
 
 
 @dataclass(frozen=True)
@@ -43,53 +27,45 @@ class Job:
     """A training of some processes.
 
     Attributes:
-        processes: how many.
-        train: trains, from the last checkpoint if there is one, and returns what this rank came to: ``weights``,
-            ``trails`` (what happened, in order, by sort), ``start`` and ``step`` (with which it began and ended).
+        train: called with the places and a folder for checkpoints, from the last of which it goes on; returns what
+            this rank came to: ``weights``, ``trails`` (what happened, in order, by sort), ``start`` and ``step``.
         save_every: steps between checkpoints.
     """
 
     name: str
     processes: int
-    train: Callable[[Here], dict[str, Any]]
+    train: Callable[[Places, Path], dict[str, Any]]
     save_every: int = 2
-
-
-# -- the Trainer --------------------------------------------------------------------------------------------------
 
 
 class Placed(L.Callback):
     """Lets the moments between batches be places; remembers where training began."""
 
-    def __init__(self, here: Here) -> None:
-        self._here, self.start = here, -1
+    def __init__(self, places: Places) -> None:
+        self._places, self.start = places, -1
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.start = trainer.global_step
-        self._here.reached.write_text(str(self.start))
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._here.places.here("callback")
+        self._places.reach(self.start)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._here.reached.write_text(str(trainer.global_step))
-        self._here.places.here("callback")
+        self._places.reach(trainer.global_step)
+        self._here()
 
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self._here.places.here("callback")
+    def _here(self, *_: Any) -> None:
+        self._places.here("callback")
 
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self._here.places.here("callback")
+    on_train_batch_start = on_train_epoch_end = on_validation_batch_end = _here
 
     def on_save_checkpoint(self, *_: Any) -> None:
-        self._here.places.here("save")
+        self._places.here("save")
 
     def on_train_end(self, *_: Any) -> None:
-        self._here.places.stop()
+        self._places.stop()
 
 
 class PlacedModule(Showing):
-    """Lets forwards, backwards, steps and updates be places."""
+    """Lets forwards, backwards and steps be places."""
 
     def __init__(self, run: Run, places: Places) -> None:
         super().__init__(run)
@@ -99,12 +75,6 @@ class PlacedModule(Showing):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self._places.here("step")
         return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        configured = super().configure_optimizers()
-        optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
-        optimizer.register_step_pre_hook(lambda *_: self._places.here("optimizer"))
-        return configured
 
 
 class PlacedSamples(NumberedSamples):
@@ -121,13 +91,9 @@ class PlacedSamples(NumberedSamples):
 
 @dataclass(frozen=True)
 class ByTrainer:
-    """Trains with the Trainer.
+    """Trains with the Trainer, a kind of loader, and arguments of ModelCheckpoint.
 
-    Attributes:
-        run: the run, without what depends on the folder.
-        kind: of the loader.
-        saving: arguments of ModelCheckpoint.
-        on_exception: the user wants a checkpoint after a failure, too.
+    ``on_exception``: the user wants a checkpoint after a failure, too.
     """
 
     run: Run
@@ -135,26 +101,23 @@ class ByTrainer:
     saving: dict[str, Any] = field(default_factory=dict)
     on_exception: bool = False
 
-    def __call__(self, here: Here) -> dict[str, Any]:
-        saving = {"dirpath": here.checkpoints} | SAVING | self.saving | {"save_on_exception": self.on_exception}
+    def __call__(self, places: Places, checkpoints: Path) -> dict[str, Any]:
+        saving = {"dirpath": checkpoints} | SAVING | self.saving | {"save_on_exception": self.on_exception}
         callbacks: tuple[Any, ...] = ((ModelCheckpoint, saving),)
         if self.on_exception:
-            callbacks += ((OnExceptionCheckpoint, {"dirpath": here.checkpoints}),)
+            callbacks += ((OnExceptionCheckpoint, {"dirpath": checkpoints}),)
         options = self.run.options | {"timeout": timedelta(seconds=TIMEOUT_SECONDS)}
         trainer = {"enable_checkpointing": True, **self.run.trainer, "logger": "list"}
         run = replace(self.run, callbacks=callbacks, options=options, trainer=trainer, ckpt_path="last")
-        placed = Placed(here)
+        placed = Placed(places)
         report = fit_showing(
-            run, self.kind, str(here.data), make=lambda run: PlacedModule(run, here.places), callbacks=[placed],
-            samples=lambda count, noisy: PlacedSamples(count, noisy, here.places),
+            run, self.kind, str(places.data), make=lambda run: PlacedModule(run, places), callbacks=[placed],
+            samples=lambda count, noisy: PlacedSamples(count, noisy, places),
         )  # fmt: skip
         return {
             "weights": report["weights"], "start": placed.start, "step": report["global_step"],
             "trails": {"records": report["records"], "numbers": report["numbers"]},
         }  # fmt: skip
-
-
-# -- Fabric -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,35 +126,28 @@ class ByFabric:
 
     case: Case
     options: dict[str, Any] = field(default_factory=dict)
-    save_every: int = 2
 
-    def __call__(self, here: Here) -> dict[str, Any]:
+    def __call__(self, places: Places, checkpoints: Path) -> dict[str, Any]:
         options = self.options | {"timeout": timedelta(seconds=TIMEOUT_SECONDS)}
         run = FabricRun(self.case, options=options)
-        watch_layers([unit.module for unit in run.strategy.session.stage.units], here.places)  # type: ignore[union-attr]
-        run.optimizer.register_step_pre_hook(lambda *_: here.places.here("optimizer"))
-        last = here.checkpoints / "last.ckpt"
-        start = 0
+        watch_layers([unit.module for unit in run.strategy.session.stage.units], places)  # type: ignore[union-attr]
+        last = checkpoints / "last.ckpt"
         if last.exists():
-            state = run.state
-            run.fabric.load(last, state)
-            start = state["step"]
-        count = len(self.case.mini_batches)
+            run.load(str(last))
+        start, count = len(run.norms), len(self.case.mini_batches)
         for step in range(start, count):
-            here.reached.write_text(str(step))
-            here.places.here("callback")
+            places.reach(step)
+            places.here("callback")
             run.train(step, step + 1)
-            if (step + 1) % self.save_every == 0:
-                here.places.here("save")
-                run.fabric.save(last, {**run.state, "step": step + 1})
-        here.places.stop()
+            if (step + 1) % 2 == 0:
+                places.here("save")
+                run.fabric.save(last, run.state)
+        places.stop()
         result = run.result()
         return {
             "weights": result["weights"], "start": start, "step": count, "trails": {"losses": run.losses},
         }  # fmt: skip
 
-
-# -- which --------------------------------------------------------------------------------------------------------
 
 _RUN = Run(
     Showing, "default", dropout=0.2, optimizer="muon", error_feedback=True, scheduler="decay-step", samples=37,

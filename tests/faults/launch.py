@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,25 +18,11 @@ from tests.helpers.pool import elastic_environment, free_port, worker_context
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """Where ranks run.
+class Host:
+    """Where a rank runs: in a network namespace, if any, with more variables of the environment."""
 
-    Attributes:
-        namespaces: the network namespaces of all ranks, each a host of its own; none for this machine.
-        address: of the first rank's host.
-        variables: of the environment, for all.
-    """
-
-    namespaces: tuple[str, ...] = ()
-    address: str = "127.0.0.1"
+    namespace: str = ""
     variables: dict[str, str] = field(default_factory=dict)
-
-    def environment(self, rank: int, processes: int, port: int) -> dict[str, str]:
-        """What torchrun would set."""
-        variables = elastic_environment(rank, processes, port) | {"MASTER_ADDR": self.address} | self.variables
-        if self.namespaces:
-            variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
-        return variables
 
 
 @dataclass(frozen=True)
@@ -77,37 +63,33 @@ class Ended:
 
 def launch(
     job: Job, folder: Path, checkpoints: Path, fault: Fault | None = None, *, limit: float,
-    hosts: Hosts = Hosts(), is_counted: bool = False,
+    hosts: Sequence[Host] = (), is_counted: bool = False,
 ) -> Ended:  # fmt: skip
     """Run a job to its end.
 
     Args:
         job: what to run.
         folder: for files of the ranks; beside it lies the data.
-        checkpoints: the folder for checkpoints.
+        checkpoints: a folder for them.
         fault: what goes wrong.
         limit: seconds after the fault, or after the start without one, within which all ranks have to end.
-        hosts: where the ranks run.
+        hosts: of the ranks, if not this machine.
         is_counted: whether the results say how often calls of the package were passed.
-
-    Raises:
-        AssertionError: some did not end, with what every thread of them was doing; or they left processes behind.
     """
     folder.mkdir(parents=True)
     context, port = worker_context(), free_port()
     processes = []
     for rank in range(job.processes):
-        environment = hosts.environment(rank, job.processes, port)
-        namespace = hosts.namespaces[rank] if hosts.namespaces else ""
-        args = (rank, job, folder, checkpoints, fault, environment, namespace, is_counted)
+        host = hosts[rank] if hosts else Host()
+        environment = elastic_environment(rank, job.processes, port) | host.variables
+        args = (rank, job, folder, checkpoints, fault, environment, host.namespace, is_counted)
         processes.append(context.Process(target=script.run, args=args))
     with _ended_at_last(processes):
         for process in processes:
             process.start()
         begin = _wait(processes, folder, fault, limit)
         seconds = time.monotonic() - begin
-        pids = [process.pid for process in processes]
-        _check_nothing_is_left([pid for pid in pids if pid is not None])
+        _check_nothing_is_left([process.pid for process in processes])
     return Ended(folder, [int(process.exitcode or 0) for process in processes], seconds)
 
 

@@ -9,16 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from research.benchmarks import link
-from tests.faults.launch import Hosts
-
-
-def why_not() -> str:
-    """Why there can be none here; nothing if there can."""
-    return link.missing()
+from tests.faults.launch import Host
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Hosts, int]]:
+def two_hosts() -> Iterator[tuple[list[Host], int]]:
     """Where two ranks run, and the process that passes on what one of their hosts sends to the other.
 
     Stopped, it is as a cable that was cut: nothing arrives, and nobody is told.
@@ -27,7 +22,9 @@ def two_hosts() -> Iterator[tuple[Hosts, int]]:
     try:
         assert relay.stdout is not None
         namespaces = json.loads(relay.stdout.readline())["namespaces"]
-        yield Hosts(tuple(namespaces), link.ADDRESSES[0], {"GLOO_SOCKET_IFNAME": link.INTERFACE}), relay.pid
+        shared = {"MASTER_ADDR": link.ADDRESSES[0], "GLOO_SOCKET_IFNAME": link.INTERFACE}
+        own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        yield [Host(name, {**shared, **own, "GROUP_RANK": str(r)}) for r, name in enumerate(namespaces)], relay.pid
     finally:
         relay.kill()
         relay.wait(10)

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lightning_asyncpp
 
 PACKAGE = str(Path(lightning_asyncpp.__file__).parent)
 MISTAKE = "the user's own mistake"
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "cut": signal.SIGSTOP}
 _SPARE_BYTES = 96 * 2**20
 _MISSING_BYTES = 2**31
 
@@ -31,12 +33,12 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        what: a method of :class:`Places`, such as ``"kill"``.
+        what: a signal's short name, such as ``"kill"``, or a method of :class:`Places`.
         place: where; ``"call"`` is any function of the package in the main thread, ``"storage"`` any of its storage in
             whichever thread.
         rank: on which rank.
         at: how often the place was passed before.
-        process: another process that is meant, for ``"cut"``.
+        process: which is signalled instead; for ``"cut"``, the one that passes packets on.
     """
 
     what: str
@@ -52,20 +54,23 @@ class Places:
     Args:
         rank: of this process.
         fault: ``None``: nothing happens.
-        happened: a file that is written when it does.
+        folder: for files of the ranks, beside which lies a litdata dataset.
         is_counted: whether calls are counted although none of them goes wrong, which makes them slow.
     """
 
-    def __init__(self, rank: int, fault: Fault | None, happened: Path, is_counted: bool = False) -> None:
+    def __init__(self, rank: int, fault: Fault | None, folder: Path, is_counted: bool = False) -> None:
+        self.data = folder.parent / "data"
         self.counts: Counter[str] = Counter()
         self._fault = fault if fault is not None and fault.rank == rank else None
-        self._happened, self._process = happened, os.getpid()
+        self._happened, self._reached = folder / f"{rank}.happened", folder / f"{rank}.reached"
+        self._process = os.getpid()
         self._sees_calls = is_counted or (self._fault is not None and self._fault.place in ("call", "storage"))
         self._places_of: dict[CodeType, tuple[str, ...]] = {}
         self._fsync = os.fsync
 
     def start(self) -> None:
-        """Count what is written, and calls of the package if they matter, from now on."""
+        """Count what is written, steps of optimizers, and calls of the package if they matter, from now on."""
+        register_optimizer_step_pre_hook(lambda *_: self.here("optimizer"))
         os.fsync = self._sync  # type: ignore[assignment]
         if self._sees_calls:
             threading.setprofile(self._profile)
@@ -76,6 +81,10 @@ class Places:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
         self._fault = None
+
+    def reach(self, step: int) -> None:
+        """So many steps are done."""
+        self._reached.write_text(str(step))
 
     def here(self, place: str) -> None:
         """The process is at this place."""
@@ -102,7 +111,10 @@ class Places:
 
     def _happen(self) -> None:
         assert self._fault is not None
-        getattr(self, f"_{self._fault.what}")()
+        if (number := SIGNALS.get(self._fault.what)) is not None:
+            os.kill(self._fault.process or os.getpid(), number)
+        else:
+            getattr(self, f"_{self._fault.what}")()
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call":
@@ -118,19 +130,8 @@ class Places:
         self.here("disk")
         self._fsync(descriptor)
 
-    # -- what happens ---------------------------------------------------------------------------------------------
-
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     def _leave(self) -> None:
         os._exit(0)
-
-    def _term(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
 
     def _raise(self) -> None:
         raise ArithmeticError(MISTAKE)
@@ -144,11 +145,6 @@ class Places:
         limit = pages * resource.getpagesize() + _SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         torch.empty(_MISSING_BYTES, dtype=torch.uint8)
-
-    def _cut(self) -> None:
-        """Stop what passes packets on between hosts."""
-        assert self._fault is not None
-        os.kill(self._fault.process, signal.SIGSTOP)
 
 
 def _places_of(file: str) -> tuple[str, ...]:

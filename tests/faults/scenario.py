@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from tests.faults.jobs import JOBS, Job
-from tests.faults.places import Fault
+from tests.faults.places import MISTAKE, Fault
 
 USERS = ("forward", "backward", "step", "optimizer", "loader", "callback", "evaluation", "save")
 ANYWHERE = ("call", "call", "call", "storage", *USERS)
@@ -57,12 +56,7 @@ class Scenario:
         return f"{self.seed}-{self.job.name}-{self.what}"
 
     def fault(self, counts: list[dict[str, int]], process: int = 0) -> Fault:
-        """What goes wrong, once it is known how often each rank passes each place.
-
-        Args:
-            counts: of an undisturbed run, by rank.
-            process: for ``"cut"``, the process that passes packets on.
-        """
+        """What goes wrong, once it is known how often each rank of an undisturbed run passes each place."""
         rng = random.Random(self.seed)
         for place in self.places:
             ranks = [rank for rank, passed in enumerate(counts) if passed.get(place)]
@@ -90,10 +84,8 @@ def _can_be(job: Job, what: str) -> bool:
     return True
 
 
-def mistake_of(what: str) -> str:
-    """What an error says."""
-    texts: dict[str, Any] = {
-        "raise": "the user's own mistake", "full": "could not be written", "small": "could not be written",
-        "memory": "can't allocate memory", "nan": "NaN or Inf",
-    }  # fmt: skip
-    return str(texts[what])
+MISTAKES = {
+    "raise": MISTAKE, "full": "could not be written", "small": "could not be written",
+    "memory": "can't allocate memory", "nan": "NaN or Inf",
+}  # fmt: skip
+"""What errors say."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.faults.jobs import Here, Job
+from tests.faults.jobs import Job
 from tests.faults.places import Fault, Places
 from tests.helpers.pool import end_with_parent
 from tests.helpers.programs import end_process
@@ -26,7 +26,7 @@ _CLONE_NEWNET = 0x40000000
 
 def run(
     rank: int, job: Job, folder: Path, checkpoints: Path, fault: Fault | None, environment: dict[str, str],
-    namespace: str = "", is_counted: bool = False,
+    namespace: str, is_counted: bool,
 ) -> None:  # fmt: skip
     """Be a rank of a job, to the end of this process; what it came to is in files of its number."""
     os.setsid()
@@ -40,17 +40,16 @@ def run(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     multiprocessing.set_start_method("fork", force=True)  # for workers of loaders, as in a script
-    places = Places(rank, fault, folder / f"{rank}.happened", is_counted)
-    here = Here(places, checkpoints, folder.parent / "data", folder / f"{rank}.reached")
-    end_process(_code_of(here, job, folder / f"{rank}.result"))
+    places = Places(rank, fault, folder, is_counted)
+    end_process(_code_of(places, job, checkpoints, folder / f"{rank}.result"))
 
 
-def _code_of(here: Here, job: Job, result: Path) -> int:
+def _code_of(places: Places, job: Job, checkpoints: Path, result: Path) -> int:
     """Train; the exit code that Python would give this process."""
     try:
-        here.places.start()
-        came_to = job.train(here)
-        result.write_bytes(pickle.dumps(came_to | {"counts": dict(here.places.counts)}))
+        places.start()
+        came_to = job.train(places, checkpoints)
+        result.write_bytes(pickle.dumps(came_to | {"counts": dict(places.counts)}))
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
@@ -71,10 +70,9 @@ def _speak_into(file: Path) -> None:
 def _enter(namespace: str) -> None:
     """Be on another host from now on."""
     libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(namespace, os.O_RDONLY)
-    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
-    os.close(descriptor)
+    with open(namespace) as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 
 def result_of(folder: Path, rank: int) -> Any:

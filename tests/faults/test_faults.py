@@ -1,16 +1,16 @@
 """Something goes wrong anywhere: all ranks end in time and say why, and a resumed run is the undisturbed one.
 
-``pytest tests/faults`` runs five sorts, ``pytest -m slow tests/faults -n 2 --dist load`` 45 more, and as many as
+``pytest tests/faults`` runs five sorts, ``pytest -m slow tests/faults -n 2 --dist load`` 23 more, and as many as
 ``FAULT_SCENARIOS`` says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 
 from lightning_asyncpp.storage import load
+from research.benchmarks import link
 from tests.faults import disk, network
 from tests.faults.jobs import JOBS, TIMEOUT_SECONDS, Job
-from tests.faults.launch import Ended, Hosts, launch
+from tests.faults.launch import Ended, launch
 from tests.faults.places import Fault
-from tests.faults.scenario import ERRORS, GONE, TOLD, Scenario, draw, mistake_of
+from tests.faults.scenario import ERRORS, GONE, MISTAKES, TOLD, Scenario, draw
 from tests.helpers.resumable import write_litdata
 
 LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in after it was told
 START_SECONDS = 90.0
-MANY = int(os.environ.get("FAULT_SCENARIOS", "50"))
+MANY = int(os.environ.get("FAULT_SCENARIOS", "28"))
 USUAL = (1, 2, 3, 5, 7)  # raise, kill, term, full, nan; stop waits for a timeout
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes by /proc")
@@ -60,54 +61,42 @@ def undisturbed(folder: Path) -> Callable[[str], Undisturbed]:
     return run
 
 
-@pytest.fixture
-def place(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A folder beside the data for one scenario."""
-    path = folder / request.node.name.replace("/", "-")
-    path.mkdir()
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+SCENARIOS = [
+    pytest.param(scenario, marks=[] if seed in USUAL else [pytest.mark.slow], id=str(scenario))
+    for seed, scenario in enumerate(map(draw, range(MANY)))
+]
 
 
-def scenarios() -> list[Any]:
-    """One of each sort, and many."""
-    found = []
-    for seed in range(MANY):
-        scenario = draw(seed)
-        marks = [pytest.mark.timeout(280)]
-        marks += [] if seed in USUAL else [pytest.mark.slow]
-        if scenario.what == "small":
-            marks.append(pytest.mark.skipif(bool(why := disk.why_not()), reason=why))
-        if scenario.what == "cut":
-            marks.append(pytest.mark.skipif(bool(why := network.why_not()), reason=why))
-        found.append(pytest.param(scenario, marks=marks, id=str(scenario)))
-    return found
-
-
-@pytest.mark.parametrize("scenario", scenarios())
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_all_end_and_a_resumed_run_is_the_undisturbed_one(
-    scenario: Scenario, undisturbed: Callable[[str], Undisturbed], folder: Path, place: Path,
+    scenario: Scenario, undisturbed: Callable[[str], Undisturbed], folder: Path, tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
+    if why := {"small": disk.why_not, "cut": link.missing}.get(scenario.what, str)():
+        pytest.skip(why)
     record_property("what", scenario.what)
     job, whole = scenario.job, undisturbed(scenario.job.name)
-    checkpoints = place / "checkpoints"
+    checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
-    (place / "data").symlink_to(folder / "data")
-    with disk.small(checkpoints, int((0.1 + 0.8 * scenario.share) * whole.size), scenario.what == "small") as grow:
-        ended, fault = disturbed(scenario, whole, place, checkpoints)
+    (tmp_path / "data").symlink_to(folder / "data")
+    is_small = scenario.what == "small"
+    size = int((0.1 + 0.8 * scenario.share) * whole.size)
+    with disk.small(checkpoints, size) if is_small else contextlib.nullcontext():
+        ended, fault = disturbed(scenario, whole, tmp_path / "disturbed", checkpoints)
         record_property("seconds", ended.seconds)
         check_end(scenario, ended, fault)
         check_checkpoints(scenario, checkpoints)
-        grow()
-        again = launch(job, place / "again", checkpoints, limit=START_SECONDS).results()
+        if is_small:
+            disk.grow(checkpoints)
+        again = launch(job, tmp_path / "again", checkpoints, limit=START_SECONDS).results()
         check_resumed(job, again, whole.results, ended, fault)
 
 
-def disturbed(scenario: Scenario, whole: Undisturbed, place: Path, checkpoints: Path) -> tuple[Ended, Fault | None]:
+def disturbed(scenario: Scenario, whole: Undisturbed, folder: Path, checkpoints: Path) -> tuple[Ended, Fault | None]:
     """Run the job, and let it happen."""
-    job, counts = scenario.job, [result["counts"] for result in whole.results]
-    start = functools.partial(launch, job, place / "disturbed", checkpoints)
+    counts = [result["counts"] for result in whole.results]
+    start = functools.partial(launch, scenario.job, folder, checkpoints)
     if scenario.what == "small":
         return start(limit=START_SECONDS), None
     limit = TIMEOUT_SECONDS + LEAVE_SECONDS
@@ -117,7 +106,7 @@ def disturbed(scenario: Scenario, whole: Undisturbed, place: Path, checkpoints: 
             fault = scenario.fault(counts, process)
             return start(fault, limit=limit, hosts=hosts), fault
     fault = scenario.fault(counts)
-    return start(fault, limit=limit, hosts=Hosts()), fault
+    return start(fault, limit=limit), fault
 
 
 def check_end(scenario: Scenario, ended: Ended, fault: Fault | None) -> None:
@@ -133,7 +122,7 @@ def check_end(scenario: Scenario, ended: Ended, fault: Fault | None) -> None:
     if scenario.what in ERRORS or fault is None:
         for rank in ranks:
             last = ended.output(rank).rstrip().splitlines()[-1]
-            assert mistake_of(scenario.what) in last, f"rank {rank}, of {fault}:\n{ended.outputs()}"
+            assert MISTAKES[scenario.what] in last, f"rank {rank}, of {fault}:\n{ended.outputs()}"
     elif scenario.what in GONE and begun:
         for rank in set(ranks) - {fault.rank}:
             assert "is gone" in ended.output(rank), f"rank {rank}, of {fault}:\n{ended.outputs()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -59,9 +60,25 @@ def allocate_late(rank: int) -> Callable[[], None]:
     emulated.HANG_SECONDS = SECONDS
     check = emulated.emulate(rank, share_of_waits=0.5)
     allocate, receive = Way.allocate, Way.receive
-    Way.allocate = lambda *_: []  # type: ignore[method-assign]
+    Way.allocate = lambda self, infos: [torch.empty(0)] * len(infos)  # type: ignore[method-assign]
     Way.receive = lambda self, infos, _: receive(self, infos, allocate(self, infos))  # type: ignore[method-assign]
     return check
+
+
+def take_together(rank: int) -> Callable[[], None]:
+    """All tensors of a microbatch are sent before the first is received; in one queue that hangs without any wait."""
+    emulated.HANG_SECONDS = SECONDS
+    Inbox.take = _take_together  # type: ignore[method-assign]
+    return emulated.emulate(rank, share_of_waits=0.0, one_queue=True)
+
+
+def _take_together(self: Inbox, infos: Sequence[TensorInfo]) -> list[Tensor]:
+    tensors = self._way.allocate(infos)
+    for _ in infos:
+        self._link.write(handover._TAKE, self._taken, [])
+        self._link.read_frame()
+        self._taken += 1
+    return self._way.receive(infos, tensors)
 
 
 def _without_handover(rank: int, share_of_waits: float) -> Callable[[], None]:

@@ -3,6 +3,8 @@
 What gloo forgives and NCCL does not:
 
 * each group has one stream, on which its messages run one after the other, in the order in which they were issued;
+* where all streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), what cannot start yet holds up all
+  that was issued after it: a message behind one of its group, or what is computed from a message;
 * a message lies on its stream until the other side issues its counterpart: only then do both end;
 * ``wait()`` does not wait for a send, and the bytes are read when the message runs, not when it was issued;
 * nobody may read what is received before ``wait()``: until then it holds NaN;
@@ -10,8 +12,8 @@ What gloo forgives and NCCL does not:
 * a wait for the whole device (``torch.cuda.synchronize()``, ``empty_cache()``, the end of a profile) waits for every
   message that was issued. So a receive must not be issued before its send is: its host may be in such a wait.
 
-Here a thread per group stands for its stream. Waits for the whole device come at random moments: in layers, around
-backwards, in the optimizer, and where memory for messages is allocated.
+Here a thread stands for a queue. Waits for the whole device come at random moments: in layers, around backwards, in the
+optimizer, and where memory for messages is allocated.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import queue
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,29 +46,34 @@ _KNOWN_DTYPES = frozenset({
 _delays = random.Random()  # not torch's or Python's own generator, which a run looks after
 
 
+Queue: TypeAlias = "queue.SimpleQueue[tuple[Message, Callable[[], object]]]"
+"""What was issued: a message with its ``run``, or something that waits for it."""
+
+
 class Device:
-    """What a rank has issued, and when it waits for all of it.
+    """What a rank has issued, and when it waits for all of it: see :func:`emulate`."""
 
-    Args:
-        rank: seeds the random moments.
-        share_of_waits: probability of a wait for the whole device at every place where there may be one.
-    """
-
-    def __init__(self, rank: int, share_of_waits: float) -> None:
+    def __init__(self, rank: int, share_of_waits: float, one_queue: bool) -> None:
         self.violations: list[str] = []
         self.is_connecting = False
-        self._share = share_of_waits
+        self._share, self._one_queue = share_of_waits, one_queue
         self._random = random.Random(rank)
-        self._streams: dict[int, _Stream] = {}
+        self._queues: defaultdict[int, Queue] = defaultdict(_started_queue)
         self._issued: list[Message] = []
 
     def issue(self, message: Message) -> Message:
         """Put a message on its group's stream."""
         self._issued = [other for other in self._issued if not other.is_completed()] + [message]
-        if (key := id(message.group)) not in self._streams:
-            self._streams[key] = _Stream()
-        self._streams[key].run(message)
+        self._queue_of(message).put((message, message.run))
         return message
+
+    def after(self, message: Message) -> None:
+        """Put what waits for a message on the stream that computes."""
+        if self._one_queue:
+            self._queue_of(message).put((message, message.done.wait))
+
+    def _queue_of(self, message: Message) -> Queue:
+        return self._queues[0 if self._one_queue else id(message.group)]
 
     def maybe_wait(self, *_: Any) -> None:
         """At a place where users, torch or its allocator may wait for the whole device."""
@@ -73,14 +81,9 @@ class Device:
             self.wait()
 
     def wait(self) -> None:
-        """``torch.cuda.synchronize()``.
-
-        Raises:
-            RuntimeError: a message does not end: its counterpart comes after this wait.
-        """
+        """``torch.cuda.synchronize()``: raises if a message does not end, as its counterpart comes after this wait."""
         for message in self._issued:
-            if not message.done.wait(HANG_SECONDS):
-                raise RuntimeError(f"a wait for the whole device hangs: {message.kind} was issued too early")
+            message.end("a wait for the whole device")
         self._issued = []
 
     def check(self) -> None:
@@ -91,15 +94,7 @@ class Device:
 
 
 class Message:
-    """Stands for the ``dist.Work`` of a message.
-
-    Args:
-        device: that issues it.
-        kind: ``"send"``, ``"receive"`` or ``"all-reduce"``.
-        tensor: whose bytes it is about.
-        peer: the other side; -1 with an all-reduce.
-        group: whose stream it goes on.
-    """
+    """Stands for the ``dist.Work`` of a ``"send"``, ``"receive"`` or ``"all-reduce"``, which has no peer."""
 
     def __init__(self, device: Device, kind: str, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         if tensor.dtype not in _KNOWN_DTYPES:
@@ -125,10 +120,16 @@ class Message:
     def is_completed(self) -> bool:
         return self.done.is_set()
 
+    def end(self, who: str) -> None:
+        """Let somebody wait for its end."""
+        if not self.done.wait(HANG_SECONDS):
+            raise RuntimeError(f"{who} hangs: {self.kind} was issued too early")
+
     def wait(self, timeout: object = None) -> bool:
         """Let what comes after it wait: here that is the host itself, but for a send."""
+        self._device.after(self)
         if self.kind != "send":
-            self.done.wait()
+            self.end("compute")
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         if self._result is not None:
@@ -168,17 +169,23 @@ class Message:
         self._result = result
 
 
-class _Stream:
-    def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+def _started_queue() -> Queue:
+    entries: Queue = queue.SimpleQueue()
 
-    def run(self, message: Message) -> None:
-        self._messages.put(message)
-
-    def _run(self) -> None:
+    def hand_over() -> None:
+        running: dict[int, Message] = {}  # group -> the newest of its messages
         while True:
-            self._messages.get().run()
+            message, call = entries.get()
+            if call != message.run:
+                call()
+                continue
+            if (before := running.get(id(message.group))) is not None:
+                before.done.wait()
+            running[id(message.group)] = message
+            threading.Thread(target=call, daemon=True).start()
+
+    threading.Thread(target=hand_over, daemon=True).start()
+    return entries
 
 
 class _Distributed:
@@ -201,9 +208,15 @@ class _Distributed:
         return self._device.issue(Message(self._device, "all-reduce", tensor, -1, group))
 
 
-def emulate(rank: int, share_of_waits: float = 0.03) -> Callable[[], None]:
-    """Let this process live by NCCL's rules from now on; returns what raises if the rules were broken."""
-    device = Device(rank, share_of_waits)
+def emulate(rank: int, share_of_waits: float = 0.03, one_queue: bool = False) -> Callable[[], None]:
+    """Let this process live by NCCL's rules from now on; returns what raises if the rules were broken.
+
+    Args:
+        rank: seeds the random moments.
+        share_of_waits: probability of a wait for the whole device at every place where there may be one.
+        one_queue: whether all streams share a hardware queue.
+    """
+    device = Device(rank, share_of_waits, one_queue)
     handover.dist = reduction.dist = _Distributed(device)  # type: ignore[assignment]
     nn.modules.module.register_module_forward_pre_hook(device.maybe_wait)
     register_optimizer_step_pre_hook(device.maybe_wait)

@@ -10,9 +10,8 @@ made there, and all that is computed from it, is marked as lying on the device. 
 * ``Event.synchronize()``. No event here has happened before somebody waits for it.
 
 Two kinds of errors that only a GPU shows are noted as well: a host tensor among operands on the device, and reading
-what is copied to the host before the copy's event.
-
-What is sent over sockets is read where it lies, on a CPU: that is left out, as NCCL takes it from the device.
+what is copied to the host before the copy's event. What is sent over sockets is read where it lies, on a CPU: that is
+left out, as NCCL takes it from the device.
 """
 
 from __future__ import annotations
@@ -65,14 +64,7 @@ class Wait(NamedTuple):
 
 
 class HostWaits:
-    """Counts the waits of this thread, while :attr:`counting`.
-
-    Attributes:
-        counting: whether anything is counted.
-        waits: how often the host waited, and where.
-        mixed: operations that a GPU refuses, as a host tensor is among their operands, and where.
-        early: reads of what was still being copied, and where.
-    """
+    """Counts the waits of this thread, mixed operands and early reads, while :attr:`counting`."""
 
     def __init__(self) -> None:
         self.counting = False
@@ -85,7 +77,6 @@ class HostWaits:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Tell the device's tensors from the host's; a run begins and ends inside."""
-
         stream = _Stream(self)
         # To other devices than these Lightning copies without blocking.
         blocking = patch("lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES", ("mps",))
@@ -124,12 +115,7 @@ class _Stream:
 
 
 class _Event:
-    """Stands for a ``torch.cuda.Event``.
-
-    Args:
-        waits: that count.
-        place: on the stream, from 1.
-    """
+    """Stands for a ``torch.cuda.Event``; ``place`` is that on the stream, from 1."""
 
     def __init__(self, waits: HostWaits, place: int) -> None:
         self._waits, self._place = waits, place
@@ -222,16 +208,11 @@ class _Calls(TorchFunctionMode):
             return self._to_host(args[0], lambda: args[0])
         if func is Tensor.to and _is_plain(args[0]):
             return self._to(*args, **kwargs)
-        if func in _FROM_HOST and _is_device(kwargs.get("device")):
-            return self._copied(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _copied(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """A tensor that is made of host data, and copied to the device."""
-        if not (isinstance(args[0], Tensor) and is_on_device(args[0])):
-            self._waits.note(f"{func.__name__}(..., device=)")
         result = func(*args, **kwargs)
-        _set(result, "_on_device", True)
+        if func in _FROM_HOST and _is_device(kwargs.get("device")):
+            if not (isinstance(args[0], Tensor) and is_on_device(args[0])):
+                self._waits.note(f"{func.__name__}(..., device=)")
+            put_on_device([result])
         return result
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -312,9 +293,8 @@ def _where(what: str) -> Wait:
         root = next((root for root in _ROOTS if path.startswith(root)), None)
         if root is not None:
             inside = f"{'' if _ROOTS[root] == 'lightning_asyncpp' else 'lightning/'}{path.removeprefix(root)}"
-            is_named = not frame.f_code.co_name.startswith(
-                "<"
-            )  # a comprehension has a frame in some versions of Python
+            # A comprehension has a frame in some versions of Python.
+            is_named = not frame.f_code.co_name.startswith("<")
             if place == "elsewhere" and is_named and inside not in _ON_BEHALF_OF_OTHERS:
                 place = f"{inside}:{frame.f_code.co_name}"
             is_run = inside.startswith("core/runner.py") and frame.f_code.co_name in ("forward", "backward")

@@ -1,11 +1,12 @@
 """The engine equals the oracle, and never hangs, where its tensors travel by NCCL's rules.
 
-Once with numbers that the host has at once, and once with numbers that come long after they were computed.
+Once with numbers that come long after they were computed, and once where all streams share one hardware queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,37 +15,39 @@ from torch import Tensor, nn
 from tests.helpers.cases import DIM, Case
 from tests.helpers.engine import assert_same_norms, assert_same_weights, check_random_case, run_oracle
 from tests.helpers.pool import EnginePools, Prepare, opened
-from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once
+from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once, take_together
 from tests.nccl_rules.emulated import emulate
 from tests.nccl_rules.late import read_late
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
-Pair = tuple[Tensor, Tensor]
+Given = tuple[Tensor, Tensor, Tensor]
 
 
-class Numbered(nn.Module):
-    """Adds an embedding of numbers of two bytes, a dtype that NCCL does not know, and hands the next ones on."""
+class Several(nn.Module):
+    """Hands on two tensors with gradients, and numbers of two bytes, a dtype that NCCL does not know."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8, DIM)
 
-    def forward(self, given: Tensor | Pair) -> Pair:
-        x, numbers = given if isinstance(given, tuple) else (given, torch.arange(len(given), dtype=torch.int16) % 8)
-        return torch.tanh(x + self.embedding(numbers.long())), (numbers + 1) % 8
+    def forward(self, given: Tensor | Given) -> Given:
+        if isinstance(given, Tensor):
+            given = given, torch.zeros_like(given), torch.arange(len(given), dtype=torch.int16) % 8
+        x, skipped, numbers = given
+        return torch.tanh(x + skipped + self.embedding(numbers.long())), x, (numbers + 1) % 8
 
 
 class Last(nn.Linear):
     """Has no use for the numbers."""
 
-    def forward(self, given: Pair) -> Tensor:  # type: ignore[override]
-        return super().forward(given[0])
+    def forward(self, given: Given) -> Tensor:  # type: ignore[override]
+        return super().forward(given[0] + given[1])
 
 
-def with_short_numbers(dropout: float) -> nn.Sequential:
+def several(dropout: float) -> nn.Sequential:
     torch.manual_seed(12)
-    return nn.Sequential(*[Numbered() for _ in range(4)], Last(DIM, 1))
+    return nn.Sequential(*[Several() for _ in range(4)], Last(DIM, 1))
 
 
 CASES = {
@@ -59,16 +62,16 @@ CASES = {
     "least": Case(6, staleness="least", lookahead=0, max_norm=0.3, drains=(1,), tied=True),
     "least-exact": Case(5, staleness="least", slack="exact", lookahead=1, routed=True, max_norm=0.3, nan_at=2),
     "synchronous": Case(3, delay=0, max_norm=0.3),
-    "int16": Case(5, model=with_short_numbers),
+    "several": Case(5, model=several),
 }
 
 
 # Over three stages, and one over five, between whose middle ones a rule may be broken that three cannot break.
-USUAL = [(name, 3) for name in ("partial", "tied", "routed", "least", "least-exact", "int16")] + [("drains", 5)]
+USUAL = [(name, 3) for name in ("partial", "tied", "routed", "least", "least-exact", "several")] + [("drains", 5)]
 OTHERS = [(name, stages) for name in CASES for stages in (2, 3, 5) if (name, stages) not in USUAL]
 
 
-@pytest.fixture(scope="module", params=[emulate, read_late], ids=["at once", "late"])
+@pytest.fixture(scope="module", params=[read_late, partial(emulate, one_queue=True)], ids=["late", "one queue"])
 def by_the_rules(request: pytest.FixtureRequest) -> Iterator[EnginePools]:
     with opened(EnginePools(request.param)) as engine_pools:
         yield engine_pools
@@ -101,9 +104,10 @@ def test_random_cases(by_the_rules: EnginePools, seeds: Iterable[int]) -> None:
     [
         (send_at_once, "a wait for the whole device hangs"),
         (receive_early, "hangs|a receive was issued before its send"),
+        (take_together, "compute hangs"),
         (allocate_late, "a wait for the whole device hangs"),
     ],
 )
 def test_a_broken_rule_is_found(broken: Prepare, found: str) -> None:
     with opened(EnginePools(broken)) as engine_pools, pytest.raises(AssertionError, match=found):
-        engine_pools.run(Case(5), 3)
+        engine_pools.run(CASES["several"], 3)

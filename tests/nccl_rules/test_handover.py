@@ -19,6 +19,7 @@ from lightning_asyncpp.core.wire import handover
 from lightning_asyncpp.core.wire.handover import Inbox, Outbox, Way
 from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link, TensorInfo
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
+from lightning_asyncpp.tools.plan.fake_tensors import FakeTensorMode
 
 SECONDS = 5.0
 
@@ -50,7 +51,7 @@ class Wire:
         return [torch.empty(info.shape, dtype=info.dtype) for info in infos]
 
     def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
-        assert len(self.sent) == len(infos), "launched before the other side launched its send, or twice"
+        assert len(self.sent) == len(infos) == 1, "launched before the other side launched its send, or twice"
         received, self.sent = self.sent, []
         return received
 
@@ -75,7 +76,8 @@ def infos(*tensors: Tensor) -> list[TensorInfo]:
     return [TensorInfo.of(tensor) for tensor in tensors]
 
 
-def test_nothing_is_launched_before_it_is_taken(ends: Ends) -> None:
+def test_no_tensor_is_launched_before_it_is_taken(ends: Ends) -> None:
+    """Nor is the second of a microbatch launched with the first: see the assertion in ``receive``."""
     tensors = [(torch.full((2,), float(k)), torch.tensor([k])) for k in range(3)]
     for pair in tensors:
         ends.outbox.put(pair)
@@ -109,6 +111,26 @@ def test_a_receive_is_launched_behind_what_was_computed_before(monkeypatch: pyte
     way = Way(1, None, torch.device("cpu"), messages)  # type: ignore[arg-type]
     way.receive(infos(torch.ones(2)), [torch.ones(2)])
     assert launched == [computing, "receive"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16, torch.complex64])
+def test_what_is_received_lies_on_the_device_as_it_did(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Run for a GPU on tensors that have a device and no memory."""
+    device = torch.device("cuda", 0)
+
+    def launch(tensor: Tensor, peer: int, group: object) -> Mock:
+        assert tensor.device == device
+        return Mock()
+
+    monkeypatch.setattr(handover, "dist", Mock(isend=launch, irecv=launch))
+    way = Way(1, None, device, None)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        sent = torch.zeros(2, 3, 4, dtype=dtype, device=device).permute(1, 2, 0)
+        info = TensorInfo.of(sent)
+        way.send([info.stored(sent).contiguous()], None)
+        (received,) = way.receive([info], way.allocate([info]))
+        assert (received.shape, received.dtype, received.device) == (sent.shape, dtype, device)
+        assert received.stride() == sent.stride()
 
 
 def test_a_limit_holds_until_somebody_takes(ends: Ends) -> None:

@@ -3,79 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_asyncpp.core.host_copies import Reading
+from tests.helpers.modules import small_gpt
 from tests.helpers.pool import Pools
-from tests.nccl_rules.counted_runs import MICROBATCHES, Counted, Found, count
+from tests.helpers.trainer import Run
+from tests.nccl_rules.counted_runs import EXPERTS, MICROBATCHES, Found, Waits, Weighted, count, run_of
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
 
+READ, SENT = "core/updates/reduction.py:_read", "core/updates/mini_batch.py:send_message"
 # Waits per mini-batch and stage. Both come when all must have agreed on an update, for a gradient whose last backward
 # was launched long before: normally the device has got there, and nobody waits. An update itself waits for nothing.
 BUDGET = {
-    Wait(
-        "mini-batch", "Event.synchronize", "core/updates/mini_batch.py:send_message"
-    ): 1,  # norms, counts, losses, logged values
-    Wait("mini-batch", "Event.synchronize", "core/updates/reduction.py:_read"): 1,  # norms of what replicas summed
+    Wait("mini-batch", "Event.synchronize", SENT): 1,  # norms, counts, losses, logged values
+    Wait("mini-batch", "Event.synchronize", READ): 1,  # norms of what replicas summed
 }
 # Of a stage that steps ahead of the others, where there are replicas: it counts their samples and asks which gradients
 # any of them has.
 STEPS_AHEAD = {
     Wait("update", "copy", "core/updates/mini_batch.py:reduce_now"): 1,
-    Wait("update", "Event.synchronize", "core/updates/mini_batch.py:send_message"): 1,
-    Wait("update", "Event.synchronize", "core/updates/reduction.py:_read"): 1,
+    Wait("update", "Event.synchronize", SENT): 1,
+    Wait("update", "Event.synchronize", READ): 1,
 }
 MOST = 2
-MIXED = {"precision": "bf16-mixed"}
+LOGS: dict[str, Any] = {"logger": "list", "enable_progress_bar": True}
+TIED = partial(small_gpt, tie_embeddings=True)
+TWO: dict[str, Any] = {"data_parallel_size": 2}
 
-MORE_CASES = {
-    "plain, logged": (2, Counted(logs=True)),
-    "replicas that step ahead": (4, Counted("weighted", {"data_parallel_size": 2}, clip=1.0)),
-    "tied": (3, Counted("tied", clip=1.0)),
-    "experts, replicas": (4, Counted("experts", {"data_parallel_size": 2}, clip=1.0, logs=True)),
-    "synchronous": (2, Counted("gpt", clip=1.0, logs=True, synchronous=True)),
-    "2BW, replicas": (4, Counted("weighted", {"staleness": "uniform", "data_parallel_size": 2}, clip=1.0)),
-    "exact, skips": (3, Counted("gpt", {"slack": "exact", "nonfinite_gradients": "skip"}, clip=1.0)),
-    "bf16 weights": (2, Counted("gpt", {"weight_dtype": "bf16"}, clip=1.0, optimizer="muon", trainer=MIXED)),
-    "accumulated": (2, Counted("gpt", clip=1.0, trainer={"accumulate_grad_batches": 2})),
-    "feedback": (2, Counted("gpt", clip=1.0, correction="feedback", optimizer="muon")),
-    "prediction": (2, Counted("gpt", clip=1.0, correction="prediction")),
-}
+MORE_RUNS = {
+    "replicas that step ahead": (4, run_of(Weighted, options=TWO)),
+    "2BW, replicas": (4, run_of(Weighted, options=TWO | {"staleness": "uniform"})),
+    "tied": (3, run_of(TIED)),
+    "synchronous": (2, run_of(small_gpt, strategy="sync", trainer=LOGS)),
+    "exact, skips": (3, run_of(small_gpt, options={"slack": "exact", "nonfinite_gradients": "skip"})),
+    "bf16 weights": (
+        2, run_of(small_gpt, options={"weight_dtype": "bf16"}, optimizer="muon", trainer={"precision": "bf16-mixed"}),
+    ),
+    "accumulated, feedback": (
+        2, run_of(small_gpt, correction="feedback", optimizer="muon", trainer={"accumulate_grad_batches": 2}),
+    ),
+    "prediction": (2, run_of(small_gpt, correction="prediction")),
+}  # fmt: skip
 
 
-def check(pools: Pools, world_size: int, counted: Counted) -> None:
-    agrees_first = counted.options.get("staleness") == "uniform" or counted.options.get("slack") == "exact"
-    replicas = counted.options.get("data_parallel_size", 1)
+def check(pools: Pools, world_size: int, run: Run) -> None:
+    agrees_first = run.options.get("staleness") == "uniform" or run.options.get("slack") == "exact"
+    replicas = run.options.get("data_parallel_size", 1)
     budget = BUDGET | (STEPS_AHEAD if replicas > 1 and not agrees_first else {})
-    for rank, found in enumerate(pools.run(world_size, count, counted, timeout=120)):
+    for rank, found in enumerate(pools.run(world_size, count, run, timeout=120)):
         over = {wait: number for wait, number in found.waits.items() if number > budget.get(wait, 0)}
         assert not over, f"rank {rank} waits for the device, per mini-batch: {over}"
         assert sum(found.waits.values()) <= MOST
         assert (found.mixed, found.early) == ({}, {})
         # Beside shared parameters the thread that sends their gradients may have waited for what comes after the norm.
-        assert found.waits or counted.module == "tied", "the norm at least is read"
+        assert found.waits or run.module is TIED, "the norm at least is read"
 
 
 def test_no_stage_waits_more_than_it_may(pools: Pools) -> None:
-    check(pools, 3, Counted("experts", clip=1.0, logs=True))
+    check(pools, 3, run_of(partial(small_gpt, moe=EXPERTS), trainer=LOGS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_CASES)
+@pytest.mark.parametrize("name", MORE_RUNS)
 def test_no_stage_of_other_runs_waits_more_than_it_may(pools: Pools, name: str) -> None:
-    check(pools, *MORE_CASES[name])
+    check(pools, *MORE_RUNS[name])
 
 
-def test_a_checkpoint_that_is_gathered_mixes_no_devices(pools: Pools) -> None:
+def test_updates_and_a_checkpoint_that_is_gathered_mix_no_devices(pools: Pools) -> None:
     """The optimizer's counts are on the host; and what stages share, the first rank has on its GPU or from another."""
-    for found in pools.run(3, count, Counted("tied", correction="feedback", optimizer="muon", saves=True), timeout=120):
+    for found in pools.run(3, count, run_of(TIED, False, correction="feedback", optimizer="muon"), True, timeout=120):
         assert (found.mixed, found.early) == ({}, {})
 
 
 def test_what_a_user_adds_is_found(pools: Pools) -> None:
-    last, first = pools.run(2, count, Counted("waits"), timeout=120)
+    last, first = pools.run(2, count, run_of(Waits, clips=False), timeout=120)
     assert added(last) == {
         Wait("mini-batch", "tensor(..., device=)", "lightning/pytorch/trainer/call.py:_call_lightning_module_hook"): 1,
         Wait("microbatch", "item", "trainer/step_log.py:run"): 2 * MICROBATCHES,
@@ -96,7 +102,7 @@ def waits() -> Iterator[HostWaits]:
         yield waits
 
 
-def test_every_kind_of_wait_is_counted(waits: HostWaits) -> None:
+def test_every_kind_of_wait_and_mixed_operands_are_counted(waits: HostWaits) -> None:
     x, host = torch.ones(4, device=DEVICE), torch.zeros(4)
     assert float(x[0]) == x.tolist()[0] == x.numpy()[0] == 1.0
     assert not is_on_device(x.cpu())
@@ -106,10 +112,12 @@ def test_every_kind_of_wait_is_counted(waits: HostWaits) -> None:
     torch.tensor([1.0], device=DEVICE)
     host.to(DEVICE)
     assert torch.equal(x, x)
-    assert {wait.what: number for wait, number in waits.waits.items()} == {
-        "item": 2, "tolist": 1, "numpy": 1, "copy": 2, "mask as index": 1, "copy_": 1, "tensor(..., device=)": 1,
-        "equal": 1,
-    }  # fmt: skip
+    x * torch.tensor(2.0)
+    assert not waits.mixed
+    x * torch.ones(4)
+    assert [wait.what for wait in waits.mixed] == ["mul"]
+    once = dict.fromkeys(("tolist", "numpy", "mask as index", "copy_", "tensor(..., device=)", "equal"), 1)
+    assert {wait.what: number for wait, number in waits.waits.items()} == {"item": 2, "copy": 2, **once}
 
 
 def test_a_reading_keeps_order_dtypes_and_what_was_there_when_it_began(waits: HostWaits) -> None:
@@ -126,10 +134,3 @@ def test_a_reading_keeps_order_dtypes_and_what_was_there_when_it_began(waits: Ho
     assert reading.get() == reading.get() == read
     assert reading.is_there()
     assert sum(waits.waits.values()) == sum(waits.early.values()) == 1
-
-
-def test_operands_on_both_sides_are_found(waits: HostWaits) -> None:
-    torch.ones(4, device=DEVICE) * torch.tensor(2.0)
-    assert not waits.mixed
-    torch.ones(4, device=DEVICE) * torch.ones(4)
-    assert [wait.what for wait in waits.mixed] == ["mul"]

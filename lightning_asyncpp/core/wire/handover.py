@@ -4,7 +4,8 @@ An NCCL message consists of two kernels, each of which occupies its stream until
 device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near its limit, the end of a profile) wait for
 such a kernel, too, and so does work in the same hardware queue. If two hosts wait like this, each before it has
 launched the other's counterpart, they deadlock. Hence the rule: **neither kernel is launched before both hosts are
-launching theirs**, and between the two launches nothing may wait for a device, not even for memory.
+launching theirs**, and between the two launches nothing may wait for a device, not even for memory. Each tensor of a
+microbatch is a message of its own.
 
     sender                                receiver
         put() ................................  take(): allocates, asks, and waits for the answer only
@@ -108,7 +109,7 @@ class Way(NamedTuple):
 class _Put(NamedTuple):
     """Entry of an outbox: tensors, and the event after which they can be sent."""
 
-    tensors: list[Tensor]
+    tensors: deque[Tensor]
     ready: torch.cuda.Event | None
 
 
@@ -137,7 +138,7 @@ class Outbox:
             PeerLostError: the neighbour is gone.
             RuntimeError: a send failed.
         """
-        put = _Put([written_out(tensor) for tensor in tensors], self._way.record_event())
+        put = _Put(deque(written_out(tensor) for tensor in tensors), self._way.record_event())
         with self._changed:
             self._raise_error()
             while self._sends and self._sends[0][0].is_completed():
@@ -179,16 +180,17 @@ class Outbox:
             self._link.close()
 
     def _hand_over(self, number: int) -> None:
-        """Wait until the neighbour asks for the next message, and send it."""
+        """Wait until the neighbour asks for the next tensor, and send it."""
         frame = self._link.read_frame()
         put = self._waiting[0] if self._waiting else None
         if frame != (_TAKE, number, 0) or put is None:
             raise ProtocolError(f"{self._link.peer} asked for tensors that were not put out: {tuple(frame)}")
-        works = self._way.send(put.tensors, put.ready)
+        works = self._way.send([put.tensors[0]], put.ready)
         self._link.write(_SENT, number, [])
         with self._changed:  # after the answer: a waiting thread may then close the connection
-            self._waiting.popleft()
-            self._sends += zip(works, put.tensors)
+            self._sends.append((works[0], put.tensors.popleft()))
+            if not put.tensors:
+                self._waiting.popleft()
             # put() frees the tensors, not this thread: it would wait for the allocator while it holds the GIL, and the
             # allocator's holder may wait for this thread's next answer.
             del works, put
@@ -228,13 +230,17 @@ class Inbox:
             return []
         # Before the send is launched: two hosts that each have a send in flight, and wait for their devices to get
         # memory, would deadlock.
-        tensors = self._way.allocate(infos)
-        self._link.write(_TAKE, self._taken, [])
-        frame = self._link.read_frame()
-        if frame != (_SENT, self._taken, 0):
-            raise ProtocolError(f"{self._link.peer} did not send the tensors that were taken: {tuple(frame)}")
-        self._taken += 1
-        return self._way.receive(infos, tensors)
+        tensors, received = self._way.allocate(infos), list[Tensor]()
+        # One by one: behind the first, a second send could not start, and would hold up what shares its hardware queue
+        # before the first one's receive is launched, perhaps on both sides.
+        for info, tensor in zip(infos, tensors):
+            self._link.write(_TAKE, self._taken, [])
+            frame = self._link.read_frame()
+            if frame != (_SENT, self._taken, 0):
+                raise ProtocolError(f"{self._link.peer} did not send the tensor that was taken: {tuple(frame)}")
+            self._taken += 1
+            received += self._way.receive([info], [tensor])
+        return received
 
     def close(self) -> None:
         """Close the connection."""
