@@ -70,7 +70,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         (path, heading) for path, heading in targets
         if not path.exists() or (heading and heading not in anchors(path))
     ]  # fmt: skip
-    assert not [path for path in re.findall(r"\btests/[\w/]+(?:\.\w+)?", text) if not (ROOT / path).exists()]
+    tests = re.findall(r"\b(?:research/theory/)?tests/[\w/]+(?:\.\w+)?", text)
+    assert not [path for path in tests if not (ROOT / path).exists()]
     # Pages link to pages by relative links, or the site would lead away from itself.
     assert page.parent == ROOT or not re.search(rf"{ROOT}/docs/\S+\.md", text)
 
