@@ -17,10 +17,6 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (6, TIME))
 
 
-def series() -> Tensor:
-    return torch.randn(6, TIME, FEATURES)
-
-
 def vectors() -> Tensor:
     return torch.randn(6, FEATURES)
 
@@ -31,10 +27,6 @@ def images() -> Tensor:
 
 def denoised() -> dict[str, Tensor]:
     return {"x": images(), "t": torch.rand(6)}
-
-
-def encoder_layer(**options: bool) -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(DIM, 2, 12, batch_first=True, **options)
 
 
 class Positions(nn.Module):
@@ -56,26 +48,12 @@ class Tutorial(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(VOCABULARY, DIM), Positions()
-        self.encoder = nn.TransformerEncoder(encoder_layer(), 3)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, 2, 12, batch_first=True), 3)
         self.linear = nn.Linear(DIM, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.size(1))
         return self.linear(self.encoder(self.positions(self.embedding(x) * math.sqrt(DIM)), mask))
-
-
-class TimeSeries(nn.Module):
-    """A token for the class beside those of the series; a norm behind the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.token = nn.Linear(FEATURES, DIM), nn.Parameter(torch.randn(1, 1, DIM))
-        self.encoder = nn.TransformerEncoder(encoder_layer(norm_first=True), 3, nn.LayerNorm(DIM), False)
-        self.head = nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(x.size(0), -1, -1), self.project(x)], 1)
-        return self.head(self.encoder(x)[:, 0])
 
 
 class Translation(nn.Module):
@@ -256,7 +234,6 @@ class NanoGPT(nn.Module):
 
 HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]]] = {
     "tutorial": (Tutorial, tokens, [f"encoder.layers.{i}" for i in range(3)]),
-    "time series": (TimeSeries, series, [f"encoder.layers.{i}" for i in range(3)]),
     "translation": (Translation, tokens, ["transformer.encoder.layers.0", "transformer.decoder.layers.1"]),
     "perceptron": (Perceptron, vectors, ["first", "second", "third"]),
     "unet": (UNet, images, ["down1", "middle", "up2", "join2", "up1", "join1", "out"]),

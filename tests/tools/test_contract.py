@@ -78,7 +78,7 @@ def compared(number: int, side: int) -> Any:
             names["Net"] = names["Classifier"]
         exec(code, names)
     module = names["module"] if "module" in names else names["Net"]()
-    return check_model(module, batches(number), callbacks=names.get("callbacks"), updates=3)
+    return check_model(module, batches(number), callbacks=names.get("callbacks"), updates=2)
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n in UNSEEN else pytest.mark.slow) for n in SENTENCES])
