@@ -154,7 +154,7 @@ RIGHT: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "hooks-around-an-update": (Hooked, batches(), {"partition": [3, 4]}),
     "a-sum": (Sums, batches(7), {"microbatches": 3, "delay": 0}),
     "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6}),
-    "llama": (llama, tokens(), {"gradient_clip_val": 1.0}),
+    "llama": (llama, tokens(), {"gradient_clip_val": 1.0, "updates": 2}),
 }
 SLOW: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "groups-and-a-schedule": (Scheduled, batches(), {"updates": 2, **TWICE}),
