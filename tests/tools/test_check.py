@@ -153,12 +153,12 @@ RIGHT: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "three-stages-exact": (Net, batches(7), {"stages": 3, "slack": "exact", "gradient_clip_val": 0.1, **TWICE}),
     "hooks-around-an-update": (Hooked, batches(), {"partition": [3, 4]}),
     "a-sum": (Sums, batches(7), {"microbatches": 3, "delay": 0}),
-    "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6}),
-    "llama": (llama, tokens(), {"gradient_clip_val": 1.0, "updates": 2}),
+    "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6, "updates": 2}),
 }
 SLOW: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "groups-and-a-schedule": (Scheduled, batches(), {"updates": 2, **TWICE}),
     "experts": (EXPERTS, tokens(), {"stages": 3, "updates": 2}),
+    "llama": (llama, tokens(), {"gradient_clip_val": 1.0, "updates": 2}),
     "padding": (Padded, batches(ignored=3), {}),
     "random-numbers": (Draws, batches(), {}),
     "schedule-free": (lambda: Net(optimizer=schedule_free), batches(), {}),
