@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,6 @@ def vectors() -> Tensor:
 
 def images() -> Tensor:
     return torch.randn(6, 3, 8, 8)
-
-
-def denoised() -> dict[str, Tensor]:
-    return {"x": images(), "t": torch.rand(6)}
 
 
 class Positions(nn.Module):
@@ -184,21 +179,6 @@ class Recurrent(nn.Module):
         return self.out(x)
 
 
-class Denoiser(nn.Module):
-    """Takes a moment for each image, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moment, self.entry = nn.Linear(1, 4), nn.Conv2d(3, 4, 3, padding=1)
-        self.blocks, self.out = nn.ModuleList(Convolutions(4, 4) for _ in range(3)), nn.Conv2d(4, 3, 1)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # t: (batch,)
-        moment, x = self.moment(t[:, None])[..., None, None], self.entry(x)
-        for block in self.blocks:
-            x = block(x + moment)
-        return self.out(x)
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +212,7 @@ class NanoGPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]]] = {
+HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]] = {
     "tutorial": (Tutorial, tokens, [f"encoder.layers.{i}" for i in range(3)]),
     "translation": (Translation, tokens, ["transformer.encoder.layers.0", "transformer.decoder.layers.1"]),
     "perceptron": (Perceptron, vectors, ["first", "second", "third"]),
@@ -240,6 +220,5 @@ HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]
     "pairs": (Pairs, tokens, ["layers.0.0", "layers.0.1", "layers.2.0", "layers.2.1", "out"]),
     "rotary": (Rotary, tokens, ["layers.0", "layers.1", "layers.2"]),
     "recurrent": (Recurrent, tokens, ["layers.0", "layers.2", "out"]),
-    "denoiser": (Denoiser, denoised, [f"blocks.{i}" for i in range(3)]),
 }
 """What makes it, a batch for it, and layers that a pipeline is to cut between."""

@@ -76,10 +76,8 @@ def test_models_of_ones_own_train_as_a_single_process_does(name: str) -> None:
     """Without an example; cut between the layers that their makers would name."""
     make, batch, expected = HOME_MADE[name]
     torch.manual_seed(0)
-    given = [batch() for _ in range(3)]
-    batches = [x if isinstance(x, dict) else {"x": x} for x in given]
     model = pipelined(make())
-    assert_trains(model, batches, stages=2)
+    assert_trains(model, [{"x": batch()} for _ in range(3)], stages=2)
     units = pipeline_units(model)
     assert set(expected) <= {unit.name.split(" + ")[-1] for unit in units}, "a unit ends with its block"
     assert sorted(model.state_dict()) == sorted(make().state_dict())
