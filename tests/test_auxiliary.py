@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpp.auxiliary import StatisticsLayer, add_auxiliary_loss, add_statistics, collecting
 
@@ -46,21 +45,3 @@ def test_without_gradients_nothing_is_collected() -> None:
 def test_a_loss_with_dimensions_is_refused() -> None:
     with collecting(), pytest.raises(ValueError, match="without dimensions"):
         add_auxiliary_loss(torch.ones(2, requires_grad=True))
-
-
-def test_what_a_backward_computes_again_is_told_once() -> None:
-    layer, weight = Counter(), torch.ones(2, requires_grad=True)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        add_statistics(layer, torch.tensor([1, 1]))
-        y = torch.sin(x * weight)
-        add_auxiliary_loss(y.square().sum())
-        return y
-
-    x = torch.tensor([0.3, 0.7])
-    with collecting() as told:
-        y = checkpoint(forward, x, use_reentrant=False)
-    (y.sum() + told.total_loss()).backward()
-    assert len(told.losses) == 1
-    assert told.statistics[layer].tolist() == [1.0, 1.0]
-    assert torch.allclose(weight.grad, x * x.cos() + 2 * x * x.sin() * x.cos())

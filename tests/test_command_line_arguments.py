@@ -108,25 +108,19 @@ def test_a_short_name_finds_the_optimizers_class() -> None:
 FIT, PREPARE = ["fit", RECIPE], ["prepare", "x", "--tokenizer", "byte"]
 MISTAKES = {
     "option": ([*FIT, "--mircobatches=3"], "there is no 'mircobatches'; did you mean trainer.strategy.microbatches?"),
-    "strategy": ([*FIT, "--trainer.strategy.microbatchs=3"], "there is no 'microbatchs'; did you mean microbatches"),
     "optimizer": ([*FIT, "--optimizer", "Adamm"], "there is no 'Adamm'; did you mean Adam?"),
-    "model": ([*FIT, "--model.config.num_layer=3"], "'config.num_layer'; did you mean config.num_layers"),
     "in-a-recipe": ([*FIT, "--config=trainer: {devicess: 2}"], "'trainer.devicess'; did you mean trainer.devices?"),
-    "cut-short": ([*FIT, "--trainer.max_step=3"], "'trainer.max_step'; did you mean trainer.max_steps?"),
     "type": ([*FIT, "--trainer.max_steps", "many"], 'Parser key "trainer.max_steps"'),
     "no-module": ([*FIT, "--model", "nowhere.Model"], "No module named 'nowhere'"),
     "no-recipe": (["fit"], "model. Give a recipe that names a model; `asyncpp recipes` lists"),
     "subcommand": (["chek"], "there is no subcommand 'chek'; did you mean check?\n"),
     "check": (["check", RECIPE, "--microbatchs", "2"], "'microbatchs'; did you mean trainer.strategy.microba"),
     "prepare": ([*PREPARE, "--output", "y", "--text_ke=3"], "did you mean --text-key?"),
-    "lacks": (PREPARE, "asyncpp prepare: error: the following arguments are required: --output\n"),
     "several": (
         ["fit", MOE, "--model.config.num_heads=3", "--model.config.moe.top_k=50"],
         "num_heads=3\n  - moe.top_k",
     ),
     "lookahead": ([*FIT, "--trainer.strategy.lookahead=-1"], "lookahead=-1 must be 0 or more\n"),
-    "callback": ([*FIT, f"{CALLBACKS}+=PipelineMonitor", f"{CALLBACKS}.window=0"], "window=0, every_n_batches=10\n"),
-    "stages": ([*FIT, "--trainer.devices=5"], "microbatches=4 is smaller than the number of stages (5)"),
     "devices": ([*FIT, "--trainer.devices", "lots"], "the Trainer refuses its arguments: `devices`"),
     "data": ([*FIT, "--data.source", "nowhere"], "source='nowhere': there is no such folder. Give "),
 }

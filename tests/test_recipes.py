@@ -115,25 +115,6 @@ def test_models_have_the_size_that_they_are_named_after(name: str, parameters: i
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_figures_in_comments_are_those_of_the_keys(path: Path) -> None:
-    """And the versions of weights are in bf16: autocast would keep converted ones for every microbatch in flight."""
-    text, recipe = path.read_text(), loaded(path.stem)
-    data, trainer = recipe["data"]["init_args"], recipe["trainer"]
-    tokens = data["batch_size"] * data["context_length"]
-    steps, power, billions = found(r"([\d,]+) of 2\*\*(\d+) tokens are ([\d.]+) billion", text)
-    assert (int(steps.replace(",", "")), 2 ** int(power)) == (trainer["max_steps"], tokens)
-    assert float(billions) == float(f"{trainer['max_steps'] * tokens / 1e9:.{len(billions.partition('.')[2])}f}")
-    batches, millions = found(r"at every validation: (\d+) are ([\d.]+) million tokens", text)
-    assert (int(batches), float(millions)) == (trainer["limit_val_batches"], round(int(batches) * tokens / 1e6, 1))
-    (sequences,) = found(r"cut into \(int[^)]*\): here of (\d+) sequences", text)
-    assert int(sequences) * trainer["strategy"]["init_args"]["microbatches"] == data["batch_size"]
-    assert trainer["strategy"]["init_args"]["weight_dtype"] == "bf16"
-    (wide,) = found(r"Attention heads \(int\), each (\d+) wide", text)
-    config = recipe["model"]["init_args"]["config"]
-    assert int(wide) * config["num_heads"] == config["dim"]
-
-
 @pytest.mark.parametrize(
     "path", [path for path in LARGE if "asyncpp prepare hf" in path.read_text()], ids=lambda p: p.stem
 )

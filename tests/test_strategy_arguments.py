@@ -1,18 +1,14 @@
-"""What no number of processes could make right is refused where a strategy is made; the page tells every argument."""
+"""What no number of processes could make right is refused where a strategy is made."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-import re
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_asyncpp import fabric, trainer
 from lightning_asyncpp.errors import ConfigurationError
@@ -20,8 +16,6 @@ from lightning_asyncpp.errors import ConfigurationError
 NAMES = ("AsyncPipelineStrategy", "SyncPipelineStrategy")
 PIPELINES = [getattr(package, name) for package in (trainer, fabric) for name in NAMES]
 OF_ONE_PROCESS = [package.DelayedGradientStrategy for package in (trainer, fabric)]
-OF_EVERY_STRATEGY = {"accelerator", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "strategies.md"
 
 
 @pytest.mark.parametrize("strategy", [*PIPELINES, *OF_ONE_PROCESS], ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
@@ -49,36 +43,3 @@ def test_what_does_not_fit_the_ranks_is_found_before_they_connect(
     begin = functools.partial(run.fit, BoringModel()) if isinstance(run, L.Trainer) else run.launch
     with pytest.raises(ConfigurationError, match=r"microbatches=2 is smaller than the number of stages \(3\)"):
         begin()
-
-
-def told_defaults(heading: str) -> dict[str, str]:
-    """Argument -> what the table under a heading of the page tells as its default."""
-    section = re.split(r"(?m)^## ", PAGE.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2])[0]
-    told = {}
-    for names, cell in re.findall(r"(?m)^\| (`.*?`) \| (.*?) ?\|", section):
-        names, cells = re.findall(r"`(\w+)`", names), cell.split(", ")
-        told |= dict(zip(names, cells if len(cells) == len(names) else [cell] * len(names)))
-    return told
-
-
-@pytest.mark.parametrize(("heading", "strategies"), [("Arguments", PIPELINES), ("delayed_gradient", OF_ONE_PROCESS)])
-def test_the_page_tells_of_every_argument_and_its_default(heading: str, strategies: list[type]) -> None:
-    parameters = {name: p for strategy in strategies for name, p in inspect.signature(strategy).parameters.items()}
-    of_ddp = inspect.signature(DDPStrategy).parameters
-    told = told_defaults(heading)
-    assert told.keys() >= parameters.keys() - OF_EVERY_STRATEGY
-    assert parameters.keys() >= told.keys()
-    for name, cell in told.items():
-        default = parameters[name].default
-        if cell == "as in DDP":
-            assert default == (of_ddp[name].default if name in of_ddp else False), name
-        else:
-            assert default == value_of(cell), name
-
-
-def value_of(cell: str) -> Any:
-    """Of a default in a table; in words it stands for None."""
-    try:
-        return eval(cell.strip("`"), {})
-    except SyntaxError:
-        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +16,12 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (6, TIME))
 
 
-def series() -> Tensor:
-    return torch.randn(6, TIME, FEATURES)
-
-
 def vectors() -> Tensor:
     return torch.randn(6, FEATURES)
 
 
 def images() -> Tensor:
     return torch.randn(6, 3, 8, 8)
-
-
-def denoised() -> dict[str, Tensor]:
-    return {"x": images(), "t": torch.rand(6)}
-
-
-def encoder_layer(**options: bool) -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(DIM, 2, 12, batch_first=True, **options)
 
 
 class Positions(nn.Module):
@@ -56,26 +43,12 @@ class Tutorial(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(VOCABULARY, DIM), Positions()
-        self.encoder = nn.TransformerEncoder(encoder_layer(), 3)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, 2, 12, batch_first=True), 3)
         self.linear = nn.Linear(DIM, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.size(1))
         return self.linear(self.encoder(self.positions(self.embedding(x) * math.sqrt(DIM)), mask))
-
-
-class TimeSeries(nn.Module):
-    """A token for the class beside those of the series; a norm behind the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.token = nn.Linear(FEATURES, DIM), nn.Parameter(torch.randn(1, 1, DIM))
-        self.encoder = nn.TransformerEncoder(encoder_layer(norm_first=True), 3, nn.LayerNorm(DIM), False)
-        self.head = nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(x.size(0), -1, -1), self.project(x)], 1)
-        return self.head(self.encoder(x)[:, 0])
 
 
 class Translation(nn.Module):
@@ -206,21 +179,6 @@ class Recurrent(nn.Module):
         return self.out(x)
 
 
-class Denoiser(nn.Module):
-    """Takes a moment for each image, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moment, self.entry = nn.Linear(1, 4), nn.Conv2d(3, 4, 3, padding=1)
-        self.blocks, self.out = nn.ModuleList(Convolutions(4, 4) for _ in range(3)), nn.Conv2d(4, 3, 1)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # t: (batch,)
-        moment, x = self.moment(t[:, None])[..., None, None], self.entry(x)
-        for block in self.blocks:
-            x = block(x + moment)
-        return self.out(x)
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -254,15 +212,13 @@ class NanoGPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], list[str]]] = {
+HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]] = {
     "tutorial": (Tutorial, tokens, [f"encoder.layers.{i}" for i in range(3)]),
-    "time series": (TimeSeries, series, [f"encoder.layers.{i}" for i in range(3)]),
     "translation": (Translation, tokens, ["transformer.encoder.layers.0", "transformer.decoder.layers.1"]),
     "perceptron": (Perceptron, vectors, ["first", "second", "third"]),
     "unet": (UNet, images, ["down1", "middle", "up2", "join2", "up1", "join1", "out"]),
     "pairs": (Pairs, tokens, ["layers.0.0", "layers.0.1", "layers.2.0", "layers.2.1", "out"]),
     "rotary": (Rotary, tokens, ["layers.0", "layers.1", "layers.2"]),
     "recurrent": (Recurrent, tokens, ["layers.0", "layers.2", "out"]),
-    "denoiser": (Denoiser, denoised, [f"blocks.{i}" for i in range(3)]),
 }
 """What makes it, a batch for it, and layers that a pipeline is to cut between."""

@@ -56,17 +56,6 @@ class Between(Net):
         return self.out(x)
 
 
-class InPlace(Net):
-    """Changes in place what blocks gave."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-            x += 0.5
-        return self.out(x.mul_(2.0))
-
-
 class Tied(Net):
     """The entry's weight is used once more behind the blocks."""
 
@@ -361,7 +350,7 @@ class WithLoss(Net):
 
 
 EXACT = (
-    Net, Between, InPlace, Tied, Asking, Masked, Noted, Added, Frozen, Flagged, Hooked, Normalised, Halving,
+    Net, Between, Tied, Asking, Masked, Noted, Added, Frozen, Flagged, Hooked, Normalised, Halving,
     Checkpointed, Noisy, PartlyFrozen, Initialised,
 )  # fmt: skip
 """Their pipelines train to the last bit as one process does."""

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp import ConfigurationError, apply_layers, pipelined
-from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.own_forward import OwnForwardStage
 from lightning_asyncpp.core.cut.units import entering_units, pipeline_units
-from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.tree import tensors_of
 from tests.adapt import nets
 from tests.adapt.home_made import HOME_MADE
@@ -78,10 +76,8 @@ def test_models_of_ones_own_train_as_a_single_process_does(name: str) -> None:
     """Without an example; cut between the layers that their makers would name."""
     make, batch, expected = HOME_MADE[name]
     torch.manual_seed(0)
-    given = [batch() for _ in range(3)]
-    batches = [x if isinstance(x, dict) else {"x": x} for x in given]
     model = pipelined(make())
-    assert_trains(model, batches, stages=2)
+    assert_trains(model, [{"x": batch()} for _ in range(3)], stages=2)
     units = pipeline_units(model)
     assert set(expected) <= {unit.name.split(" + ")[-1] for unit in units}, "a unit ends with its block"
     assert sorted(model.state_dict()) == sorted(make().state_dict())
@@ -134,22 +130,6 @@ def test_nothing_travels_that_nobody_needs(kind: type[Net], most: int) -> None:
     assert max(crossing) <= most
 
 
-@pytest.mark.parametrize("kind", [*EXACT, *ROUNDED])
-def test_ranks_compute_what_the_model_does(kind: type[Net]) -> None:
-    """Each has a copy that was cut, which holds nothing of the other stages."""
-    torch.manual_seed(0)
-    x, model = torch.randn(SHAPE), kind(0.2)
-    model = pipelined(model, (x,))
-    number = model.pipeline_layers.num_units
-    with entering_units(model, lambda unit: seed_generators(0, x.device, "layer", unit, 0, 0)):
-        expected = copy.deepcopy(model)(x)
-    args: Any = (x,)
-    for index in range(number):
-        stage = cut(copy.deepcopy(model), index, number, 0, torch.device("cpu"), counts=[1] * number)
-        args = (stage.forward(args, {}, 0, 0, 0),)
-    assert torch.equal(*(next(tensors_of(output)) for output in (args[0], expected)))
-
-
 @pytest.mark.parametrize("kind", [nets.Asking, nets.Normalised])
 def test_dtypes_modes_and_copies(kind: type[Net]) -> None:
     """A Trainer converts the weights (``precision="bf16-true"``), and switches modes."""
@@ -199,14 +179,11 @@ def test_arguments_may_come_or_not_by_position_or_by_name() -> None:
     assert_same(pipelined(Switched(), {"more": more, "x": x}), x=x, more=x)
 
 
-@pytest.mark.parametrize(
-    "example",
-    [torch.randn(2, DIM), (torch.randn(2, DIM),), [torch.randn(2, DIM), True], {"x": torch.randn(2, DIM)}],
-    ids=["a tensor", "a tuple", "a list", "a dictionary"],
-)
-def test_what_an_example_may_be(example: Any) -> None:
+def test_what_an_example_may_be() -> None:
     """A tensor is one argument, and not one for each of its rows."""
-    assert pipelined(Switched(), example).pipeline_layers.blocks == ("blocks.0", "blocks.1", "blocks.2")
+    x = torch.randn(2, DIM)
+    for example in (x, (x,), [x, True], {"x": x}):
+        assert pipelined(Switched(), example).pipeline_layers.blocks == ("blocks.0", "blocks.1", "blocks.2")
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,17 @@ The latter have layers in their attributes, and steps that call ``self(...)``. A
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import ConfigurationError, DelayedGradientStrategy, check_model, fabric
-from lightning_asyncpp.core.cut.network import network_in
+from lightning_asyncpp import DelayedGradientStrategy, fabric
 from lightning_asyncpp.trainer import AsyncPipelineStrategy
 from tests.adapt.home_made import DIM, TIME, VOCABULARY, NanoGPT
 from tests.helpers.oracle import assert_equal_weights, joined_parts
@@ -147,17 +143,13 @@ def test_once_cut_it_is_the_network_still_and_its_averages_are_cut_with_it(pools
     assert_equal_weights(joined_parts(weights), fit(0, Plain)[0])
 
 
-def set_up(model: nn.Module) -> tuple[L.Fabric, Any]:
-    run = L.Fabric(strategy=fabric.DelayedGradientStrategy(**EMULATED), accelerator="cpu", devices=1)  # type: ignore[arg-type]
-    run.launch()
-    run.seed_everything(1, verbose=False)
-    return run, run.setup_module(model)
-
-
 def loop() -> dict[str, Any]:
     """The training of nanoGPT's model in Fabric, with all stages in this process."""
-    run, model = set_up(LitGPT().network)
-    strategy: Any = run.strategy
+    strategy: Any = fabric.DelayedGradientStrategy(**EMULATED)  # type: ignore[arg-type]
+    run = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    run.launch()
+    run.seed_everything(1, verbose=False)
+    model = run.setup_module(LitGPT().network)
     optimizer = run.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for batch in LitGPT().batches():
         strategy.training_step(lambda part: model(*part)[1], batch)
@@ -174,62 +166,3 @@ def test_every_strategy_trains_nano_gpt_alike(pools: Pools) -> None:
     assert (last.pop("transformer.wte.weight") == first["transformer.wte.weight"]).all()
     assert_equal_weights(joined_parts([first, last]), expected)
     assert_equal_weights(loop(), expected)
-
-
-class Looped(NanoGPT):
-    """Calls its blocks twice."""
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
-        x = self.transformer.wte(tokens)
-        for block in (*self.transformer.h, *self.transformer.h):
-            x = block(x)
-        return self.lm_head(x)
-
-
-def test_fabric_refuses_what_no_pipeline_could_do() -> None:
-    with pytest.raises(ConfigurationError, match="the model is a Looped, which the pipeline cannot cut"):
-        set_up(Looped())
-
-
-class Keeping(Classifier):
-    """Its step reads what forward kept, on another stage."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.hidden = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x) * self.scale
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + self.hidden.square().mean()
-
-
-def test_a_step_that_reads_what_forward_kept_is_found_by_the_check() -> None:
-    """In a training its loss is another one: on the last stage the attribute has no value of the first."""
-    report = check_model(Keeping(), Keeping().batches()[:2], stages=3)
-    difference = report.differences[0]
-    assert (difference.comparison, difference.kind) == ("pieces", "loss"), str(report)
-
-
-class Twice(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]) + self(-batch[0]), batch[1])
-
-
-def test_a_step_that_calls_it_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"after calling twice self\(\.\.\.\)"):
-        fit(0, Twice)
-
-
-def test_a_copy_is_a_network_of_its_own() -> None:
-    module = Classifier()
-    network = network_in(module)
-    other = copy.deepcopy(module)
-    assert network is network_in(module)
-    assert network is not network_in(other)
-    other.last = nn.Linear(DIM, CLASSES)
-    assert network_in(other).last is other.last
-    assert network.last is module.last
-    sent = pickle.loads(pickle.dumps(module))
-    assert list(network_in(sent).state_dict()) == list(module.state_dict())
-    assert network_in(sent).of is sent

@@ -59,13 +59,6 @@ class Evaluating(Net):
         return self.out(x if self.training else x + first)
 
 
-class Penalising(Net):
-    """Behind its blocks it computes with their weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / sum(p.detach().square().sum() for p in self.blocks.parameters())
-
-
 class Infinite(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.nan
@@ -86,7 +79,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "in evaluation": (Evaluating, {}, _DIFFERS.format("Evaluating", "another output")),
     "python's numbers": (Shuffling, {}, _DIFFERS.format("Shuffling", "another output")),
     "overwritten": (Overwriting, {}, _DIFFERS.format("Overwriting", "RuntimeError: .*modified by an inplace .*")),
-    "weights of blocks": (Penalising, {}, _DIFFERS.format("Penalising", "another output")),
     "not a number": (Infinite, {}, _DIFFERS.format("Infinite", "its output is NaN with the example: .*")),
     "repeated": (Repeated, {}, r"no layers were found in Repeated: .* it has \['blocks', .* give it pipeline_layers"),
     "on meta": (lambda: Net().to("meta"), {}, "Net is on the meta device"),

@@ -72,26 +72,7 @@ def test_flops_are_those_that_torch_counts(
     assert counter.get_total_flops() == tokens.numel() * config.flops_per_token()
 
 
-def test_which_blocks_have_experts() -> None:
-    def layers(**layout: int) -> list[int]:
-        config = GPTConfig(num_layers=6, moe=MoEConfig(**layout))
-        return [layer for layer in range(6) if config.is_moe_layer(layer)]
-
-    assert layers(every=2) == [1, 3, 5]
-    assert layers(num_dense_layers=1) == [1, 2, 3, 4, 5]
-    assert layers(num_dense_layers=2, every=3) == [4]
-
-
 TINY: dict[str, Any] = {"vocab_size": 100, "context_length": 16, "num_layers": 3, "dim": 8, "num_heads": 4}
-
-
-def test_by_hand() -> None:
-    config = GPTConfig(**TINY, num_kv_heads=2, mlp_dim=24)
-    # Query and projection 8 x 8, key and value 8 x 4; scores and mixing 2 * 2 * 8 * 16 forward, twice that backward.
-    block = 6 * (2 * 64 + 2 * 32 + 3 * 8 * 24) + 3 * 2 * 2 * 8 * 16
-    wide = GPTConfig(**TINY, num_kv_heads=2, head_dim=6, mlp_dim=24)  # 24 x 8 and 12 x 8
-    assert wide.block_flops(0) == 6 * (2 * 192 + 2 * 96 + 3 * 8 * 24) + 3 * 2 * 2 * 24 * 16
-    assert config.unit_flops() == [8.0, block, block, block, 6 * 8 * 100 + 10 * 100.0]
 
 
 def test_blocks_that_run_twice_cost_a_third_more() -> None:

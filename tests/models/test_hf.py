@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
 from lightning_asyncpp.models import GPTConfig, MoEConfig, WeightsError, open_saved
 from lightning_asyncpp.models.architectures import ARCHITECTURES
@@ -66,6 +67,26 @@ def test_what_is_written_computes_the_same_and_is_read_bit_for_bit(
     wanted, values = ({n: v for n, v in values_of(c).items() if n not in unused} for c in (config, found.config))
     assert values == wanted
     assert torch.equal(found.build()(tokens), ours)
+
+
+SCORES_AS_THEY_ARE = GPTConfig(**SHAPE, moe=MoEConfig(**GLM, normalize_top_k=False))
+
+
+@pytest.mark.parametrize("config", [*(config for _, config in CASES.values()), SCORES_AS_THEY_ARE])
+def test_gradients_are_those_of_transformers(config: GPTConfig, tmp_path: Path) -> None:
+    """Ours get the names of transformers as weights do, by an export."""
+    model, tokens = exported(config, tmp_path / "out"), tokens_of(config)
+    theirs = load(tmp_path / "out")
+    for logits in (model(tokens), theirs(tokens).logits):
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)  # type: ignore[arg-type]
+    write_hf(saved(model), tmp_path / "gradients")
+    for found, parameter in zip(load(tmp_path / "gradients").parameters(), theirs.parameters(), strict=True):
+        scale = float(parameter.grad.abs().max())
+        assert scale > 1e-6
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-wide", "mixtral", "qwen3-moe", "glm4-moe"])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asyncpp.models import WeightsError
 from lightning_asyncpp.models.sampling import Sampling, draw, generate_tokens, logits_of
 from tests.helpers.models import CASES, exported
 
@@ -51,14 +50,6 @@ def test_the_window_slides_and_the_end_ends() -> None:
     assert seen == [[1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
     # Ids beyond the vocabulary are not drawn.
     assert list(generate_tokens(count, [1, 2], 3, 3, Sampling(0), vocab_size=4)) == [3, 0, 1]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_nothing_can_be_drawn_from(temperature: float) -> None:
-    highest = float("nan")
-    logits = torch.tensor([float("-inf"), highest])
-    with pytest.raises(WeightsError, match=f"the highest logit is {highest}, and no token can be drawn"):
-        draw(logits, Sampling(temperature), torch.Generator())
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral"])

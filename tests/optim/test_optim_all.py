@@ -21,9 +21,7 @@ MAKE = {
     # Only the vocabulary's side is too long, and the bases are renewed within a few steps.
     "SOAP": partial(SOAP, lr=3e-3, precondition_frequency=2, max_precondition_dim=39),
 }
-OURS = [name for name in MAKE if name != "AdamW"]
 every = pytest.mark.parametrize("name", MAKE)
-every_of_ours = pytest.mark.parametrize("name", OURS)
 
 
 def gpt() -> GPT:
@@ -37,16 +35,6 @@ def cut(model: GPT, *stages: str) -> list[nn.ModuleDict]:
     """Cut the model into stages of the named units."""
     units = dict(zip(("embedding", "block0", "block1", "block2", "head"), model.pipeline_layers()))
     return [nn.ModuleDict({unit: units[unit] for unit in stage.split()}) for stage in stages]
-
-
-def even(model: GPT) -> list[nn.ModuleDict]:
-    """An embedding and a block, a block, a block with the norm and the head."""
-    return cut(model, "embedding block0", "block1", "block2 head")
-
-
-def uneven(model: GPT) -> list[nn.ModuleDict]:
-    """An embedding alone, blocks, the head alone: two stages without a hidden matrix, two without an embedding."""
-    return cut(model, "embedding", "block0 block1 block2", "head")
 
 
 def set_gradients(parameters, step: int, skip: int | None = None) -> None:
@@ -64,12 +52,16 @@ def same(left, right) -> bool:
 
 
 @every
-@pytest.mark.parametrize("stages", [even, uneven])
+@pytest.mark.parametrize(
+    "stages",
+    # In the second two stages have no hidden matrix, and two no embedding.
+    [("embedding block0", "block1", "block2 head"), ("embedding", "block0 block1 block2", "head")],
+)
 @pytest.mark.parametrize("feedback", [False, True])
 def test_a_cut_model_takes_the_steps_of_the_whole_one_bitwise(name, stages, feedback):
     make = partial(ErrorFeedback, base=MAKE[name]) if feedback else MAKE[name]
     whole, parts = gpt(), gpt()
-    optimizers = [make(whole.named_parameters()), *(make(stage.named_parameters()) for stage in stages(parts))]
+    optimizers = [make(whole.named_parameters()), *(make(stage.named_parameters()) for stage in cut(parts, *stages))]
     schedulers = [schedule(optimizer) for optimizer in optimizers]
     for step in range(4):
         for model in (whole, parts):
@@ -83,10 +75,16 @@ def test_a_cut_model_takes_the_steps_of_the_whole_one_bitwise(name, stages, feed
 
 @every
 @pytest.mark.parametrize(
-    ("feedback", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
+    ("feedback", "dtype"),
+    [
+        (None, torch.float32),
+        ({}, torch.float32),
+        ({"buffer_dtype": "bfloat16"}, torch.float32),
+        (None, torch.bfloat16),
+    ],
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name, feedback, dtype):
-    make = partial(ErrorFeedback, base=MAKE[name]) if feedback else MAKE[name]
+    make = MAKE[name] if feedback is None else partial(ErrorFeedback, base=MAKE[name], **feedback)
     model = gpt().to(dtype)
     optimizer = make(model.named_parameters())
     for step in range(3):
@@ -118,7 +116,7 @@ def test_parameters_without_a_gradient_stay_and_cost_nothing(name):
         assert (p in optimizer.state) == (i % 2 == 1)
 
 
-@every_of_ours
+@pytest.mark.parametrize("name", [name for name in MAKE if name != "AdamW"])
 def test_experts_are_matrices_one_by_one(name, monkeypatch):
     """Square ones: SOAP's basis is arbitrary in directions of the longer side that a first gradient leaves empty."""
     monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", 3 * 25)  # cut within the weight

@@ -20,15 +20,15 @@ BASES = {
 SHAPES = {"up.weight": (6, 4), "up.bias": (6,), "embed.weight": (5, 4), "scale": ()}
 
 
-def make_params(dtype=torch.float32):
+def make_params():
     generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
 
 
 def set_gradients(params, step):
     """Gradients that depend on the weights, so that a wrong weight shows."""
     for i, p in enumerate(params.values()):
-        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).to(p.dtype)
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
         p.grad = p.detach().sin() + noise
 
 
@@ -39,23 +39,18 @@ def train(optimizer, params, steps):
 
 
 def train_by_hand(base, params, steps, strength):
-    """The recursion of the paper, in full. Returns W, and Y, u of the weight-prediction form."""
-    tensors = list(params.values())
-    previous = first = None
-    y = [p.detach().clone() for p in tensors]
+    """The recursion of the paper, in full."""
+    tensors, previous = list(params.values()), None
     for step in steps:
         before = [p.detach().clone() for p in tensors]
         set_gradients(params, step)
         base.step()
         u = [b - p.detach() for b, p in zip(before, tensors)]
-        y = [a - b for a, b in zip(y, u)]
-        first = u if first is None else first
         if previous is not None:
             with torch.no_grad():
                 for p, b, new, old in zip(tensors, before, u, previous):
                     p.copy_(b - (new + strength * (new - old)))
         previous = u
-    return y, previous, first
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.5, 0.0])
@@ -69,30 +64,19 @@ def test_formula(base, strength):
         torch.testing.assert_close(p, q, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("base", ["adamw", "sgd"])
-def test_is_weight_prediction(base):
-    """W = Y - u_last + u_first, with Y the trajectory of the base's steps alone."""
-    params, by_hand = make_params(torch.float64), make_params(torch.float64)
-    train(ErrorFeedback(params.items(), BASES[base]), params, range(8))
-    y, last, first = train_by_hand(BASES[base](by_hand.items()), by_hand, range(8), 1.0)
-    for p, y_p, u, u0 in zip(params.values(), y, last, first):
-        torch.testing.assert_close(p.detach(), y_p - u + u0, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_bf16_buffer_telescopes(dtype, tolerance):
+def test_bf16_buffer_telescopes():
     """Rounding errors do not add up: after any number of steps only the last and the first rounding are left."""
-    p = torch.zeros(50, dtype=dtype)
+    p, tolerance = torch.zeros(50, dtype=torch.float64), 1e-12
     previous = torch.zeros(50, dtype=torch.bfloat16)
     y, steps = p.clone(), []
     for t in range(200):
-        u = torch.randn(50, generator=torch.Generator().manual_seed(t)).to(dtype) * 0.01
+        u = torch.randn(50, generator=torch.Generator().manual_seed(t)).double() * 0.01
         before = p.clone()
         p.sub_(u)
         steps.append(before - p)
         y -= u
         feed_back(p, before, previous, 1.0 if t else 0.0)
-    rounded = [steps[i].bfloat16().to(dtype) for i in (0, -1)]
+    rounded = [steps[i].bfloat16().double() for i in (0, -1)]
     torch.testing.assert_close(p, y - rounded[1] + rounded[0], rtol=0, atol=tolerance)
     bound = 2**-9 * max(steps[0].abs().max(), steps[-1].abs().max())  # half a unit in bfloat16's last place, twice
     assert (p - (y - steps[-1] + steps[0])).abs().max() <= 2 * bound + tolerance
@@ -138,21 +122,15 @@ def test_parameters_without_gradient():
     assert list(optimizer.state_dict()["state"]) == [0]
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("buffer_dtype", [None, "bfloat16"])
-def test_a_copy_and_a_resumed_one_go_on_bitwise(base, buffer_dtype):
+def test_a_copy_goes_on_bitwise():
     params = make_params()
-    optimizer = ErrorFeedback(params.items(), BASES[base], buffer_dtype=buffer_dtype)
+    optimizer = ErrorFeedback(params.items(), BASES["adamw"])
     train(optimizer, params, range(3))
     copied, copied_optimizer = copy.deepcopy((params, optimizer))
-    resumed = copy.deepcopy(params)
-    resumed_optimizer = ErrorFeedback(resumed.items(), BASES[base], buffer_dtype=buffer_dtype)
-    resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert copied_optimizer.param_groups is copied_optimizer.base.param_groups
     train(optimizer, params, range(3, 6))
-    for other, others in ((copied_optimizer, copied), (resumed_optimizer, resumed)):
-        assert other.param_groups is other.base.param_groups
-        train(other, others, range(3, 6))
-        assert all(torch.equal(p, q) for p, q in zip(params.values(), others.values()))
+    train(copied_optimizer, copied, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(params.values(), copied.values()))
 
 
 def test_a_closure_is_evaluated_once_before_the_weights_move():

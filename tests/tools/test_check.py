@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import lightning_asyncpp
 from lightning_asyncpp import GPTModule, after_own_update, check_model
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.tools.check import check
+from tests.helpers.models import of_transformers
 
 DIM, CLASSES = 8, 4
 AdamW = functools.partial(torch.optim.AdamW, lr=0.02)
@@ -35,10 +37,10 @@ def net() -> nn.Sequential:
 class Net(L.LightningModule):
     """A classifier."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, optimizer: Callable[[Any], Any] = AdamW) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.model = model or net()
+        self.model, self.optimizer = model or net(), optimizer
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.model(batch["x"]), batch["y"])
@@ -46,7 +48,7 @@ class Net(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return AdamW(self.parameters())
+        return self.optimizer(self.parameters())
 
 
 def batches(size: int = 8, ignored: int = 0) -> list[dict[str, Tensor]]:
@@ -76,26 +78,44 @@ class Scheduled(Net):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Averaged(Net):
-    """Keeps a mean of its weights, and limits them, after every update."""
+class Hooked(Net):
+    """Scales gradients, counts, keeps a mean of its weights, and limits them after every update."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(16, DIM))
         self.steps = 0
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad.mul_(0.9**self.global_step)
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.steps += 1
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.clamp_(-0.3, 0.3)
 
     def configure_callbacks(self) -> list[L.Callback]:
-        return [after_own_update(LimitsWeights())]
+        return [after_own_update(KeepsMean()), EMAWeightAveraging(decay=0.9)]
 
 
-class LimitsWeights(L.Callback):
+class KeepsMean(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        with torch.no_grad():
-            pl_module.model[0].weight.clamp_(-0.3, 0.3)
-            pl_module.mean.lerp_(pl_module.model[0].weight, 0.5)
+        pl_module.mean.lerp_(pl_module.model[0].weight.detach(), 0.5)
+
+
+class Draws(Net):
+    """From the generators of torch, NumPy and Python, before the call."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = batch["x"] * float(np.random.uniform(0.5, 1.5)) + random.gauss(0.0, 0.1) + torch.rand(len(batch["x"]), 1)
+        return F.cross_entropy(self.model(x), batch["y"])
+
+
+class Padded(Net):
+    def microbatch_weight(self, microbatch: dict[str, Tensor]) -> float:
+        return float((microbatch["y"] != -100).sum())
 
 
 class Sums(Net):
@@ -114,82 +134,46 @@ def gpt(**options: Any) -> GPTModule:
     return GPTModule(config, functools.partial(ErrorFeedback, base=base), warmup_steps=2)
 
 
+def schedule_free(parameters: Any) -> Any:
+    return pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW(parameters, lr=1e-3)
+
+
+class Texts(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.model(input_ids=batch, labels=batch).loss
+
+
+def llama() -> Net:
+    return Texts(of_transformers("llama", num_hidden_layers=2, use_cache=False, attention_dropout=0.1))
+
+
 TWICE = {"accumulate_grad_batches": 2}
 EXPERTS = functools.partial(gpt, moe=MoEConfig(num_experts=4, router="sigmoid"))
-RIGHT: dict[str, tuple[Callable[[], Net], list[Any], dict[str, Any]]] = {
+RIGHT: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "three-stages-exact": (Net, batches(7), {"stages": 3, "slack": "exact", "gradient_clip_val": 0.1, **TWICE}),
-    "groups-and-a-schedule": (Scheduled, batches(), {"updates": 2, **TWICE}),
-    "hooks-after-an-update": (Averaged, batches(), {"partition": [3, 4]}),
+    "hooks-around-an-update": (Hooked, batches(), {"partition": [3, 4]}),
     "a-sum": (Sums, batches(7), {"microbatches": 3, "delay": 0}),
-    "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6}),
+    "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6, "updates": 2}),
+}
+SLOW: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
+    "groups-and-a-schedule": (Scheduled, batches(), {"updates": 2, **TWICE}),
     "experts": (EXPERTS, tokens(), {"stages": 3, "updates": 2}),
+    "llama": (llama, tokens(), {"gradient_clip_val": 1.0, "updates": 2}),
+    "padding": (Padded, batches(ignored=3), {}),
+    "random-numbers": (Draws, batches(), {}),
+    "schedule-free": (lambda: Net(optimizer=schedule_free), batches(), {}),
 }
 
 
-SLOW = {"groups-and-a-schedule", "hooks-after-an-update", "experts"}  # run with `-m slow`
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RIGHT]
-)
+@pytest.mark.parametrize("name", [*RIGHT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_what_is_right(name: str) -> None:
-    make, data, options = RIGHT[name]
+    make, data, options = (RIGHT | SLOW)[name]
     module = make()
     before = {key: value.clone() for key, value in module.state_dict().items()}
     report = check_model(module, data, **{"updates": 3, **options})
     assert report.ok, str(report)
     assert len(report.comparisons) == 3 - (options.get("delay") == 0)
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
-
-
-class SAM(torch.optim.SGD):
-    """Takes its gradient a step up the hill."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        closure()
-        moved = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p, _ in moved:
-            p.data.add_(p.grad, alpha=0.1)
-        with torch.enable_grad():
-            closure()
-        for p, before in moved:
-            p.data.copy_(before)
-        return super().step()
-
-
-class SharpnessAware(Net):
-    def configure_optimizers(self) -> Any:
-        return SAM(self.parameters(), lr=0.05)
-
-
-def test_what_differs_is_named() -> None:
-    report = check_model(SharpnessAware(), batches(), updates=2)
-    assert not report.ok
-    found = report.differences[0]
-    assert (found.comparison, found.kind) == ("pieces", "loss"), str(report)
-    assert found.values[0] != found.values[1]
-    assert f"update {found.update}, {found.kind}" in str(report)
-    assert "May be explained by the contract (docs/concepts/contract.md)" in str(report)
-
-
-class KeepsMeans(L.Callback):
-    """Meets weights that are one update old, in attributes and in their containers."""
-
-    def __init__(self) -> None:
-        self.means: dict[str, Tensor] = {}
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        for name, p in pl_module.named_parameters():
-            self.means[name] = self.means.get(name, torch.zeros(())) + p.detach().mean()
-
-
-def test_what_a_callback_keeps_is_compared() -> None:
-    report = check_model(Net(), batches(), callbacks=[KeepsMeans()], updates=3)
-    found = report.differences[0]
-    assert (found.comparison, found.kind) == ("delayed", "value at the end")
-    assert found.name == "KeepsMeans.means['model.0.weight']"
-    marked = lightning_asyncpp.after_own_update(KeepsMeans())
-    assert check_model(Net(), batches(), callbacks=[marked, EMAWeightAveraging(decay=0.9)], updates=2).ok
 
 
 class BatchNorm(Net):
@@ -203,11 +187,16 @@ class Mixes(Net):
         return F.cross_entropy(self.model(batch["x"] + 0.1 * batch["x"][other]), batch["y"])
 
 
-def test_what_makes_it_right_is_printed() -> None:
-    report = check_model(Net(), batches(8, ignored=3), updates=2)
+def test_what_makes_it_right_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """And a line for each comparison that is under way."""
+    report = check_model(Net(), batches(8, ignored=3), updates=1, **TWICE)
     (difference,) = report.differences
-    assert (difference.comparison, difference.kind) == ("whole", "loss")
+    assert (difference.comparison, difference.update, difference.kind) == ("whole", 0, "loss")
+    assert difference.values[0] != difference.values[1]
+    assert "2 batches (2 per update) in 4 microbatches each" in str(report)
     assert "return float((microbatch['y'] != -100).sum())" in str(report)
+    names = ("pieces", "delayed", "whole")
+    assert capsys.readouterr().err.splitlines() == [f"check_model: comparing {name} ..." for name in names]
 
 
 @pytest.mark.parametrize(
@@ -227,27 +216,6 @@ def test_errors_of_the_users_code_show_as_they_are() -> None:
     assert sys.excepthook is hook, "it shows the traceback"
 
 
-class ReadsTheLastBatch(Net):
-    """An attribute kept between calls reaches the first stage."""
-
-    scale = 1.0
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        output = self.model(batch["x"] * (self.scale if batch_idx else 1.0))
-        self.scale = float(output.detach().std())
-        return F.cross_entropy(output, batch["y"])
-
-
-def test_an_update_may_be_of_several_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line tells what is under way."""
-    report = check_model(ReadsTheLastBatch(), batches(), updates=1, **TWICE)
-    found = report.differences[0]
-    assert (found.comparison, found.update, found.kind, found.name) == ("pieces", 0, "loss", "batch 1")
-    assert "2 batches (2 per update) in 4 microbatches each, loss" in str(report)
-    names = ("pieces", "whole")
-    assert capsys.readouterr().err.splitlines() == [f"check_model: comparing {name} ..." for name in names]
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the number of stages and the data of the recipe."""
     monkeypatch.chdir(tmp_path)
@@ -256,7 +224,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     for index in range(20):
         (tmp_path / "text" / f"{index}.txt").write_text(f"document {index} of some words, not many\n" * 20)
     check.main([
-        "--config", str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml"), "--updates", "2",
+        "--config", str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml"), "--updates", "1",
         "--data.source", "text", "--data.cache_dir", "cache", "--data.val_fraction", "0.2", "--data.batch_size", "6",
         "--data.context_length", "16", "--model.config.context_length", "16", "--model.config.dim", "32",
         "--trainer.accumulate_grad_batches", "3",
@@ -264,5 +232,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     printed = capsys.readouterr().out
     assert "stage 1: blocks.2, blocks.3, head" in printed
     assert printed.count("equal to the last bit") == 2
-    assert "6 batches (3 per update)" in printed
+    assert "3 batches (3 per update)" in printed
     assert not (tmp_path / "runs").exists(), "a check leaves no logs"

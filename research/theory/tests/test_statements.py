@@ -40,7 +40,8 @@ class LeastSquares:
         self.start = self.weight.detach().numpy().copy()
 
     def loss(self, inputs: torch.Tensor) -> torch.Tensor:
-        return (self.model(inputs) - inputs @ self.solution.T).square().mean()
+        output: torch.Tensor = self.model(inputs)
+        return (output - inputs @ self.solution.T).square().mean()
 
     def gradient(self, w: Array) -> Array:
         x = self.inputs.numpy()
