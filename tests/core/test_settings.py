@@ -20,7 +20,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     (
         {"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"},
         2,
-        "nonfinite_gradients='skip' could not leave",
+        "nonfinite_gradients='skip' could not skip",
     ),
     ({"staleness": "none"}, 2, "must be 'uniform' or 'least'"),
     ({"staleness": "least", "delay": 0}, 2, "has no meaning without a delay"),

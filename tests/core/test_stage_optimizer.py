@@ -161,7 +161,7 @@ def reread(state: dict[str, Any]) -> dict[str, Any]:
 def test_other_groups_are_refused() -> None:
     held = parameters()
     stage = alone(SGD(held, lr=0.1))
-    with pytest.raises(ConfigurationError, match=r"groups of \[2, 3\] parameters, this run's has \[5\]"):
+    with pytest.raises(ConfigurationError, match=r"groups of \[2, 3\] parameters, but this run's has \[5\]"):
         stage.load_state_dict(SGD(groups(held), lr=0.1).state_dict())
 
 

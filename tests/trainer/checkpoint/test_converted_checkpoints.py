@@ -97,5 +97,5 @@ def test_what_is_there_is_not_written_over(saved: dict[str, Any], command: Comma
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/file").touch()
     error = command("convert", saved["parts"], tmp_path / "folder", "--to", "full", "--force", code=2)
-    assert "holds something else (file)" in error
+    assert "with other files (file)" in error
     assert (tmp_path / "folder/file").exists()

@@ -72,7 +72,7 @@ def test_an_epoch_that_a_callback_ends_on_one_rank(pools: Pools) -> None:
     outcomes = pools.outcomes(STAGES, impatient, fit, run, timeout=SOON)
     assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
     assert outcomes[0].message.startswith(ENDS[1])
-    assert "raised StopIteration on one rank alone" in outcomes[0].message
+    assert "raised StopIteration on one rank only" in outcomes[0].message
 
 
 def test_a_save_on_one_rank_as_the_training_ends(pools: Pools, tmp_path: Path) -> None:
