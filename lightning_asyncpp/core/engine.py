@@ -107,7 +107,7 @@ class Engine:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing has run since the last drain; unlike :attr:`idle`, this holds for all stages."""
+        """Whether nothing has run since the last drain, on any stage; :attr:`idle` is about this stage only."""
         return all(part.idle and part._drained == part.next_forward for part in self.parts)
 
     def ended_as_agreed(self) -> bool:

@@ -234,7 +234,7 @@ def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
             raise _CannotCrossError(f"{type(output).__name__} without a tensor")
     except _CannotCrossError as found:
         raise ConfigurationError(
-            f"the last layer of a stage returned {found} (layer {layer!r}): the next stage can receive a tensor, or"
+            f"a layer at a cut returned {found} (layer {layer!r}): the next stage can receive a tensor, or"
             " tuples, lists and dictionaries (with strings as keys) of tensors, None, numbers, strings and booleans;"
             " return these, or combine this layer and the next into one"
         ) from None

@@ -56,7 +56,7 @@ def test_layers_keep_their_names_in_the_model() -> None:
         (lambda m: [m.embedding, nn.Linear(1, 1)], "it holds something that is not a submodule of the model"),
         (lambda m: [m], "it holds something that is not a submodule of the model"),
         (lambda m: [m.head, m.head], "it holds a layer twice"),
-        (lambda m: [m.embedding, (m.head, "call")], "the second of a pair is not a function"),
+        (lambda m: [m.embedding, (m.head, "call")], "the second entry of a pair is not a function"),
     ],
     ids=["empty", "stranger", "itself", "twice", "no function"],
 )
@@ -95,5 +95,7 @@ def test_parameters_outside_the_layers() -> None:
 def test_layers_that_would_wait_for_other_stages() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2)), nn.SyncBatchNorm(2))
     (problem,) = collective_problems(pipeline_units(model))
-    assert problem.startswith("SyncBatchNorm (1.1, 2) synchronises over all ranks, most of which hold other layers")
+    assert problem.startswith(
+        "SyncBatchNorm (1.1, 2) synchronises over all ranks, but most ranks do not have this layer"
+    )
     assert collective_problems(pipeline_units(model[:1])) == []
