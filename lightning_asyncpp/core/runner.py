@@ -68,7 +68,8 @@ class Task(NamedTuple):
         weights: name -> leaf tensor; None if the forward runs on the parameters themselves.
         slot: the microbatch on the first and the last stage; None for an empty slot, and on stages between them.
         fingerprint: hash of the batch or the microbatch, on the first and the last stage, if computed.
-        step: the user's step, called with the microbatch and its weight; the first stage passes None as the weight.
+        step: the user's step, called with the microbatch and its weight; the weight is None on
+            the first of several stages.
         purpose: ``"train"`` or a name of the evaluation, from which random seeds are derived.
         weight: w_k, on the first stage.
     """

@@ -18,7 +18,7 @@ MODULES = [
     (m.TwoOptimizers, "more than one optimizer"),
     (m.CallsTwice, "after calling twice self.model"),
     (m.NeverCalls, "without calling self.model"),
-    (m.ReturnsNone, "training_step must return a loss of one element"),
+    (m.ReturnsNone, "training_step must return a loss with one element"),
     (m.NamedTupleAtTheCut, "a layer at a cut returned the named tuple Named"),
     (m.CompiledInPlace, "self.model was compiled as a whole"),
 ]
