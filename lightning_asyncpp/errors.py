@@ -41,7 +41,7 @@ class ConfigurationError(ValueError):
 
 
 class DataError(ValueError):
-    """Wrong data, or a request that the data cannot serve; names the file or the argument, and a remedy."""
+    """Wrong data, or a request that the data cannot serve; the message names a file or an argument, and a remedy."""
 
 
 class BatchMismatchError(RuntimeError):
@@ -137,7 +137,7 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
         f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
         " numbers of batches on these ranks: all ranks of a replica must read the same data. Two other causes: a hook"
         " or a dataset raised StopIteration on one rank only, which ends the epoch in Lightning; or only some ranks"
-        ' call trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step, such as under an "if" on the'
+        ' call trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step, often under an "if" on the'
         " rank"
     )
 
@@ -190,4 +190,6 @@ def _show(
         before(kind, error, trace)
         return
     text = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
-    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {text}\n")  # one call: ranks write at once
+    sys.stderr.write(
+        f"[rank{rank}]: as on rank 0, {kind.__name__}: {text}\n"
+    )  # in one call, since ranks write at the same time

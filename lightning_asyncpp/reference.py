@@ -2,8 +2,9 @@
 
 A pipeline whose result differs from this one is wrong. This module is independent of the engine in everything that a
 pipeline decides: the order of microbatches, their weight versions, and how gradients are summed, clipped and applied.
-It shares only what defines the task: the units of a model (``pipeline_units``), the microbatches of a batch and their
-weights (``split_batch``, ``number_of_samples``), what layers record (``collecting``), and the derivation of seeds.
+It shares with the engine only what defines the task: the units of a model (``pipeline_units``), the microbatches of a
+batch and their weights (``split_batch``, ``number_of_samples``), what layers record (``collecting``), and the
+derivation of seeds.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def train_reference(
         held: for each stage, its parameters and h. The gradient of such a stage is clipped by the norm of the previous
             mini-batch's whole gradient, and not clipped in the very first mini-batch. Error feedback does not correct
             stages with h = 0.
-        replicas: number of replicas R. Of the batches of a mini-batch, each R in a row are one per replica. The number
+        replicas: number of replicas R. A mini-batch lists its batches in groups of R, one batch per replica. The number
             h counts per replica.
         exact_norm: clip the gradients of ``held``, too, by the norm of the current mini-batch's whole gradient.
         synchronous_start: number N of mini-batches without delay. Error feedback takes its first u at update N, and
@@ -185,7 +186,7 @@ class Trajectory:
         self.norm_before = 0.0
 
     def take(self, ahead: Weights | None = None) -> None:
-        """Copy W_t from the model, whose parameters are the masters Y_t; without ``dtype`` they are W_t itself."""
+        """Copy W_t from the model, whose parameters are W_t; with ``dtype``, they are the masters Y_t."""
         self.masters = values_of(self.parameters)
         self.newest = _rounded(self.masters | (ahead or {}), self.dtype) | values_of(self.buffers)
 
@@ -210,7 +211,7 @@ class Trajectory:
         return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
 
     def norm_for(self, parameter: Tensor, norm: float) -> float:
-        """Return the norm by which a parameter's gradient is clipped: ``norm``, or the previous mini-batch's."""
+        """Return the norm by which a parameter's gradient is clipped: ``norm``, or the previous mini-batch's norm."""
         steps_ahead = self.t >= self.start and parameter in self.held and not self.exact_norm
         return self.norm_before if steps_ahead else norm
 

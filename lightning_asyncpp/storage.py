@@ -33,8 +33,8 @@ def replace_durably(written: Path, name: Path) -> None:
 
     Args:
         written: complete file or folder.
-        name: final name, in the same file system. What has this name is replaced, but a folder does not replace a
-            folder that has content. Replacing a file by a folder, or a folder by a file, is not atomic.
+        name: final name, in the same file system. A file or folder of this name is replaced, unless both are folders
+            and the old folder has content. Replacing a file by a folder, or a folder by a file, is not atomic.
 
     Raises:
         OSError: the content cannot be written, or both are folders and ``name`` has content (nothing is renamed then);
@@ -96,7 +96,7 @@ class StorageError(OSError):
 
 
 def save_file(content: Any, path: Path) -> None:
-    """Write a checkpoint; an existing file is replaced only when the new one is complete and on the disk.
+    """Write a checkpoint; an existing file stays until the new file is complete and on the disk.
 
     Args:
         content: object for ``torch.save``.
@@ -291,7 +291,7 @@ def read_index(folder: Path) -> dict[str, int]:
 
 
 def new_target(path: Path) -> Target:
-    """Choose the target of a save, and remove temporary files of earlier saves; call it on one rank, and broadcast.
+    """Choose the target of a save, and remove temporary files of earlier saves; one rank calls this and broadcasts it.
 
     Raises:
         StorageError: ``path`` is a folder with files that belong to no checkpoint, or its parent folder cannot be
@@ -372,7 +372,10 @@ def give_up(target: Target) -> None:
 
 
 def remove_sharded(path: Path) -> None:
-    """Remove a checkpoint; of a link, only the link. The name of a folder vanishes before its files."""
+    """Remove a checkpoint, or only the link if the path is a link.
+
+    A folder's name vanishes at once, before its files are removed.
+    """
     if is_folder(path):
         aside = temporary_name(path)
         with suppress(OSError):

@@ -55,10 +55,10 @@ class _Analysis:
             parameter.grad = None
 
     def find(self) -> OwnForwardCut:
-        """Return the cut with the fewest transfers and weights whose results equal those of the whole model."""
+        """Return a cut whose results equal the whole model's; cuts with fewer transfers and weights are tried first."""
         cuts: list[OwnForwardCut] = []
         errors: list[Exception] = []
-        for by_inputs in (False, True):  # outputs cross in chains of blocks; in other forwards, inputs are often fewer
+        for by_inputs in (False, True):  # outputs cross in a chain of blocks; elsewhere, inputs may be fewer
             try:
                 explored = self._explored(by_inputs)
             except Exception as error:
@@ -102,7 +102,7 @@ class _Analysis:
         return replace(cut, around=tuple(around), crossing=crossing)
 
     def _used(self, gradients: dict[str, Tensor], own: set[int]) -> list[str]:
-        """Return the names of the parameters that a unit uses besides those of its block."""
+        """Return the names of the parameters outside of its block that a unit uses."""
         return [name for name, p in self.model.named_parameters() if name in gradients and id(p) not in own]
 
     def _observed(
@@ -140,7 +140,7 @@ class _Analysis:
         return taken, outputs, changed
 
     def _with_rest(self, cut: OwnForwardCut, everywhere: bool) -> OwnForwardCut:
-        """Return the cut after adding the parameters that no unit was seen to use to the last unit, or to all units."""
+        """Return the cut with the remaining parameters, whose users are unknown, in the last unit or in all units."""
         used = set().union(*cut.around)
         rest = tuple(name for name in self.around if name not in used)
         last = len(cut.around) - 1
@@ -165,7 +165,7 @@ class _Analysis:
         return replace(cut, is_exact=has_same_uses and max(map(len, cut.crossing)) <= 1)
 
     def _without_values(self, cut: OwnForwardCut, *expected: Result) -> OwnForwardCut:
-        """Return the cut after marking arguments ``blank`` if later stages do not need their floating-point values."""
+        """Return the cut with arguments marked as ``blank`` if later stages need no floating-point values of them."""
         args, kwargs = self.runs.call
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for key, value in arguments:

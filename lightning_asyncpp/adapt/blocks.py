@@ -122,7 +122,7 @@ def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
 
 
 def _outermost(around: str, module: nn.Module, times: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the outermost submodules that are called once; instead of a very large one, yield those inside it."""
+    """Yield the outermost submodules that are called once; of a very large one, yield the submodules inside it."""
     for key, child in module.named_children():
         name = f"{around}.{key}".removeprefix(".")
         if not sizes.get(name, 0) or times.get(name, 0) > 1:

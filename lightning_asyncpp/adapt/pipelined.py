@@ -109,8 +109,8 @@ def _working_example(model: nn.Module, example: Example | None, device: torch.de
     shown = map_tensors(lambda t: f"{t.dtype} {list(t.shape)}", example)
     raise ConfigurationError(
         f"{class_name(model)} cannot be called with {'guessed arguments' if example is None else shown} ({problem})."
-        " Give an example of its arguments in training, such as (x, mask) or {'input_ids': ids}: as"
-        " example_input_array of the LightningModule, or with Fabric of the strategy, or in pipelined(model, example)."
+        " Give an example of its arguments in training, such as (x, mask) or {'input_ids': ids}: set"
+        " example_input_array on the LightningModule (with Fabric, on the strategy), or call pipelined(model, example)."
         " Or give the model pipeline_layers()"
     )
 

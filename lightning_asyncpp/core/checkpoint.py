@@ -1,4 +1,4 @@
-"""State of a pipeline, keyed by the model's names: saving it, and loading it into any other pipeline.
+"""Save a pipeline's state under the model's names, and load it into any other pipeline.
 
 A full checkpoint is one file: rank 0, the last stage of the first replica, gathers the other stages' state and writes
 it. A sharded checkpoint is a folder, into which each stage writes its state. Saving happens at once or in the
@@ -244,7 +244,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
         for name, tensor in (*engine.weights.parameters.items(), *engine.weights.buffers.items())
     }
     found = {name: find(state[MASTERS], name) for name in engine.weights.masters() or {}}
-    masters = {name: master for name, master in found.items() if master is not None}  # frozen ones had none
+    masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
     session.set_delay()  # before the optimizer's state is loaded: it keeps only the state that its delay needs

@@ -40,8 +40,8 @@ class Engine:
     """One stage of a running pipeline.
 
     Call :meth:`run` for every batch. After the last batch of a mini-batch (without accumulation, every batch), call
-    :meth:`complete` and then :meth:`apply_due`. :meth:`drain` finishes at any moment what is in flight, and does not
-    change the trajectory.
+    :meth:`complete` and then :meth:`apply_due`. :meth:`drain` may be called at any moment: it finishes what is in
+    flight, and does not change the trajectory.
 
     Args:
         stage: this rank's stage of the model.

@@ -71,7 +71,7 @@ class FirstCause:
     Args:
         key: name of the key, the same on all ranks and unique to the run.
         server: name of the rank that serves the store.
-        on_cause: function called once, in the thread, when a cause is found.
+        on_cause: function called once, in the thread that reads the store, when a cause is found.
 
     Attributes:
         cause: first cause, if this rank knows it.

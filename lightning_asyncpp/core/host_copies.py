@@ -1,6 +1,6 @@
-"""Asynchronous copies of device tensors to the host: launched early and together, waited for late.
+"""Asynchronous copies of device tensors to the host.
 
-Copies go through pinned memory and overlap with computation; tensors on the host are not copied. The newest batch's
+Copies go through pinned memory and overlap with computation. Tensors on the host are not copied. The newest batch's
 tensors on the host are remembered, so that they need not be copied back.
 """
 
@@ -69,7 +69,7 @@ def pieces_on_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor itself if it is on the host, else a contiguous copy there."""
+    """Return a host tensor as it is, and a device tensor as a contiguous copy on the host."""
     if tensor.is_cpu:
         return tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Messages between stages of one process: queues of tensors, in the order in which they were sent."""
+"""Messages between stages of one process: queues of tensors, in the order of sending."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class LocalWork:
         """Check that the message has been delivered.
 
         Raises:
-            RuntimeError: it has not been delivered. No other stage can run during a wait, so it never would be.
+            RuntimeError: the message has not been delivered. No other stage can run during a wait, so the wait would
+                never end.
         """
         if not self._is_there:
             raise RuntimeError("a stage of this process waits for a message that no other stage has sent")

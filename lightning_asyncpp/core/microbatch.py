@@ -254,7 +254,7 @@ class BatchOutput:
         return torch.where(missing.any(), others, losses.sum() / total)  # an if would wait for the GPU
 
     def extras(self) -> dict[str, Any]:
-        """Return the other entries that training steps returned with their losses, merged over the batch."""
+        """Return the entries that training steps returned besides their losses, merged over the batch."""
         if not self.results or not isinstance(self.results[0], Mapping):
             return {}
         extras = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]

@@ -287,10 +287,10 @@ class MiddleStage(StageRunner):
 
 
 class LastStage(StageRunner):
-    """Last stage, which runs the user's whole step with the pipeline's output in place of the model's."""
+    """Last stage, which runs the user's whole step; the step gets the pipeline's output as the model's output."""
 
     def forward(self, task: Task) -> Flight:
-        """Run the step, and the layers on the received activation when it calls the model."""
+        """Run the step; when it calls the model, run the layers on the received activation."""
         arrival = self._receive(task.k)
         header = arrival.header
         if header.kind == Header.EMPTY:
@@ -311,7 +311,7 @@ class LastStage(StageRunner):
         Args:
             task: forward to be run.
             flight: record of the microbatch, which receives the result.
-            received: arguments of the first layer; default: those of the step's call of the model.
+            received: arguments of the first layer; default: the arguments with which the step calls the model.
         """
 
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:

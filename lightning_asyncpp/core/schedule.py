@@ -15,9 +15,9 @@ of difference hides a part of it. Exposed latencies of consecutive hops add up, 
 lookahead of P - 1 adds one microbatch of difference to each of the P - 1 hops.
 
 Without a flush, a stage runs the first ``h`` microbatches of a mini-batch on the weights before the newest update, and
-the later ones on the newest weights (:func:`held_back`). ``h`` is at least ``depth(s)``: so many microbatches start
-before the previous mini-batch's gradient is complete. If ``h`` is the whole mini-batch, this is PipeDream-2BW
-(Narayanan et al., ICML 2021).
+the later ones on the newest weights (:func:`held_back`). ``h`` is at least ``depth(s)``, the number of microbatches
+that start before the previous mini-batch's gradient is complete. If ``h`` is the whole mini-batch, this is
+PipeDream-2BW (Narayanan et al., ICML 2021).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def depth(stage: int, num_stages: int, lookahead: int) -> int:
 def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> int:
     """Return the largest lookahead of an asynchronous pipeline; negative if not even 0 fits.
 
-    The first stage can run ``microbatches`` ahead. With replicas it is one less, so that the gradient reduction
+    The first stage can run ``microbatches`` ahead; with replicas one microbatch less, so that the gradient reduction
     overlaps with a microbatch.
     """
     return microbatches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
@@ -71,8 +71,9 @@ def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> 
 def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
     """Return the number of leading microbatches per mini-batch that run on the weights before the newest update.
 
-    With ``"uniform"`` all of them do, with ``"least"`` the first ``depth(s) + slack``. With slack ``"exact"`` it is the
-    first ``depth(0)`` on every stage; after these, all stages know the previous gradient's norm.
+    With ``"uniform"`` these are all microbatches; with ``"least"``, the first ``depth(s) + slack``; with slack
+    ``"exact"``, the first ``depth(0)`` on every stage. After ``depth(0)`` microbatches all stages know the previous
+    gradient's norm.
 
     Returns:
         Number h, which may exceed the number of microbatches in a mini-batch; None for all.
@@ -133,7 +134,7 @@ class StalenessRule:
         return self.version(mini_batch) == mini_batch
 
     def staleness_of(self, mini_batch: int, microbatches: int) -> float:
-        """Return mini-batch t's age for the optimizer: :meth:`staleness`, or 0 in a synchronous start."""
+        """Return the age of mini-batch t's gradient, for the optimizer; 0 in a synchronous start."""
         return 0 if mini_batch < self.synchronous_start else self.staleness(microbatches)
 
     def updates_behind(self, mini_batch: int) -> int:
@@ -239,7 +240,9 @@ class Schedule:
         for begin, done in pairwise(sorted({*range(0, end + 1, microbatches), *(k for k in drains if 0 < k < end)})):
             t = begin // microbatches
             batch = self.batch(begin, done - begin, oldest, t, t * microbatches)
-            actions += [a for a in batch if a.kind is not Kind.UPDATE or a.index >= updates]  # a drain has applied some
+            actions += [
+                a for a in batch if a.kind is not Kind.UPDATE or a.index >= updates
+            ]  # a drain may have applied it
             updates = max([updates, *(a.index + 1 for a in batch if a.kind is Kind.UPDATE)])
             oldest = max(oldest, done - self.depth)
             complete, over = divmod(done, microbatches)

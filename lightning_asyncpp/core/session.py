@@ -142,7 +142,7 @@ class PipelineSession:
         """
         self.watch.check()
         if self.engine is None:
-            error = sys.exc_info()[1]  # without it, callbacks of Lightning that save on an exception would hide it
+            error = sys.exc_info()[1]  # which Lightning's callbacks that save on an exception would hide
             why = f": {type(error).__name__}: {error}" if error is not None else ""
             raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine

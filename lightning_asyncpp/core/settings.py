@@ -251,7 +251,7 @@ class ResolvedSettings(PipelineSettings):
         """Return a description for the log: microbatches, age of gradients, and norm for clipping.
 
         Args:
-            schedules: schedules of all stages; default: those without shared parameters.
+            schedules: schedules of all stages; default: schedules for a model without shared parameters.
             clips: whether gradients are clipped by their norm.
         """
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]

@@ -86,7 +86,7 @@ class Pace:
 
 
 _FIRST, _LAST = 3, 7
-"""The time is measured from the end of one to the end of the other mini-batch, after the initial warmup."""
+"""Two mini-batches after the initial warmup; the time between their ends is measured."""
 
 
 def pace_of(
@@ -128,7 +128,7 @@ class _Progress:
     reduction: Duration
     transfer: Callable[[int], float]
     ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> end
-    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # by sending stage
+    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # with the sending stage
     free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # (direction, link) -> time
 
     @property
@@ -175,6 +175,6 @@ class _Progress:
         return total + (self.hop if stage > 0 else 0.0)
 
     def _reduced(self, stage: int, mini_batch: int) -> float | None:
-        """Return the time at which a stage's gradient is reduced over replicas; None if not known yet."""
+        """Return the time at which a stage's gradient has been reduced over replicas; None if not known yet."""
         end = self.ends.get((Kind.BACKWARD, stage, (mini_batch + 1) * self.microbatches - 1))
         return None if end is None else end + _length(self.reduction, stage, mini_batch)

@@ -1,6 +1,6 @@
 """A stage's part of an optimizer of the whole model, and its steps with an engine's updates.
 
-All stages have the same parameter groups and options, and use the whole model's numbers of parameters.
+All stages have the same parameter groups and options, and number parameters as in the whole model.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class AttachedOptimizer:
 def around_step(
     optimizer: Any, older: Mapping[nn.Parameter, Tensor] | None, masters: Mapping[nn.Parameter, Tensor] | None
 ) -> Iterator[None]:
-    """Provide an optimizer's step with the weights before it, and write the newest weight version after it.
+    """Give an optimizer's step the weights before the step, and write the newest weight version after the step.
 
     Args:
         optimizer: if it has ``weights_before(weights)``, it receives ``older`` and need not copy the weights. If it has
@@ -245,7 +245,7 @@ def around_step(
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's class, followed by that of a wrapped optimizer in parentheses."""
+    """Return an optimizer's class name, followed by a wrapped optimizer's class name in parentheses."""
     inner, name = getattr(optimizer, "base", None), type(optimizer).__name__
     return f"{name}({name_of(inner)})" if isinstance(inner, Optimizer) else name
 

@@ -35,7 +35,7 @@ class Activity(str, Enum):
     SEND = "send"  # the stage's time to hand a message to the transport, without the transfer
     REDUCE = "reduce"  # reduction of a mini-batch's gradient over replicas, in the background
     PENDING = "pending"  # from the complete gradient of a mini-batch until all ranks agree on its update
-    DRAIN = "drain"  # drain of the pipeline, around all activities during it
+    DRAIN = "drain"  # drain of the pipeline; contains all activities during the drain
     EVALUATE = "evaluate"
     CHECKPOINT = "checkpoint"
 
@@ -53,7 +53,7 @@ class Span:
         index: microbatch counted over the run, or mini-batch if the activity is not per microbatch.
         start: start in seconds of this process's ``time.perf_counter``.
         end: end in the same seconds.
-        version: version v of the weights that a forward or backward ran on or that an update made; otherwise -1.
+        version: weight version that a forward or backward ran on, or that an update made; -1 for other activities.
         num_bytes: bytes sent or reduced.
     """
 
@@ -239,7 +239,7 @@ class Trace:
 
 
 class RunningSpan:
-    """Span that is running; a class, since a generator would take twice as long."""
+    """Context manager that records a span; a class, since a generator would take twice as long."""
 
     __slots__ = ("_start", "_trace", "_what")
 
@@ -300,8 +300,8 @@ REST = "rest"
 def seconds_by_kind(spans: Iterable[Span], start: float, end: float) -> dict[SpanKind | str, float]:
     """Divide the time from ``start`` to ``end`` among a stage's activities.
 
-    Of nested spans the innermost counts. Waits inside of a drain count as the drain. Spans in the background count
-    nothing.
+    Of nested spans the innermost counts. Waits inside of a drain count as the drain. Spans in the background are
+    ignored.
 
     Returns:
         Seconds of each kind and of ``REST``, with the sum ``end - start``.

@@ -90,7 +90,7 @@ def whole_before(model: nn.Module, index: int, num_stages: int) -> WholeModel | 
 def _prune(
     model: nn.Module, index: int, seed: int, device: torch.device, root: nn.Module, counts: Sequence[int]
 ) -> WholeModel:
-    """Materialise the tensors of this stage, and remove those of other stages from the module."""
+    """Materialise the tensors of this stage, and remove other stages' tensors from the module."""
     units = pipeline_units(model)
     problems = ownership_problems(root, units) + meta_problems(root, units) + collective_problems(units)
     if problems:
@@ -150,7 +150,7 @@ def materialize(
     """
     replaced: dict[Tensor, Tensor] = {}
     problems: list[str] = []
-    for index in sorted(indices):  # so on every stage, the same unit, the last, sets a shared parameter
+    for index in sorted(indices):  # in order: on every stage, the last unit sets a shared parameter
         unit = units[index]
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
         if not modules:

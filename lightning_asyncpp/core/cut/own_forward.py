@@ -1,6 +1,6 @@
 """Stage that runs the model's own ``forward``, for models without ``pipeline_layers()``.
 
-A block is a layer between whose calls the model may be cut. A unit is a block with the code before or after it; a stage
+Cuts are between the calls of certain layers, the blocks. A unit is a block with the code before or after it; a stage
 has one or more units. Blocks of earlier stages do not run, and the forward ends where the next stage begins. Code
 around blocks runs on every stage that reaches it. It works on values that it computes itself, on received values, or on
 zeros whose results are not used. Besides the arguments of the call, a stage receives one of two kinds of values:
@@ -265,7 +265,7 @@ class OwnForwardStage:
     def _behind(self, number: int, output: Any) -> Any:
         """Keep an output that crosses a cut, and end the forward after the last block of this stage.
 
-        The code after the block gets a copy, since it may change its value in place.
+        The code after the block gets a copy, since it may change the output in place.
         """
         if number in self._sends:
             self._made[number] = output

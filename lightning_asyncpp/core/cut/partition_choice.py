@@ -116,7 +116,7 @@ def example_of(
         microbatches: number of microbatches of the batch, of which the first is used.
         precision: Lightning's precision plugin.
         device: device on which the layers run.
-        through: function from the arguments in the example to those of the model; default: they are the same.
+        through: function that converts the example's arguments to the model's arguments; default: no conversion.
     """
     if given is None:
         return None
@@ -133,7 +133,8 @@ def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]
 
     Args:
         example: arguments of a batch; anything else is a single argument.
-        microbatches: number of microbatches of the batch; tensors with one row per sample are cut to the first one.
+        microbatches: number of microbatches of the batch; of tensors with one row per sample, the first microbatch's
+            rows are taken.
 
     Raises:
         ConfigurationError: ``example`` has no tensor with a batch dimension.

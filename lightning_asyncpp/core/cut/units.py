@@ -49,7 +49,7 @@ def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         model: ``nn.Sequential`` or module with ``pipeline_layers()``.
-        args: arguments of the first layer; every other layer takes the output of the layer before it.
+        args: arguments of the first layer; every later layer takes the output of the layer before it.
         kwargs: keyword arguments of the first layer.
     """
     if (own := cut_of(model)) is not None:

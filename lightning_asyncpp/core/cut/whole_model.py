@@ -119,7 +119,7 @@ def update_from_counts(model: nn.Module, counted: Collected) -> dict[str, float]
 
 
 def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:
-    """Return name in the model -> layer with statistics, by the first name of each layer."""
+    """Return the layers with statistics: first name in the model -> layer."""
     found: dict[StatisticsLayer, str] = {}
     for unit in units:
         for name, module in unit.module.named_modules():
@@ -164,7 +164,7 @@ class WholeModel:
         Args:
             units: units of the whole model.
             counts: number of units on each stage.
-            root: module in checkpoints: the model, or the module around it.
+            root: module whose names checkpoints have: the model, or the module around it.
         """
         return cls(
             counts=tuple(counts),
@@ -187,7 +187,10 @@ class WholeModel:
         vars(called_by_steps(model))[CUT] = self
 
     def find(self, values: Mapping[str, T], name: str) -> T | None:
-        """Return a parameter's value under any of its names, since the name depends on the cut; None if it has none."""
+        """Return a parameter's value under any of its names; None if ``values`` has no such name.
+
+        The name that a parameter has in a checkpoint depends on the cut.
+        """
         if name in values:
             return values[name]
         return next((values[other] for other in self.shared_names.get(name, ()) if other in values), None)

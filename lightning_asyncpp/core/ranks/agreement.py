@@ -165,7 +165,7 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
 
 
 def batches_behind(num_stages: int, microbatches: int) -> int:
-    """Return after how many batches a sum is read: so many that no stage waits for later stages."""
+    """Return the number of batches after which a sum is read: enough that no stage waits for later stages."""
     return 2 + (num_stages - 1) // microbatches
 
 
@@ -174,8 +174,8 @@ class StopRounds:
 
     After every batch each rank contributes its flag to an asynchronous sum, and reads the sum from a few batches ago.
     All ranks read the same sum after the same batch, and so stop together. If replicas have different numbers of
-    batches, ranks that have finished go on contributing flags until all ranks have. All ranks make the same calls in
-    the same order.
+    batches, ranks that have finished go on contributing flags until all ranks have finished. All ranks make the same
+    calls in the same order.
 
     Args:
         mesh: mesh of ranks.

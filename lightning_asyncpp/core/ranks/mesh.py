@@ -173,10 +173,10 @@ class Groups:
     Attributes:
         control: all ranks, for control messages; with one replica the same as ``host``.
         host: all ranks, for host data between any two of them.
-        forward: activations on devices from the previous stage.
-        backward: their gradients to the previous stage.
-        to_next: activations on devices to the next stage.
-        from_next: their gradients from the next stage.
+        forward: activations on devices, from the previous stage.
+        backward: gradients of these activations, to the previous stage.
+        to_next: activations on devices, to the next stage.
+        from_next: gradients of these activations, from the next stage.
         data_parallel: ranks of this stage in all replicas; None with one replica.
         last_stages: last stages of all replicas; None with one replica, and on stages that are not the last.
         saving: all ranks, for the thread that writes checkpoints; None until its first use.

@@ -44,7 +44,7 @@ class ControlMessage:
         finite: whether all elements of the gradient are finite.
         interrupted: number of ranks that received SIGTERM.
         finished: number of ranks that want training to stop early.
-        statistics: statistics of all layers, over all stages and replicas, fp64, as long as their layout.
+        statistics: statistics of all layers, summed over all stages and replicas, (length of their layout,) fp64.
     """
 
     weight: float
@@ -150,8 +150,8 @@ class MiniBatch:
         Messages are sent by :meth:`poll`, in the order of the mini-batches.
 
         A stage in the middle of the pipeline waits here for the shared gradients of later stages. They were complete
-        before its gradients. A later wait could be a deadlock: the previous stage waits for the control message, and
-        this stage for that stage's activations.
+        before its gradients. A later wait could be a deadlock: the previous stage would wait for this stage's control
+        message, and this stage for that stage's activations.
 
         Args:
             gradients: name -> summed gradient of this stage.
@@ -196,7 +196,9 @@ class MiniBatch:
         return self.message is not None
 
     def reduce_now(self) -> tuple[float, bool | Tensor, Tensor]:
-        """Wait for this stage's other replicas, but not for other stages; with one replica, wait for no device.
+        """Wait for this stage's other replicas, but not for other stages.
+
+        With one replica, the host does not wait for the device either.
 
         Returns:
             Sum of weights over replicas; whether this stage's gradient is finite, as a tensor if the host does not know
@@ -240,7 +242,7 @@ class MiniBatch:
         """
         if self.message is not None:
             return self.message
-        # The newest reading first: when it is complete, so are the earlier ones.
+        # Wait for the newest reading: when it is complete, earlier readings are, too.
         names, norms = self._begin_message(), self._reading
         numbers = [norm.item() for norm in names.values()] if norms is None else [number for (number,) in norms.get()]
         self.squares = {name: number * number for name, number in zip(names, numbers)}

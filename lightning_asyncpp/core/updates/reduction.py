@@ -41,7 +41,7 @@ _MOST_TAGS = 16  # tags below this are for other messages
 _MOST_MINI_BATCHES = 8  # more than are in flight at the same time
 _ALIGNMENT = 64
 """Alignment of tensors that torch allocates, in bytes. Rounding of matrix products depends on the alignment of their
-operands, so it must not depend on the stage."""
+operands, so the alignment must not depend on the stage."""
 
 
 class Bucket:
@@ -310,14 +310,14 @@ class TiedGradients:
         return all(received is None or received.work.is_completed() for received in self._from_behind)
 
     def has_whole_sums(self) -> bool:
-        """Return whether neither :meth:`pass_on` nor :meth:`take_whole_sums` would wait."""
+        """Return whether :meth:`pass_on` and :meth:`take_whole_sums` can run without a wait."""
         return self.have_arrived() and all(whole is None or whole.work.is_completed() for whole in self._whole)
 
     def pass_on(self, gradients: Gradients, uses: Mapping[str, Sequence[Tensor]]) -> None:
         """Wait for the sums of later stages, add this stage's gradients, and send the sums on; only once.
 
         Args:
-            gradients: name -> gradient; sums over all stages replace those that this stage counts.
+            gradients: name -> gradient; if this stage counts a gradient, the sum over all stages replaces it.
             uses: name -> gradients of several uses on this stage, in the order of their addition.
         """
         if self._passed_on:

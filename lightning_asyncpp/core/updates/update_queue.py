@@ -165,7 +165,7 @@ class UpdateQueue:
         self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context for the backward of microbatch ``k``, which starts the reduction if it is the last one.
+        """Return a context for the backward of microbatch ``k``; in a mini-batch's last one, the reduction starts.
 
         Args:
             k: number of the microbatch.
@@ -206,7 +206,7 @@ class UpdateQueue:
         self.busy = not in_order or bool(self._dropped or self._sending)
 
     def apply_held(self) -> None:
-        """Apply the previous mini-batch's update, once the open one no longer needs the older weights.
+        """Apply the previous mini-batch's update, once the open mini-batch no longer needs the older weights.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``. Not raised here if the stage
@@ -232,7 +232,7 @@ class UpdateQueue:
             self._step_ahead(self.pending[-1])
 
     def iter_all(self) -> Iterator[Action]:
-        """Apply the updates of all complete mini-batches, whose backwards are done."""
+        """Apply the updates of all complete mini-batches; their backwards must be done."""
         while self.pending:
             yield from self._iter_apply()
         while self._sending:

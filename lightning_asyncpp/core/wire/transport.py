@@ -269,7 +269,9 @@ class Transport:
 
     def announce_end(self) -> None:
         """Tell the next stage that no activation follows until it has drained, too; never waits."""
-        if self._after is not None and not self._closed:  # closed: gathering weights after a run drains again
+        if (
+            self._after is not None and not self._closed
+        ):  # gathering weights drains again after a run, with closed links
             self._after.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
