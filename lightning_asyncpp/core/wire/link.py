@@ -160,7 +160,7 @@ class Link:
         try:
             count = self._socket.recv_into(view)
         except BlockingIOError:
-            late = TimeoutError(f"it sent nothing for {self.timeout:g} seconds")
+            late = TimeoutError(f"nothing came from it for {self.timeout:g} seconds")
             raise peer_lost(self.peer, late) from None
         except OSError as error:
             raise peer_lost(self.peer, error) from None
