@@ -1,4 +1,4 @@
-"""``python -m lightning_asyncpp``: the ``asyncpp`` command in the form that torchrun can start."""
+"""``python -m lightning_asyncpp``: the ``asyncpp`` command, in a form that torchrun can start."""
 
 from lightning_asyncpp.cli import main
 

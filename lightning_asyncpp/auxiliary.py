@@ -1,13 +1,13 @@
-"""Auxiliary losses of layers, and statistics by which layers adapt without a gradient.
+"""Auxiliary losses of layers, and statistics from which layers adapt without a gradient.
 
-Only the last stage of a pipeline computes the loss, so layers of other stages cannot add to it. They record auxiliary
-losses instead, which the caller of the model :func:`collects <collecting>`: a pipeline on every stage, or a plain
-training step in one process. Both give the same result: an auxiliary loss of a microbatch adds to that microbatch's
-mean loss, and statistics are summed over the microbatches and replicas of an update.
+Only the last stage of a pipeline computes the loss, so layers of earlier stages cannot add to it. Instead layers record
+auxiliary losses, and whoever calls the model :func:`collects <collecting>` them: a pipeline on every stage, or a plain
+training step in one process. Both give the same result. An auxiliary loss is added to the mean loss of its microbatch.
+Statistics are summed over the microbatches and replicas of an update.
 
-Nothing is recorded outside of a collection. Activation checkpointing (``torch.utils.checkpoint``) therefore records
-once, in the forward and not again in the recomputation. It needs ``use_reentrant=False``: the reentrant variant runs
-its forward without gradients, where nothing is recorded.
+Nothing is recorded outside of a collection. So activation checkpointing (``torch.utils.checkpoint``) records in the
+forward only, not in the recomputation. It needs ``use_reentrant=False``: the reentrant variant runs the forward with
+gradients disabled, and then nothing is recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 
 class StatisticsLayer(nn.Module):
-    """Layer that counts something in every forward, and may change its own buffers once per update.
+    """Layer that counts something in every forward, and may change its buffers once per update.
 
     Its forward, or a layer around it, calls :func:`add_statistics`.
 
@@ -38,7 +38,7 @@ class StatisticsLayer(nn.Module):
     metrics: ClassVar[Mapping[str, Literal["mean", "max", "min", "sum"]]] = {}
 
     def update_from_statistics(self, totals: Tensor) -> None:
-        """Change the versioned buffers; called once per update that is applied, without gradients.
+        """Change the versioned buffers; called once per applied update, with gradients disabled.
 
         Args:
             totals: (num_statistics,) fp64 on the layer's device, summed over the microbatches and replicas of the
@@ -47,7 +47,7 @@ class StatisticsLayer(nn.Module):
 
     @classmethod
     def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
-        """Return values for the logger, by the names in ``metrics``.
+        """Return the values to log, by the names in ``metrics``.
 
         Args:
             totals: as in :meth:`update_from_statistics`, on the host.
@@ -60,7 +60,7 @@ class Collected:
     """Auxiliary losses and statistics that layers recorded in a forward.
 
     Attributes:
-        losses: tensors without dimensions, with their graphs, in the order in which they were added.
+        losses: tensors without dimensions, with their graphs, in the order of recording.
         statistics: layer -> its counts, (num_statistics,) fp64.
     """
 
@@ -72,7 +72,7 @@ class Collected:
         return sum(self.losses[1:], start=self.losses[0]) if self.losses else 0.0
 
     def take_statistics(self) -> dict[StatisticsLayer, Tensor]:
-        """Return the statistics, hiding them from the enclosing collection."""
+        """Remove and return the statistics, so that they do not reach the enclosing collection."""
         taken, self.statistics = self.statistics, {}
         return taken
 
@@ -89,8 +89,8 @@ COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
 class collecting:  # noqa: N801 - used like torch.no_grad; a generator would slow every microbatch
     """Collect what layers record: ``with collecting() as collected``.
 
-    Losses go to the innermost collection only, so that they are added to a loss once. Statistics that were not taken
-    pass to the enclosing collection at the end.
+    A loss goes to the innermost collection only, so it is added once. Statistics that remain at the end go to the
+    enclosing collection.
     """
 
     __slots__ = ("_collected", "_token")
@@ -111,7 +111,9 @@ class collecting:  # noqa: N801 - used like torch.no_grad; a generator would slo
 
 
 def add_auxiliary_loss(loss: Tensor) -> None:
-    """Add a layer's loss to the loss of the running microbatch; ignored without gradients or outside of a collection.
+    """Add a layer's loss to the running microbatch's loss.
+
+    The call is ignored outside of a collection, and while gradients are disabled.
 
     Args:
         loss: tensor without dimensions; a mean over the microbatch, like the loss itself.
@@ -125,7 +127,9 @@ def add_auxiliary_loss(loss: Tensor) -> None:
 
 
 def add_statistics(layer: StatisticsLayer, counts: Tensor) -> None:
-    """Add a layer's counts in this forward; ignored without gradients or outside of a collection.
+    """Add a layer's counts of this forward.
+
+    The call is ignored outside of a collection, and while gradients are disabled.
 
     Args:
         layer: layer that counted.
@@ -139,7 +143,7 @@ def add_statistics(layer: StatisticsLayer, counts: Tensor) -> None:
         return
     if counts.shape != (layer.num_statistics,):
         raise ValueError(
-            f"{type(layer).__name__} counts in {layer.num_statistics} numbers (num_statistics), but add_statistics got"
-            f" a tensor of shape {tuple(counts.shape)}"
+            f"{type(layer).__name__} has num_statistics={layer.num_statistics}, but add_statistics got a tensor of"
+            f" shape {tuple(counts.shape)}; pass a tensor of shape ({layer.num_statistics},)"
         )
     collected.add(layer, counts)

@@ -1,4 +1,4 @@
-"""The ``asyncpp`` command: its tools, its help and its exit; torch and Lightning are imported only when needed."""
+"""The ``asyncpp`` command; torch and Lightning are imported only when needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: the arguments are wrong, or another rank failed; stderr has the reason.
-        Exception: raised by the user's or a library's code.
+        Exception: an error of the user's or a library's code.
     """
     try:
         run(arguments)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command, and raise what is wrong with it instead of ending the process.
+    """Run the command; raise an error of the settings instead of ending the process.
 
     Raises:
         ConfigurationError: the settings do not fit together.
@@ -75,10 +75,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def answer_help(given: Sequence[str]) -> None:
-    """Answer commands that need neither torch nor Lightning, and end the process; otherwise return.
+    """Answer a command that needs neither torch nor Lightning, and end the process; else do nothing.
 
-    These are help, ``--version``, unknown subcommands and ``asyncpp recipes``. Lightning itself lists all options of
-    its subcommands.
+    Such commands are ``--help``, ``--version``, unknown subcommands and ``asyncpp recipes``. ``--help=full`` needs
+    Lightning.
 
     Args:
         given: arguments after ``asyncpp``.
@@ -128,7 +128,7 @@ def _answer_recipes(given: Sequence[str]) -> None:
 
 
 def announce(given: Sequence[str]) -> None:
-    """Name the command that starts; importing torch and Lightning takes seconds.
+    """Print which subcommand starts, since importing torch and Lightning takes seconds.
 
     Args:
         given: arguments after ``asyncpp``.

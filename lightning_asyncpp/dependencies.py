@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 TESTED_WITH = {"lightning": "2.6", "torch": "2.11 to 2.15", "torchmetrics": "1.5 to 1.9"}
-"""Package -> releases that the whole test suite was run with."""
+"""Package -> releases with which the whole test suite was run."""
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -49,7 +49,7 @@ def required(owner: Any, name: str, purpose: str) -> Any:
     """
     if not hasattr(owner, name):
         where = getattr(owner, "__name__", type(owner).__name__)
-        source = getattr(owner, "__module__", None) or where  # a module has only a name
+        source = getattr(owner, "__module__", None) or where  # modules have no __module__
         top = source.partition(".")[0]
         package = top if top in TESTED_WITH else "lightning"
         raise PrivateNameError(package, f"{where}.{name}", purpose)
@@ -61,7 +61,7 @@ EXTRAS = {
     "pyarrow": "prepare",
     "transformers": "hf",
 }
-"""Package -> extra of this package that installs it; other packages are installed by their own names."""
+"""Package -> extra of lightning-asyncpp that installs it. Packages without an entry are installed by name."""
 
 
 def optional_package(name: str, user: str) -> Any:
@@ -82,7 +82,7 @@ def optional_package(name: str, user: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] != package:
-            raise  # the package is installed, but one of its own dependencies is not
+            raise  # the package is installed, but one of its dependencies is not
         raise ImportError(needed(user, [package]), name=package) from error
 
 
@@ -92,7 +92,7 @@ def needed(user: str, packages: Iterable[str], extra: str | None = None) -> str:
     Args:
         user: part of this package that needs them.
         packages: names of the packages, at least one.
-        extra: extra that installs all of them; default: the extra of each, or else the package itself.
+        extra: extra that installs all of them; default: each package's extra, or the package itself without an extra.
     """
     packages = list(packages)
     names = " and ".join(f"`{package}`" for package in packages)

@@ -24,15 +24,15 @@ _OWN_DEVICE = re.compile("ncclUnhandledCudaError|Cuda failure|CUDA error")  # th
 
 
 class ConfigurationError(ValueError):
-    """Settings that cannot work; raised before training, on every rank, with all problems found."""
+    """Settings that cannot work; raised before training, on every rank, with all problems that were found."""
 
     @classmethod
     def from_problems(cls, problems: Sequence[str], remedy: str = "") -> ConfigurationError:
-        """Return one error for all problems, so that users need not find them run by run.
+        """Return one error for all problems, so that one run shows them all.
 
         Args:
             problems: at least one problem.
-            remedy: advice for all problems; appended to a single problem, or on its own line.
+            remedy: advice for all problems. It is appended to a single problem, and follows a list of several.
         """
         if len(problems) == 1:
             return cls("; ".join([*problems, remedy] if remedy else problems))
@@ -41,11 +41,11 @@ class ConfigurationError(ValueError):
 
 
 class DataError(ValueError):
-    """Wrong data, or a request that the data cannot serve; names the file or the argument, and a remedy."""
+    """Wrong data, or a request that the data cannot serve; the message names a file or an argument, and a remedy."""
 
 
 class BatchMismatchError(RuntimeError):
-    """First and last stage of a replica that were given different batches."""
+    """Different batches on the first and the last stage of a replica."""
 
 
 class ProtocolError(RuntimeError):
@@ -70,11 +70,11 @@ class NonFiniteGradientError(RuntimeError):
     """Mini-batch whose gradient has NaN or infinite entries."""
 
 
-class lost_peers:  # noqa: N801 - used as a function; a generator would cost more for every message
-    """Translate the errors of a broken connection into one that names the lost rank.
+class lost_peers:  # noqa: N801 - used like a function; a generator would cost more per message
+    """Translate an error of a broken connection into one that names the lost rank.
 
-    Other errors pass unchanged. An error of this rank's device while it packs or awaits a message (out of memory, a
-    kernel that failed before) is a first cause and must not be blamed on another rank.
+    All other errors pass unchanged. If this rank's device fails while it packs or awaits a message (out of memory, an
+    earlier kernel that failed), that is a first cause, and no other rank must be blamed.
 
     Args:
         who: rank at the other end; None if unknown.
@@ -101,30 +101,31 @@ class lost_peers:  # noqa: N801 - used as a function; a generator would cost mor
 
 
 def peer_lost(who: str | None, error: BaseException) -> PeerLostError:
-    """Return the error for a broken connection to ``who``; None if the rank is unknown."""
+    """Return the error for a broken connection to rank ``who``, which is None if unknown."""
     lost = PeerLostError(
         f"{who or 'a rank'} is gone: its process was killed, crashed, was stopped, or ended before this rank's, perhaps"
-        f" without a call that every rank has to make ({_essence(error)})"
+        f" because it skipped a call that every rank must make ({_essence(error)})"
     )
     lost.peer = who
     return lost
 
 
 def different_calls(what: str) -> ProtocolError:
-    """Return the error for a well-formed message that belongs to another collective call than this rank's.
+    """Return the error for a valid message of a collective call that this rank did not make.
 
     Args:
-        what: expected and received message.
+        what: the expected and the received message.
     """
     return ProtocolError(
-        f"ranks are in different calls: {what}. A collective call was made by some ranks only, or in another order:"
-        ' usually fabric.save, trainer.save_checkpoint, strategy.drain or evaluation_step under an "if" on the rank,'
-        " clip_gradients, or loops over different numbers of batches; make the same calls on all ranks"
+        f"ranks are in different calls: {what}. Some ranks skipped a collective call, or made it in another order. Such"
+        " calls are fabric.save, trainer.save_checkpoint, strategy.drain, evaluation_step and clip_gradients, often"
+        ' under an "if" on the rank, or in a loop over fewer batches than on other ranks. Make the same calls on all'
+        " ranks"
     )
 
 
 def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
-    """Return the error for two neighbours of which only one runs a further batch.
+    """Return the error for two neighbouring stages of which only one has a further batch.
 
     Args:
         ended: rank without a further batch.
@@ -134,20 +135,20 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
     return ProtocolError(
         f"{ended} has ended before microbatch {k} (its epoch or an evaluation ended, or it drains the pipeline for a"
         f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
-        " numbers of batches on these ranks: all ranks of a replica must read the same data. Or a hook or a dataset"
-        " raised StopIteration on one rank alone, which Lightning takes for the end of the epoch; or"
-        " trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step is called on some ranks only, under"
-        ' an "if" on the rank'
+        " numbers of batches on these ranks: all ranks of a replica must read the same data. Two other causes: a hook"
+        " or a dataset raised StopIteration on one rank only, which ends the epoch in Lightning; or only some ranks"
+        ' call trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step, often under an "if" on the'
+        " rank"
     )
 
 
 def is_noise(error: BaseException) -> bool:
     """Return whether an error only reports that a process group's connection broke, and not why.
 
-    Such errors are of torch.distributed's own classes, or carry the source location that gloo adds. Other errors, and
-    NCCL's about this rank's own device, are first causes.
+    Such an error has a class of torch.distributed, or a message with a source location of gloo. All other errors are
+    first causes, and so are NCCL's errors about this rank's device.
     """
-    import torch.distributed as dist  # here: a help screen imports this module, and should not wait for torch
+    import torch.distributed as dist  # not at the top: help screens import this module without torch
 
     if isinstance(error, dist.DistError):
         return not _OWN_DEVICE.search(str(error))
@@ -162,13 +163,13 @@ def _essence(error: BaseException) -> str:
 def raised_alike(error: E, rank: int) -> E:
     """Mark an error that all ranks raise, so that only rank 0 shows it in full; return the error.
 
-    On other ranks this replaces ``sys.excepthook``, unless it has been replaced by a hook that does more than print.
+    On ranks above 0 this replaces ``sys.excepthook``, unless the present hook does more than print.
 
     Args:
         error: error of this rank.
         rank: this rank.
     """
-    with suppress(AttributeError, TypeError):  # a class of errors with slots, or of a C extension
+    with suppress(AttributeError, TypeError):  # an error class with slots, or of a C extension
         setattr(error, _MARK, rank)
     before = sys.excepthook
     if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
@@ -189,4 +190,6 @@ def _show(
         before(kind, error, trace)
         return
     text = textwrap.shorten(str(error), _SHOWN, placeholder=" ...")
-    sys.stderr.write(f"[rank{rank}]: as on rank 0, {kind.__name__}: {text}\n")  # in one call: other ranks write as well
+    sys.stderr.write(
+        f"[rank{rank}]: as on rank 0, {kind.__name__}: {text}\n"
+    )  # in one call, since ranks write at the same time

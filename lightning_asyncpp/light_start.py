@@ -1,7 +1,7 @@
-"""Print help of the ``asyncpp`` command without the seconds that importing torch and Lightning takes.
+"""Answer requests for help before torch and Lightning are imported, which takes seconds.
 
-The package imports this module first. In the process of the command it ends the process where help is all that was
-asked for, and otherwise prints what is about to start; in any other process it does nothing.
+The package imports this module first. If the process runs the ``asyncpp`` command, the module prints the help that was
+asked for and ends the process, or else prints which subcommand starts. In any other process it does nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import PurePath
 
-if sys.argv and PurePath(sys.argv[0]).name in ("asyncpp", "asyncpp.exe"):  # and not a user's asyncpp.py
+if sys.argv and PurePath(sys.argv[0]).name in ("asyncpp", "asyncpp.exe"):  # not a user's asyncpp.py
     from lightning_asyncpp.cli import announce, answer_help
 
     answer_help(sys.argv[1:])

@@ -2,8 +2,9 @@
 
 A pipeline whose result differs from this one is wrong. This module is independent of the engine in everything that a
 pipeline decides: the order of microbatches, their weight versions, and how gradients are summed, clipped and applied.
-It shares only what defines the task: the units of a model (``pipeline_units``), the microbatches of a batch and their
-weights (``split_batch``, ``number_of_samples``), what layers record (``collecting``), and the derivation of seeds.
+It shares with the engine only what defines the task: the units of a model (``pipeline_units``), the microbatches of a
+batch and their weights (``split_batch``, ``number_of_samples``), what layers record (``collecting``), and the
+derivation of seeds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_asyncpp.core.randomness import generator_states, seed_generators,
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 K = TypeVar("K")
-Held = tuple[Sequence[nn.Parameter], int]  # a stage's parameters, and h: its microbatches on the older weights
+Held = tuple[Sequence[nn.Parameter], int]  # a stage's parameters, and its number h of microbatches on older weights
 
 
 def train_reference(
@@ -55,38 +56,42 @@ def train_reference(
 ) -> list[float]:
     """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
 
-    With a synchronous start of N mini-batches, gradients are taken at W_t for t < N, then at W_{max(t - delay, N)}. In
-    a stage in ``held`` only the first h microbatches run on these weights, the others on W_t. Auxiliary losses of
-    layers add to the loss, and buffers that layers change once per update are part of W.
+    With a synchronous start of N mini-batches, gradients are taken at W_t for t < N, then at W_{max(t - delay, N)}. On
+    a stage that ``held`` lists, only the first h microbatches of a mini-batch run on these weights, and the later ones
+    on W_t. Auxiliary losses of layers are added to the loss. Buffers that layers change once per update are part of W.
 
     Args:
         model: ``nn.Sequential``, or module with ``pipeline_layers()``. If several units share a parameter, the
             gradients of each unit are summed separately, then added, beginning with the last unit.
         step: microbatch -> loss, a mean over the microbatch; calls ``model`` once.
-        mini_batches: lists of the batches that share an update: one batch, or several with gradient accumulation.
+        mini_batches: for each update, a list of its batches: a single one, or several with gradient accumulation.
         optimizer: optimizer of the parameters of ``model``; the base optimizer if ``error_feedback`` is given.
         microbatches: number of microbatches of a batch.
         delay: 1 for PipeDream-2BW, 0 for synchronous training.
-        max_norm: largest 2-norm of the gradient, to which larger ones are clipped.
-        error_feedback: strength in W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), u_t the base optimizer's step.
-            For a stage in ``held`` strength is multiplied by phi, its share of microbatches on the older weights.
+        max_norm: largest 2-norm of the gradient; a larger gradient is scaled down to it.
+        error_feedback: strength in W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), where u_t is the base
+            optimizer's step. On a stage in ``held``, the strength is multiplied by phi, the share of microbatches that
+            run on the older weights.
         after_update: function called after every update, for schedulers.
         weight: microbatch -> its weight in the mean loss.
         split: (batch, number of microbatches) -> microbatches.
         skip_nonfinite: skip updates whose gradient is not finite, instead of raising.
-        held: for each stage, its parameters and h. Their gradients are clipped by the norm of the previous mini-batch's
-            whole gradient (the first ones not at all), and stages with h = 0 are not corrected.
-        replicas: number of replicas, whose batches ``mini_batches`` lists in turn; h counts per replica.
-        exact_norm: clip the gradients of ``held`` by the norm of the current whole gradient, like all others.
-        synchronous_start: N; error feedback takes its first u at update N, and corrects from the next one on.
-        weight_dtype: dtype of the weights W, beside which the optimizer's parameters are masters Y: W_t is Y_t rounded.
-            With error feedback W_{t+1} = Y_{t+1} - strength * u_t, and strength * u_0 is added to Y once, after the
-            first update. Gradients are summed in the masters' dtype; at the end the model holds the masters.
+        held: for each stage, its parameters and h. The gradient of such a stage is clipped by the norm of the previous
+            mini-batch's whole gradient, and not clipped in the very first mini-batch. Error feedback does not correct
+            stages with h = 0.
+        replicas: number of replicas R. A mini-batch lists its batches in groups of R, one batch per replica. The number
+            h counts per replica.
+        exact_norm: clip the gradients of ``held``, too, by the norm of the current mini-batch's whole gradient.
+        synchronous_start: number N of mini-batches without delay. Error feedback takes its first u at update N, and
+            corrects from update N + 1 on.
+        weight_dtype: dtype of the weights W. The optimizer's parameters are then masters Y, and W_t is Y_t rounded.
+            With error feedback, W_{t+1} = Y_{t+1} - strength * u_t, and strength * u_0 is added to Y once, after the
+            first update. Gradients are summed in the masters' dtype. At the end the model holds the masters.
         seed: seed of the run; random numbers are those of replica 0.
         first_microbatch: number k of the first microbatch.
 
     Returns:
-        Weighted mean loss of each mini-batch. Microbatches with a loss of NaN are left out unless all are NaN.
+        Weighted mean loss of each mini-batch, without losses that are NaN; NaN if all are.
     """
     run = Trajectory(model, delay, held, exact_norm, synchronous_start, weight_dtype)
     losses = []
@@ -114,7 +119,7 @@ class MeanGradient:
 
     Attributes:
         sums: parameter -> sum of w_k * gradient_k; unused parameters are absent.
-        sums_of_uses: number of a use (a parameter in a unit) -> the same sum for this use alone.
+        sums_of_uses: number of a use (a parameter in one unit) -> the same sum over this use only.
         losses: (loss_k, w_k).
         weight: sum of w_k.
         counts: statistics of layers.
@@ -132,7 +137,7 @@ class MeanGradient:
         return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
 
     def is_usable(self, skip_nonfinite: bool) -> bool:
-        """Return whether the mini-batch is followed by an update."""
+        """Return whether an update follows the mini-batch."""
         finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
         if not finite and not skip_nonfinite:
             raise FloatingPointError("a gradient is not finite")
@@ -181,7 +186,7 @@ class Trajectory:
         self.norm_before = 0.0
 
     def take(self, ahead: Weights | None = None) -> None:
-        """Copy W_t from the model, whose parameters are the masters Y_t; without ``dtype`` they are W_t itself."""
+        """Copy W_t from the model, whose parameters are W_t; with ``dtype``, they are the masters Y_t."""
         self.masters = values_of(self.parameters)
         self.newest = _rounded(self.masters | (ahead or {}), self.dtype) | values_of(self.buffers)
 
@@ -202,11 +207,11 @@ class Trajectory:
         self.t += 1
 
     def staleness(self, parameter: Tensor, count: int) -> float:
-        """Return phi, the mean age of a gradient of ``count`` microbatches, in updates: the share on older weights."""
+        """Return phi, a gradient's mean age in updates: the share of its ``count`` microbatches on older weights."""
         return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
 
     def norm_for(self, parameter: Tensor, norm: float) -> float:
-        """Return the norm by which a parameter's gradient is clipped: ``norm``, or the previous mini-batch's."""
+        """Return the norm by which a parameter's gradient is clipped: ``norm``, or the previous mini-batch's norm."""
         steps_ahead = self.t >= self.start and parameter in self.held and not self.exact_norm
         return self.norm_before if steps_ahead else norm
 
@@ -255,10 +260,10 @@ def gradient_of(
     first: int,
     found: MeanGradient | None = None,
 ) -> MeanGradient:
-    """Run microbatches, numbered from ``first``, forward and backward; sum gradients in the masters' dtype.
+    """Run microbatches forward and backward, and sum their gradients in the masters' dtype.
 
-    Before microbatch i of ``slots``, ``go_to(i)`` loads its weights. Sums start from ``found``, those of the same
-    mini-batch so far.
+    The microbatches are numbered from ``first``. Before microbatch i of ``slots``, ``go_to(i)`` loads its weights.
+    ``found`` holds the sums over earlier microbatches of the same mini-batch, if any.
     """
     found = found or MeanGradient()
     with uses_apart(model) as further_uses:
@@ -299,10 +304,9 @@ def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
 
 @contextmanager
 def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Replace a trainable parameter by a copy in every further unit that shares it; yield pairs (parameter, copy).
+    """Give each further unit that shares a trainable parameter a copy of it; yield pairs (parameter, copy).
 
-    While a unit runs, its modules hold the unit's copies, and so do modules outside of all units until the next unit
-    runs.
+    When a unit begins, its copies replace the parameters in its modules and in the modules outside of all units.
     """
     units = pipeline_units(model)
     inside = {module for unit in units for module in unit.module.modules()}
@@ -342,7 +346,7 @@ def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 @contextmanager
 def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
-    """Seed the step from k and each unit from (unit, k); after the model, restore the step's generators."""
+    """Seed the step from k and each unit from (unit, k); after the model's forward, restore the step's generators."""
     state: list[tuple[Tensor, Tensor | None]] = []
     device, called = next(model.parameters()).device, called_by_steps(model)
     before = called.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))
@@ -360,7 +364,7 @@ def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
 
 @torch.no_grad()
 def _feed_back(step: Weights, before: Weights, strengths: dict[Tensor, float]) -> Weights:
-    """Correct the steps just taken, except the first of each parameter, which has no predecessor."""
+    """Correct the steps just taken. A parameter's first step has no predecessor, and stays as it is."""
     for p in step.keys() & before.keys():
         p.sub_(step[p] - before[p], alpha=strengths[p])
     return {}
@@ -368,14 +372,17 @@ def _feed_back(step: Weights, before: Weights, strengths: dict[Tensor, float]) -
 
 @torch.no_grad()
 def _look_ahead(step: Weights, before: Weights, strengths: dict[Tensor, float]) -> Weights:
-    """Return W_{t+1} = Y_{t+1} - strength * u_t for masters Y in the parameters; Y_1 += strength * u_0 comes first."""
+    """Return W_{t+1} = Y_{t+1} - strength * u_t; the parameters hold the masters Y.
+
+    Before that, add strength * u_0 to Y_1, at a parameter's first step.
+    """
     for p in step.keys() - before.keys():
         p.add_(step[p], alpha=strengths[p])
     return {p: torch.sub(p.detach(), u, alpha=strengths[p]) for p, u in step.items()}
 
 
 def _with_buffers(model: nn.Module, held: Mapping[Tensor, int]) -> dict[Tensor, int]:
-    """Return ``held`` with the versioned buffers of the units of its parameters, each with its unit's h."""
+    """Return ``held`` extended by the versioned buffers of its parameters' units, each with its unit's h."""
     found = dict(held)
     for unit in pipeline_units(model):
         numbers = [held[p] for p in unit.module.parameters() if p in held]

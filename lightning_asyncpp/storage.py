@@ -1,9 +1,10 @@
-"""Checkpoints on disk: a file of ``torch.save``, or a folder of such files, one per stage; reading runs no code.
+"""Checkpoints on disk: a file of ``torch.save``, or a folder of such files, one per stage.
 
-A file or folder exists either complete or not at all, even after a loss of power: a rename is atomic, but a file system
-may write it before the renamed content, which is therefore synchronised first. Readers of a folder merge its parts by
-their keys. A new save writes its files beside the old ones, under new names, and replaces ``index.json`` last: until
-then the old checkpoint stays valid.
+By default, reading a checkpoint runs no code that its files may hold.
+
+A file or folder exists either complete or not at all, even after a loss of power. A rename is atomic, but a file system
+may write it before the content, so the content is synchronised first. Readers of a folder merge its parts by key. A new
+save adds files under new names, and replaces ``index.json`` last. Until then the old checkpoint stays valid.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def replace_durably(written: Path, name: Path) -> None:
 
     Args:
         written: complete file or folder.
-        name: its final name, in the same file system. An existing file or folder is replaced, except a folder with
-            content by another folder; not atomically if one of the two is a file and the other a folder.
+        name: final name, in the same file system. A file or folder of this name is replaced, unless both are folders
+            and the old folder has content. Replacing a file by a folder, or a folder by a file, is not atomic.
 
     Raises:
-        OSError: the content cannot be written, or ``name`` is a folder with content and ``written`` another; then
-            nothing is renamed. Or the parent folder cannot be written.
+        OSError: the content cannot be written, or both are folders and ``name`` has content (nothing is renamed then);
+            or the parent folder cannot be written.
     """
     for path in sorted(written.rglob("*"), reverse=True) if written.is_dir() else ():
         sync(path)
@@ -86,7 +87,7 @@ def sync(path: Path) -> None:
 INDEX = "index.json"
 """File that lists the files of a sharded checkpoint."""
 PART = re.compile(rf"[0-9a-f]{{12}}-(stage-\d{{4,}}\.pt|{re.escape(INDEX)})")
-"""Names of files of a sharded checkpoint: of a save's stage, or of an index before it is renamed."""
+"""Pattern of file names in a sharded checkpoint: a stage's part, or an index before it is renamed."""
 _PARTIAL = ".partial"  # suffix of incomplete files and folders
 
 
@@ -95,7 +96,7 @@ class StorageError(OSError):
 
 
 def save_file(content: Any, path: Path) -> None:
-    """Write a checkpoint; an existing file is replaced only when the new one is complete and on the disk.
+    """Write a checkpoint; an existing file stays until the new file is complete and on the disk.
 
     Args:
         content: object for ``torch.save``.
@@ -113,7 +114,7 @@ def read_file(path: Path, weights_only: bool | None = None) -> Any:
 
     Args:
         path: file of ``torch.save`` or of safetensors.
-        weights_only: if False, run code that the file may hold; otherwise refuse such files.
+        weights_only: if False, run code that the file may hold; else refuse files with code.
 
     Raises:
         StorageError: the file is missing or damaged, or holds code.
@@ -122,7 +123,7 @@ def read_file(path: Path, weights_only: bool | None = None) -> Any:
         if path.suffix == ".safetensors":
             return load_safetensors(path)
         with path.open("rb") as file:
-            # torch opens a file twice; under this name it gets the same one even if a run replaces it in between.
+            # torch opens a file twice. Under this name it gets the same file, even if a run replaces it meanwhile.
             same = f"/dev/fd/{file.fileno()}"
             return torch.load(
                 same if os.path.exists(same) else path, map_location="cpu", weights_only=weights_only is not False,
@@ -137,7 +138,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename it to ``path`` at the end; on an error, remove it.
 
     Raises:
-        StorageError: writing or renaming fails, or ``path`` is a folder with other files.
+        StorageError: writing or renaming fails, or ``path`` is a folder with files that belong to no checkpoint.
     """
     partial = temporary_name(path)
     try:
@@ -164,7 +165,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of earlier attempts to write ``path`` whose processes ended."""
+    """Remove temporary files of earlier attempts to write ``path``; their processes have ended."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}")
     for name in os.listdir(path.parent) if path.parent.is_dir() else []:
         if pattern.fullmatch(name):
@@ -172,20 +173,20 @@ def remove_leftovers(path: Path) -> None:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the names in a folder that do not belong to a sharded checkpoint; none if the folder does not exist."""
+    """Return the names in a folder that do not belong to a sharded checkpoint; an empty list without the folder."""
     names = os.listdir(folder) if is_folder(folder) else []
     return sorted(n for n in names if n != INDEX and not PART.fullmatch(n))
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to replace a folder with other files by a checkpoint.
+    """Check that writing a checkpoint to ``path`` would delete nothing else.
 
     Raises:
-        StorageError: ``path`` is such a folder.
+        StorageError: ``path`` is a folder with files that belong to no checkpoint.
     """
     if foreign := foreign_files(path):
         names = f"{', '.join(foreign[:3])}{', ...' if foreign[3:] else ''}"
-        raise StorageError(f"it is a folder that holds something else ({names}); name another path")
+        raise StorageError(f"the path is a folder with other files ({names}); give another path")
 
 
 def _save(content: Any, path: Path) -> None:
@@ -206,10 +207,10 @@ def unreadable(path: Path, error: BaseException) -> StorageError:
         return StorageError(f"there is no checkpoint {path}")
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # seeks in damaged files give EINVAL
         return StorageError(f"{path} cannot be read ({error.strerror})")
-    if isinstance(error, pickle.UnpicklingError):  # torch's own message advises to run the code
+    if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code
         return StorageError(
-            f"{path} cannot be read without running code that it may hold, or is damaged. If it is yours and you trust"
-            " it, load it in Python with weights_only=False"
+            f"{path} cannot be read without running code that it may hold, or is damaged. If you trust its source, load"
+            " it in Python with weights_only=False"
         )
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     return StorageError(f"{path} is damaged or no checkpoint: {type(error).__name__}: {reason}")
@@ -223,8 +224,9 @@ class Target(NamedTuple):
 
     Attributes:
         path: path of the checkpoint.
-        folder: folder of the new files: the checkpoint's if it exists, else a temporary one that is renamed at the end.
-        save: random name of the save, a prefix of its files' names.
+        folder: folder of the new files: the checkpoint's folder if it exists, else a temporary one, which is renamed at
+            the end.
+        save: random name of the save, the prefix of its files' names.
     """
 
     path: str
@@ -240,8 +242,8 @@ def load(path: Path, weights_only: bool | None = None) -> Any:
         weights_only: if False, run code that a single file may hold; sharded checkpoints never run code.
 
     Raises:
-        StorageError: ``path`` is no checkpoint, is damaged or holds code; or one of its files is missing or has another
-            size than the index says.
+        StorageError: ``path`` is no checkpoint, is damaged or holds code; or a file that the index lists is missing or
+            has another size.
     """
     if not os.path.isdir(path):
         return read_file(path, weights_only)
@@ -250,12 +252,12 @@ def load(path: Path, weights_only: bool | None = None) -> Any:
         if not (path / name).is_file():
             raise StorageError(f"{path / name} is missing, though {INDEX} names it")
         if (found := (path / name).stat().st_size) != size:
-            raise StorageError(f"{path / name} has {found} bytes, and had {size} when it was written")
+            raise StorageError(f"{path / name} has {found} bytes, but had {size} when it was written")
     return merged([read_file(path / name) for name in files])
 
 
 def merged(parts: Sequence[Any]) -> Any:
-    """Merge nested dictionaries and lists of the same length; the last part wins where values conflict."""
+    """Merge nested dictionaries, and lists of the same length; where values conflict, the last part wins."""
     first, *others = parts
     for other in others:
         first = _merge(first, other)
@@ -270,7 +272,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def read_index(folder: Path) -> dict[str, int]:
-    """Return file name -> size in bytes of a sharded checkpoint, in the order of stages.
+    """Return the files of a sharded checkpoint, in the order of stages: name -> size in bytes.
 
     Raises:
         StorageError: the index is missing or invalid.
@@ -289,10 +291,11 @@ def read_index(folder: Path) -> dict[str, int]:
 
 
 def new_target(path: Path) -> Target:
-    """Choose the target of a save, and remove temporary files of earlier ones; call it on one rank, and broadcast.
+    """Choose the target of a save, and remove temporary files of earlier saves; one rank calls this and broadcasts it.
 
     Raises:
-        StorageError: ``path`` is a folder with other files, or its parent folder cannot be created.
+        StorageError: ``path`` is a folder with files that belong to no checkpoint, or its parent folder cannot be
+            created.
     """
     try:
         make_folder(path.parent)
@@ -345,7 +348,7 @@ def commit(target: Target, files: Mapping[str, int]) -> None:
     try:
         if missing := [name for name in files if not (folder / name).is_file()]:
             raise StorageError(f"{', '.join(missing)} is not there: all machines must see the same folder")
-        sync(folder)  # before the index, which must not survive a loss of power without its parts
+        sync(folder)  # before the index, which must not outlive the parts in a loss of power
         written = folder / f"{target.save}-{INDEX}"
         written.write_text(json.dumps(index, indent=2))
         replace_durably(written, folder / INDEX)
@@ -369,7 +372,10 @@ def give_up(target: Target) -> None:
 
 
 def remove_sharded(path: Path) -> None:
-    """Remove a checkpoint, whose name vanishes at once; of a link, remove only the link."""
+    """Remove a checkpoint, or only the link if the path is a link.
+
+    A folder's name vanishes at once, before its files are removed.
+    """
     if is_folder(path):
         aside = temporary_name(path)
         with suppress(OSError):
@@ -380,7 +386,7 @@ def remove_sharded(path: Path) -> None:
 
 
 def _named_files(folder: Path) -> set[str]:
-    """Return the names of the checkpoint's files in a folder, with the index; none without a readable index."""
+    """Return the names of a checkpoint's index and parts; an empty set if the index cannot be read."""
     try:
         return {INDEX, *read_index(folder)}
     except OSError:
@@ -388,7 +394,7 @@ def _named_files(folder: Path) -> set[str]:
 
 
 def _remove_others(folder: Path, kept: Collection[str]) -> None:
-    """Remove files of other saves from a folder; files that cannot be removed do no harm."""
+    """Remove all files of earlier saves from a folder; a file that cannot be removed does no harm."""
     with suppress(OSError):
         for name in {*os.listdir(folder)} - {*kept, *foreign_files(folder)}:
             remove(folder / name)

@@ -1,8 +1,8 @@
 """Search for a cut of a model whose own forward runs on every stage, by trials with an example.
 
-In the trials each block is a stage. First every stage has all weights and receives all earlier outputs; gradients show
-which of these its code uses. Then every stage has only these, and the cut is accepted if the results equal those of the
-whole model.
+In the trials each block is a stage. In the first trial, every stage has all weights and receives all earlier outputs.
+Gradients show which weights and outputs a stage uses. In the second trial, every stage has only what it uses. The cut
+is accepted if the results equal those of the whole model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_asyncpp.core.cut.own_forward import OwnForwardCut
 from lightning_asyncpp.core.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
-_SMALL = 50_000_000  # parameters; larger models compute gradients of parameters around the blocks only
+_SMALL = 50_000_000  # parameters; in larger models, matrices inside the blocks get no gradient
 
 
 def find_cut(model: nn.Module, call: Call, blocks: Sequence[str]) -> tuple[OwnForwardCut, list[float]]:
@@ -49,16 +49,16 @@ class _Analysis:
         in_blocks = set().union(*self.inside)
         self.around = [name for name, p in model.named_parameters() if id(p) not in in_blocks]
         is_small = sum(p.numel() for p in model.parameters()) <= _SMALL
-        for name, parameter in model.named_parameters():  # frozen ones too; biases carry gradients through blocks
+        for name, parameter in model.named_parameters():  # frozen ones, too; biases let gradients pass through blocks
             wanted = is_small or parameter.ndim < 2 or name in self.around
             parameter.requires_grad_(parameter.is_floating_point() and wanted)
             parameter.grad = None
 
     def find(self) -> OwnForwardCut:
-        """Return the cut with the fewest transfers and weights whose results equal those of the whole model."""
+        """Return a cut whose results equal the whole model's; cuts with fewer transfers and weights are tried first."""
         cuts: list[OwnForwardCut] = []
         errors: list[Exception] = []
-        for by_inputs in (False, True):  # chains of blocks send outputs to the next stage, other forwards rather inputs
+        for by_inputs in (False, True):  # outputs cross in a chain of blocks; elsewhere, inputs may be fewer
             try:
                 explored = self._explored(by_inputs)
             except Exception as error:
@@ -75,14 +75,14 @@ class _Analysis:
                 errors.append(error)
         why = f"{type(errors[-1]).__name__}: {errors[-1]}".removeprefix("ConfigurationError: ")
         raise ConfigurationError(
-            f"{class_name(self.model)} cannot be cut between its blocks {self.blocks[0]} to {self.blocks[-1]} so that"
-            f" each stage runs its own forward ({why}): code around blocks may use what they return, not what they"
-            " leave behind, and draw random numbers only from torch's generators. Switch off what breaks this, name"
-            " other lists with pipelined(..., blocks=[...]), or give the model pipeline_layers()"
+            f"{class_name(self.model)} cannot be cut between its blocks {self.blocks[0]} to {self.blocks[-1]} ({why}):"
+            " code around the blocks may use only what they return, not attributes that they set, and may draw random"
+            " numbers only from torch's generators. Switch off what breaks this, name other lists of blocks with"
+            " pipelined(..., blocks=[...]), or give the model pipeline_layers()"
         )
 
     def _explored(self, by_inputs: bool) -> OwnForwardCut:
-        """Return a cut whose units have the parameters and inputs that gradients show them to use."""
+        """Return a cut whose units have the parameters and inputs that they use, as gradients show."""
         self.runs.train(True)
         num_units = len(self.blocks) + (not by_inputs)
         cut = OwnForwardCut(self.blocks, ((),) * num_units, (), (), by_inputs)
@@ -102,7 +102,7 @@ class _Analysis:
         return replace(cut, around=tuple(around), crossing=crossing)
 
     def _used(self, gradients: dict[str, Tensor], own: set[int]) -> list[str]:
-        """Return the names of the parameters that a unit uses besides those of its block."""
+        """Return the names of the parameters outside of its block that a unit uses."""
         return [name for name, p in self.model.named_parameters() if name in gradients and id(p) not in own]
 
     def _observed(
@@ -111,8 +111,8 @@ class _Analysis:
         """Observe a run of the whole model.
 
         Returns:
-            Three mappings: name of a block -> positions of activations among its inputs; name of a block -> its output,
-            as in ``OwnForwardCut.outputs``; name of a buffer around the blocks -> index of the unit that changes it.
+            Three mappings. Name of a block -> positions of activations among its inputs. Name of a block -> its output,
+            as in ``OwnForwardCut.outputs``. Name of a buffer around the blocks -> index of the unit that changes it.
         """
         taken: dict[str, frozenset[int]] = {}
         outputs: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class _Analysis:
         return taken, outputs, changed
 
     def _with_rest(self, cut: OwnForwardCut, everywhere: bool) -> OwnForwardCut:
-        """Return the cut with the parameters that no unit was seen to use added to its last unit, or to all."""
+        """Return the cut with the remaining parameters, whose users are unknown, in the last unit or in all units."""
         used = set().union(*cut.around)
         rest = tuple(name for name in self.around if name not in used)
         last = len(cut.around) - 1
@@ -165,7 +165,7 @@ class _Analysis:
         return replace(cut, is_exact=has_same_uses and max(map(len, cut.crossing)) <= 1)
 
     def _without_values(self, cut: OwnForwardCut, *expected: Result) -> OwnForwardCut:
-        """Return the cut with all arguments marked ``blank`` whose floating-point values later stages do not need."""
+        """Return the cut with arguments marked as ``blank`` if later stages need no floating-point values of them."""
         args, kwargs = self.runs.call
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for key, value in arguments:

@@ -1,6 +1,6 @@
 """Search for the blocks of a model: the members of its lists of layers that a forward calls in order.
 
-Without such a list, each of the outermost submodules with weights is a block.
+Without such a list, the outermost submodules with weights are the blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def find_blocks(model: nn.Module, call: Call, asked: Sequence[str] = ()) -> list
     lists = {name: m for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
     if unknown := [name for name in asked if name not in lists]:
         raise ConfigurationError(
-            f"blocks={unknown}: not a ModuleList or Sequential of the model; there are {list(lists)}"
+            f"blocks={unknown}: the model has no such ModuleList or Sequential; it has {list(lists)}"
         )
     members = {name: [f"{name}.{key}" for key, _ in layers.named_children()] for name, layers in lists.items()}
     chosen = [name for name in asked or lists if _in_turn(members[name], calls)]
@@ -58,9 +58,9 @@ def find_blocks(model: nn.Module, call: Call, asked: Sequence[str] = ()) -> list
     if not names:
         raise ConfigurationError(
             f"no layers were found in {class_name(model)}: it needs a ModuleList or Sequential with at least two layers"
-            " of one class that are called once each and in order, or else submodules with most of the weights that"
-            f" are called once each. Name lists with pipelined(..., blocks=[...]), it has {list(lists)}, or give it"
-            " pipeline_layers()"
+            " of one class, each called once, in order; or else submodules that are called once each and have most of"
+            f" the weights. Name lists with pipelined(..., blocks=[...]) (the model has {list(lists)}), or give the"
+            " model pipeline_layers()"
         )
     return sorted(names, key=calls.order.index)
 
@@ -112,7 +112,7 @@ def _follow_each_other(names: Sequence[str], calls: _Calls) -> bool:
 def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
     """Return the outermost submodules that are called once, if together they have most of the model's weights.
 
-    The placeholder for a skipped block's output has the shape of its input. So embeddings of tokens are no blocks.
+    A skipped block's output is replaced by a placeholder of its input's shape. So token embeddings are no blocks.
     """
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
     names = list(_outermost("", model, Counter(calls.order), sizes))
@@ -122,7 +122,7 @@ def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
 
 
 def _outermost(around: str, module: nn.Module, times: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the outermost submodules that are called once; instead of a very large one, yield those inside it."""
+    """Yield the outermost submodules that are called once; of a very large one, yield the submodules inside it."""
     for key, child in module.named_children():
         name = f"{around}.{key}".removeprefix(".")
         if not sizes.get(name, 0) or times.get(name, 0) > 1:

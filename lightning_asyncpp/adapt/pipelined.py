@@ -37,16 +37,15 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Args:
         model: model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``.
         example: arguments of a call in training: a tensor, a tuple of positional arguments, or a dictionary of keyword
-            arguments. It may be left out for models of ``transformers`` and ``timm``, and for models that begin with an
-            embedding, a linear layer or a convolution and whose other arguments have the same shape or are one number
-            per sample.
+            arguments. Models of ``transformers`` and ``timm`` need none. Nor do models that begin with an embedding, a
+            linear layer or a convolution, if each further argument has the same shape or is one number per sample.
         blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: search for them.
 
     Returns:
         The model.
 
     Raises:
-        ConfigurationError: the model cannot be called with the example, or not be cut between its blocks.
+        ConfigurationError: the model cannot be called with the example, or cannot be cut between its blocks.
     """
     if not has_layers(model) or (blocks and not hasattr(model, "pipeline_layers")):
         _add_pipeline_layers(model, example, [blocks] if isinstance(blocks, str) else blocks)
@@ -80,7 +79,7 @@ def problems_of_layers(
         model: model to be cut.
         example: ``example_input_array`` of a LightningModule.
         name: name of the model in messages.
-        num_stages: number of stages; an ``nn.Sequential`` of fewer layers is cut within its layers.
+        num_stages: number of stages; an ``nn.Sequential`` with fewer layers is cut inside its layers.
     """
     held = [any(True for _ in layer.parameters()) for layer in model] if isinstance(model, nn.Sequential) else []
     few = bool(held) and sum(held) < num_stages and whole_of(model) is None
@@ -109,10 +108,10 @@ def _working_example(model: nn.Module, example: Example | None, device: torch.de
             problem = textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST, placeholder=" ...")
     shown = map_tensors(lambda t: f"{t.dtype} {list(t.shape)}", example)
     raise ConfigurationError(
-        f"{class_name(model)} cannot be called with {'what is guessed' if example is None else shown}"
-        f" ({problem}). Give an example of its arguments in training, such as (x, mask) or {{'input_ids': ids}}: in the"
-        " LightningModule's example_input_array, in Fabric the strategy's, or in pipelined(model, example); or give the"
-        " model pipeline_layers()"
+        f"{class_name(model)} cannot be called with {'guessed arguments' if example is None else shown} ({problem})."
+        " Give an example of its arguments in training, such as (x, mask) or {'input_ids': ids}: set"
+        " example_input_array on the LightningModule (with Fabric, on the strategy), or call pipelined(model, example)."
+        " Or give the model pipeline_layers()"
     )
 
 

@@ -28,10 +28,12 @@ _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
 
 
 def call_of(example: Any) -> Call:
-    """Return the call of an example: a mapping of keyword arguments, a sequence of positional ones, or the only one."""
+    """Return an example as a call: a mapping has keyword arguments, a tuple or list has positional ones.
+
+    Anything else is the only argument.
+    """
     if isinstance(example, Mapping):
         return (), dict(example)
-    # A tensor is a sequence as well: of its rows.
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
@@ -41,7 +43,7 @@ def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
 
 
 def examples_of(model: nn.Module) -> Iterator[Call]:
-    """Yield candidate calls, those with most arguments first."""
+    """Yield candidate calls, beginning with those that have most arguments."""
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         yield from _of_transformers(model)
         return
@@ -60,7 +62,7 @@ def _num_needed(model: nn.Module) -> int:
 
 
 def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
-    """Yield candidate inputs for the first layer of each kind; tokens first, as submodules may be in any order."""
+    """Yield candidate inputs for the first layer of each kind; tokens first, since submodules may be in any order."""
     known = getattr(model, "pretrained_cfg", None) or {}  # of timm
     if "input_size" in known:
         yield torch.randn(_BATCH, *known["input_size"])
@@ -102,7 +104,7 @@ def _of_transformers(model: Any) -> Iterator[Call]:
     yield (), {name: value[:1] for name, value in {"input_ids": tokens, **decoder}.items()}
 
 
-_ROUNDING = 1e-3  # gradients of a value with several uses may be added in another order
+_ROUNDING = 1e-3  # gradients of a value that is used several times may be added in another order
 
 
 class Result(NamedTuple):
@@ -123,7 +125,7 @@ class ModelRuns:
     """Runs of a model, all with the same initial random numbers, buffers and attributes.
 
     Args:
-        model: model in the user's training or evaluation mode.
+        model: model whose modules are in the user's training or evaluation modes.
         call: arguments of an example.
     """
 
@@ -133,7 +135,7 @@ class ModelRuns:
         self._modes = {module: module.training for module in model.modules()}
 
     def train(self, training: bool) -> None:
-        """Set evaluation mode, or training mode except for modules that the user has set to evaluation mode."""
+        """Set evaluation mode; or set training mode, except on modules that the user has set to evaluation mode."""
         for module, mode in self._modes.items():
             module.training = mode if training and self._modes[self.model] else training
 
@@ -160,7 +162,7 @@ class ModelRuns:
         return Result(output, [self._take_gradients(), *of_copies], [])
 
     def in_stages(self, cut: OwnForwardCut, has_all: bool = False) -> Result:
-        """Run every unit as a stage, forward and backward, with only its own weights unless ``has_all``."""
+        """Run every unit as a stage, forward and backward; without ``has_all`` it has only its unit's weights."""
         links: list[tuple[tuple[Tensor, ...], list[Tensor], bytes]] = []
         args, kwargs = copied(*self.call)
         for unit in range(cut.num_units):
@@ -191,7 +193,7 @@ class ModelRuns:
     def costs(self, cut: OwnForwardCut) -> list[float]:
         """Return the number of floating-point operations of every unit."""
         totals: list[int] = []
-        with FlopCounterMode(display=False) as counter:  # not under no_grad, where it refuses parameters as arguments
+        with FlopCounterMode(display=False) as counter:  # which, under no_grad, refuses parameters as arguments
             self.forward(cut, lambda _: totals.append(counter.get_total_flops()))
         return [1.0 + after - before for before, after in itertools.pairwise(totals)]
 
@@ -209,10 +211,10 @@ class ModelRuns:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore a model's attributes, gradients and buffers at the end; forwards change copies of the buffers.
+    """Restore a model's attributes, gradients and buffers at the end.
 
-    The originals of buffers may be needed by backwards. Attention's fast path, which rounds differently, is disabled as
-    it is on stages.
+    Forwards change copies of the buffers, since backwards may need the originals. Attention's fast path rounds
+    differently, and is disabled as on stages.
     """
     attributes = [(vars(module), dict(vars(module))) for module in {*model.modules(), called_by_steps(model)}]
     copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
@@ -236,16 +238,18 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def compare(expected: Result, found: Result) -> bool:
-    """Return whether each parameter has gradients in equally many units, so that they are added in the same order.
+    """Compare two runs; return whether every parameter has gradients in the same number of units.
+
+    If so, its gradients are added in the same order.
 
     Raises:
         ConfigurationError: outputs differ, or gradients differ by more than rounding.
     """
     ours, theirs = list(tensors_of(found.output)), list(tensors_of(expected.output))
     if len(ours) != len(theirs) or not all(map(equal, ours, theirs)):
-        raise ConfigurationError("another output")
+        raise ConfigurationError("its output differs")
     if any(t.numel() and bool((t != t).all()) for t in theirs):
-        raise ConfigurationError("its output is NaN with the example: give one whose output is a number")
+        raise ConfigurationError("its output is NaN with the example: give an example whose output is a number")
     gradients, others = _summed(expected), _summed(found)
     scale = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     for name in {**gradients, **others}:
@@ -268,7 +272,7 @@ def _num_uses(result: Result) -> Counter[str]:
 
 
 def _summed(result: Result) -> dict[str, Tensor]:
-    """Return the sum of all units' gradients, added in the order of a backward of the whole model: last use first."""
+    """Return the sum of all units' gradients; as in a backward of the whole model, the last use is added first."""
     total: dict[str, Tensor] = {}
     for of_unit in reversed(result.gradients):
         for name, gradient in of_unit.items():
@@ -277,7 +281,7 @@ def _summed(result: Result) -> dict[str, Tensor]:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """Return a sum over an output's entries with different weights."""
+    """Return the sum of an output's entries, with a different weight for each."""
     weighed = [
         (t * torch.linspace(0.5, 1.5, t.numel(), device=t.device).view(t.shape)).float().sum()
         for t in tensors_of(output)

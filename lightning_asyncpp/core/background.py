@@ -61,7 +61,7 @@ def run_later(seconds: float, action: Callable[[], object]) -> None:
 
 
 def finish() -> None:
-    """Run the remaining actions and wait for all threads, none of which waits for other ranks any more."""
+    """Run the remaining actions and wait for all threads; at exit no thread waits for other ranks any more."""
     for delayed in list(_delayed):
         delayed.do_now()
     deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -71,7 +71,7 @@ def finish() -> None:
 
 
 def wait_for_workers() -> None:
-    """Wait until all of gloo's workers sleep, which they do once they have freed their tensors; at most a second."""
+    """Wait at most a second until all of gloo's workers sleep: then they have freed their tensors."""
     deadline = time.monotonic() + _WORKER_SECONDS
     calm = 0
     while calm < 2 and time.monotonic() < deadline:  # twice: a thread that waits for the GIL sleeps, too
@@ -88,5 +88,5 @@ def _workers_run() -> bool:
     return False
 
 
-# Registered before this package's other handlers, and so called after them: they end what threads wait for.
+# Registered before this package's other exit handlers, and so called after them. They end what threads wait for.
 atexit.register(finish)

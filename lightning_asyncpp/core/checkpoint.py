@@ -1,10 +1,11 @@
-"""State of a pipeline, keyed by the model's names: saving it, and loading it into any other pipeline.
+"""Save a pipeline's state under the model's names, and load it into any other pipeline.
 
-A checkpoint is one file, for which rank 0 (the last stage of the first replica) gathers the other stages' state, or
-sharded. It is written at once or in the background.
+A full checkpoint is one file: rank 0, the last stage of the first replica, gathers the other stages' state and writes
+it. A sharded checkpoint is a folder, into which each stage writes its state. Saving happens at once or in the
+background.
 
-A save is a collective call. An error on one rank is raised on all: by the save itself; or, for a save in the
-background, by the next save, by :meth:`CheckpointWriter.settle`, or at the end of the run.
+A save is a collective call. An error on one rank is raised on all ranks by the save. If the save is in the background,
+the error is raised by the next save, by :meth:`CheckpointWriter.settle`, or at the end of the run.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _SMALL_BYTES = 2**14  # smaller tensors share a message: each message takes a mi
 
 
 def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
-    """Gather nested containers of some ranks on rank 0, with all tensors on its host; return [] on other ranks.
+    """Gather nested containers of some ranks on rank 0's host; return [] on other ranks.
 
-    This is a blocking collective of all ranks. No rank holds a second copy of everything.
+    This is a blocking collective of all ranks. No rank needs memory for a second copy of everything.
 
     Args:
         mesh: mesh of ranks.
@@ -64,7 +65,7 @@ def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
 
 
 def on_host(content: Any, copy: bool = False) -> Any:
-    """Return containers with their tensors on the host; several references to a tensor stay references to one.
+    """Return the same containers with their tensors on the host; each tensor is copied once.
 
     Args:
         content: nested containers.
@@ -83,7 +84,7 @@ def on_host(content: Any, copy: bool = False) -> Any:
 
 
 def _send(group: dist.ProcessGroup, part: Any) -> None:
-    """Send a part to rank 0: first the containers with large tensors replaced by meta tensors, then those tensors."""
+    """Send a part to rank 0: first the containers, with meta tensors in place of large ones, then the large tensors."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -129,12 +130,12 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Any:
 
 
 PIPELINE = "pipeline"
-"""Entry of a checkpoint with the pipeline's state other than weights and optimizer."""
+"""Entry of a checkpoint with the pipeline's state, without weights and optimizer."""
 OLDER, MASTERS = "older_weights", "masters"
 
 
 def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this stage's part of the model's ``state_dict``, with the weights of forwards in place of masters.
+    """Return this stage's part of the model's ``state_dict``; weights replace their masters.
 
     Args:
         session: the pipeline.
@@ -147,9 +148,9 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
 
 
 def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
-    """Return a drained pipeline's settings and state for a checkpoint, besides weights and optimizer.
+    """Return a drained pipeline's settings and state for a checkpoint, without newest weights and optimizer.
 
-    They include the older weight version, on which the mini-batch after the checkpoint runs.
+    The state includes the older weight version, on which the mini-batch after the checkpoint runs.
     """
     engine, partition = session.running(), session.partition
     settings = engine.settings
@@ -176,12 +177,12 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
 def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
     """Merge the parts of all stages on rank 0; return ``part`` on other ranks.
 
-    This is a blocking collective on a drained pipeline. All names of a shared parameter refer to one tensor in the
-    result.
+    This is a blocking collective on a drained pipeline. In the result, all names of a shared parameter refer to one
+    tensor.
 
     Args:
         session: the pipeline.
-        part: this stage's part, from the functions above.
+        part: this stage's part, with results of :func:`stage_model_state` and :func:`stage_pipeline_state`.
     """
     mesh = session.running().mesh
     parts = gather(mesh, part, [mesh.rank_of(stage, replica=0) for stage in range(mesh.num_stages)])
@@ -219,10 +220,11 @@ def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping
 
 
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
-    """Load the pipeline's state from a checkpoint after its weights; without a state both versions are the weights.
+    """Load the pipeline's state from a checkpoint whose weights are loaded already.
 
-    The numbers of stages, replicas and microbatches and the delay may differ from those of the checkpoint. A weight
-    without an older version in the checkpoint (no delay, the last stage) is its own older version.
+    The numbers of stages, replicas and microbatches, and the delay, may differ from the checkpoint's. If the checkpoint
+    has no older version of a weight (no delay, or the last stage), or ``state`` is None, the newest weight is used as
+    the older one.
 
     Raises:
         ConfigurationError: the checkpoint was written with another ``weight_dtype``.
@@ -233,8 +235,8 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
         return
     if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
         raise ConfigurationError(
-            f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, this run has {dtype!r}: use"
-            " the same, or load only the weights into the model with load_state_dict and pass no ckpt_path"
+            f"the checkpoint was written with weight_dtype={state.get('weight_dtype')!r}, but this run has {dtype!r}:"
+            " use the same weight_dtype, or load only the weights with load_state_dict, without ckpt_path"
         )
     find = session.whole_model.find
     older = {
@@ -242,19 +244,19 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
         for name, tensor in (*engine.weights.parameters.items(), *engine.weights.buffers.items())
     }
     found = {name: find(state[MASTERS], name) for name in engine.weights.masters() or {}}
-    masters = {name: master for name, master in found.items() if master is not None}  # frozen ones had none
+    masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
-    session.set_delay()  # before its state is loaded: an optimizer keeps only the state that its delay needs
+    session.set_delay()  # before the optimizer's state is loaded: it keeps only the state that its delay needs
     session.seed = int(state["seed"])
     engine.set_seed(session.seed)
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
-    """Return the rank whose own state in a checkpoint this rank loads.
+    """Return the rank whose rank-specific state in a checkpoint this rank loads.
 
-    This is the same rank; or, if the checkpoint has another number of stages or replicas, the last stage of the same
-    replica or of the last replica.
+    This is the same rank. If the checkpoint has another number of stages or replicas, it is the last stage of the same
+    replica; or of the last replica, if the checkpoint has fewer replicas.
     """
     stages, replicas = state["num_stages"], state["data_parallel_size"]
     if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
@@ -286,9 +288,9 @@ class CheckpointWriter:
 
         Args:
             path: path of the file; of a sharded checkpoint, a folder that all machines share.
-            content: state of this rank. Unsharded, only rank 0's is written; sharded, that of each stage of the first
-                replica, and rank 0's includes entries that belong to no stage.
-            write_file: function that writes an unsharded checkpoint.
+            content: state of this rank. A full checkpoint has rank 0's content only. A sharded checkpoint has the
+                content of each stage of the first replica; rank 0's includes entries that belong to no stage.
+            write_file: function that writes a full checkpoint.
 
         Raises:
             ConfigurationError: a sharded checkpoint cannot be written to the file system of ``path``.
@@ -354,7 +356,7 @@ class CheckpointWriter:
         return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
 
     def _run(self, job: Callable[[dist.ProcessGroup | None], None]) -> None:
-        """Run a collective job, at once or in the background in a process group of its own."""
+        """Run a collective job at once, or in the background in a separate process group."""
         if not self.in_background:
             job(None)
             return
@@ -370,7 +372,7 @@ class CheckpointWriter:
 
 
 def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, part: Mapping[str, Any]) -> None:
-    """Write all parts, then the index when every stage has written its part."""
+    """Write this stage's part; when every stage has written its part, write the index."""
     own: list[tuple[str, int]] = []
     try:
         writes = mesh.replica == 0
@@ -385,7 +387,7 @@ def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, p
 
 
 def _after(before: tuple[Future[None], ...], remove: Callable[[], None]) -> None:
-    if all(future.exception() is None for future in before):  # else the older one is the newest complete checkpoint
+    if all(future.exception() is None for future in before):  # else keep the last complete checkpoint
         with suppress(OSError):
             remove()
 
@@ -401,4 +403,4 @@ def _fail_at_exit(pending: list[Future[None]]) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing, on ranks without a part in a collective."""
+    """Do nothing: this rank takes part in a collective without work."""

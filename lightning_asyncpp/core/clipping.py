@@ -1,13 +1,13 @@
 """Gradient clipping over the stages of a pipeline.
 
-Each stage computes the norms of its own gradients in fp64 (:func:`norms_of`); replicas and shared parameters count
-once. The control message of an update sums their squares, so that every stage knows the norm of the whole gradient
-(:func:`gradient_norm`). Each stage clips by it in place when the update is applied (:func:`clip_by_norm`), among the
-optimizer's other hooks: a Trainer strategy instead of Lightning's ``clip_grad_by_norm``, a Fabric strategy at the
-``max_norm`` of ``fabric.clip_gradients``.
+Each stage computes the norms of its gradients in fp64 (:func:`norms_of`). Replicas have the same gradients, so only the
+first replica counts; a shared parameter counts once. The control message of an update sums the squares, so that every
+stage knows the norm of the whole gradient (:func:`gradient_norm`). When the update is applied, each stage clips its
+gradients in place by this norm (:func:`clip_by_norm`). With the Trainer this replaces Lightning's
+``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives the ``max_norm``.
 
-A stage that steps before the control message has arrived (the default, :meth:`.Schedule.steps_ahead`) clips by the norm
-of the previous mini-batch. The first mini-batch runs without delay, so that its norm is known.
+By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`), and clips by the norm
+of the previous mini-batch. The first mini-batch runs without delay, so its norm is known.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> 
 
     Args:
         parameters: parameters of this stage.
-        norm: norm of the gradient over all stages, of this or the previous mini-batch; 0 clips nothing.
+        norm: norm of the gradient of this or the previous mini-batch over all stages; 0 clips nothing.
         max_norm: largest norm.
     """
     factor = clip_coefficient(norm, max_norm)
@@ -59,13 +59,13 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> 
 
 
 def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
-    """Clamp every element of the gradients; torch would refuse a stage without gradients, which is valid here."""
+    """Clamp every element of the gradients. A stage may have no gradients, for which torch would raise an error."""
     if with_gradient := [parameter for parameter in parameters if parameter.grad is not None]:
         clip_grad_value_(with_gradient, limit)
 
 
 def check_norm_type(norm_type: float) -> None:
-    """Refuse other norms than the 2-norm, as the control message carries a sum of squares.
+    """Refuse norms except the 2-norm, since the control message carries a sum of squares.
 
     Raises:
         ConfigurationError: ``norm_type`` is not 2.

@@ -1,8 +1,8 @@
 """The engine, which runs the schedule on one stage: forwards, backwards and updates.
 
-Methods that may wait for other stages come in two forms. :meth:`Engine.run`, :meth:`Engine.complete`,
-:meth:`Engine.apply_due` and :meth:`Engine.drain` block, for processes with one stage. Each has a variant ``iter_...``
-that yields every action right before it runs, so that stages in one process (``local.py``) can take turns.
+Methods that may wait for other stages come in two forms. In a process with one stage, :meth:`Engine.run`,
+:meth:`Engine.complete`, :meth:`Engine.apply_due` and :meth:`Engine.drain` block. Each has a variant ``iter_...`` that
+yields every action right before it runs, so that several stages in one process (``local.py``) can take turns.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ Actions = Generator[Action, None, T]
 class Engine:
     """One stage of a running pipeline.
 
-    Per batch: :meth:`run`; when the mini-batch is complete (once per batch without accumulation) :meth:`complete`, then
-    :meth:`apply_due`. :meth:`drain` finishes what is in flight, at any moment, without changing the trajectory.
+    Call :meth:`run` for every batch. After the last batch of a mini-batch (without accumulation, every batch), call
+    :meth:`complete` and then :meth:`apply_due`. :meth:`drain` may be called at any moment: it finishes what is in
+    flight, and does not change the trajectory.
 
     Args:
         stage: this rank's stage of the model.
@@ -50,10 +51,10 @@ class Engine:
         device: device of this stage.
         hooks: user's hooks for microbatches and the loss.
         timeout: longest wait for a neighbour, in seconds; default: half an hour.
-        transport: transport to the neighbours, if they are connected already.
+        transport: transport to the neighbours, if already connected.
 
     Attributes:
-        host_batch: record of the host's tensors from which the newest batch was copied to the device.
+        host_batch: record of the host tensors from which the newest batch was copied to the device.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Engine:
         self._drained = 0
         self._checked = False
         self._modules = list(stage.modules())
-        self._in_evaluation: set[nn.Module] = set()  # in the last batch; the others were in training
+        self._in_evaluation: set[nn.Module] = set()  # modules in evaluation mode in the last batch
         self._flights: dict[int, Flight] = {}
 
     @property
@@ -106,11 +107,11 @@ class Engine:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing has run since the last drain; :attr:`idle` alone says nothing about other stages."""
+        """Whether nothing has run since the last drain, on any stage; :attr:`idle` is about this stage only."""
         return all(part.idle and part._drained == part.next_forward for part in self.parts)
 
     def ended_as_agreed(self) -> bool:
-        """Return whether all ranks have agreed to end the run, and this one has nothing in flight."""
+        """Return whether all ranks have agreed to end the run, and this rank has nothing in flight."""
         return self.updates.agreed.interrupted and self.idle
 
     @property
@@ -124,10 +125,10 @@ class Engine:
         return self.schedule.staleness == "least" or self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
-        """Run a training batch: all of its forwards, and the backwards that are due by then, also of earlier batches.
+        """Run all forwards of a training batch, and the backwards due by then, also those of earlier batches.
 
         Args:
-            batch: the batch on the first and the last stage; ignored on others.
+            batch: the batch on the first and the last stage; ignored on stages between them.
             step: the user's step, called with a microbatch and its weight.
             afterwards: function called after an update between two microbatches; it may change weights.
         """
@@ -183,7 +184,7 @@ class Engine:
             finish(self.iter_complete(hyper_parameters, note))
 
     def iter_complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
-        """Complete the mini-batch, and with a flush its backwards, action by action; see :meth:`complete`."""
+        """Complete the mini-batch, action by action, with its backwards if it ends with a flush."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
         self.updates.complete(self.next_forward, hyper_parameters, note)
         if flushes:
@@ -191,7 +192,7 @@ class Engine:
         self.updates.poll(self.next_backward)
 
     def apply_due(self) -> list[Update]:
-        """Apply the updates that are due; return them after those that were applied within the last batch.
+        """Apply the updates that are due; return all updates applied since the last call, in order.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
@@ -225,7 +226,7 @@ class Engine:
         yield from self._iter_backwards()
         self.updates.poll(self.next_backward)
         if transport is not None:
-            transport.expect_end()  # last: the previous stage has by now all that it needs to end
+            transport.expect_end()  # last: by now the previous stage has all that it needs to end
         yield from self.updates.iter_all()
         updates = self.updates.take_applied()
         if transport is not None:
@@ -237,7 +238,7 @@ class Engine:
         """Run a batch forward on the newest weights, pipelined over microbatches and batches.
 
         Args:
-            batch: the batch on the first and the last stage; ignored on others.
+            batch: the batch on the first and the last stage; ignored on stages between them.
             step: the user's step, called with a microbatch and its weight.
             purpose: name from which random seeds are derived.
         """
@@ -261,7 +262,7 @@ class Engine:
         if self.runner.transport is not None:
             # Limit how far later stages lag, since activations sent to them take memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.microbatches)
-        # Samples without weight (padding only) have results, too, which predictions must include.
+        # Predictions must include the results of samples without weight (padding only).
         had = [flight for flight, slot in zip(flights, slots) if slot.content is not None]
         return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
 
@@ -276,7 +277,7 @@ class Engine:
             self.runner.transport.expect_end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of a drained engine; weights are saved apart, see :meth:`WeightVersions.older`."""
+        """Return the counters of a drained engine; for its weights see :meth:`WeightVersions.older`."""
         if not self.idle:
             raise RuntimeError("the state of a pipeline needs a drained pipeline: call drain() first")
         return {
@@ -307,7 +308,7 @@ class Engine:
         self.weights.release_masters()
 
     def close(self) -> None:
-        """Close the connections to the neighbours, which have received everything."""
+        """Close the connections to the neighbours, after they have received everything."""
         if self.runner.transport is not None:
             self.runner.transport.close()
 
@@ -339,7 +340,7 @@ class Engine:
         self.next_backward = k + 1
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:
-        """Run the first microbatch forward and backward, and raise an error of any rank on all."""
+        """Run the first microbatch forward and backward; an error on any rank is raised on all ranks."""
         flight, error = None, None
         yield Action(Kind.FORWARD, k)
         try:
@@ -361,7 +362,7 @@ class Engine:
         return flight
 
     def _iter_backwards(self) -> Actions[None]:
-        """Run the backwards of everything in flight."""
+        """Run the backwards of all microbatches in flight."""
         for action in self.schedule.drain(self.next_backward, self.next_forward):
             yield action
             self._backward(action.index)
@@ -370,7 +371,7 @@ class Engine:
 
     @contextmanager
     def modes_of_forwards(self) -> Iterator[None]:
-        """Set layers to the training modes of their forwards, which recomputation in a backward needs."""
+        """Set layers to the training modes of their forwards, since backwards may recompute forwards."""
         others = [m for m in self._modules if m.training == (m in self._in_evaluation)]
         for module in others:
             module.training = not module.training
@@ -382,7 +383,7 @@ class Engine:
 
 
 def finish(actions: Actions[T]) -> T:
-    """Run all actions, waiting for other stages if need be, and return their result."""
+    """Run all actions, waiting for other stages where necessary, and return their result."""
     while True:
         try:
             next(actions)

@@ -1,7 +1,7 @@
 """Handling of failures: report the first cause, make later calls raise, and end other ranks' waits.
 
-When a process ends its connections are closed, which its neighbours notice at once. A process that catches a run's
-error and goes on would keep them waiting until the timeout; so it closes the connections itself.
+When a process ends, its connections are closed, and its neighbours notice this at once. If a process catches a run's
+error and goes on, its neighbours would wait until the timeout; so the failed rank closes its connections itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STDERR = 2
 _TAG_NEVER_SENT = 6
 _MOMENT = timedelta(milliseconds=1)
 _DECIDING = threading.Lock()
-"""Held while the script's or the watch's thread sets the failure. It is global since a watch must be copyable."""
+"""Lock for setting a failure, from the script's or the watch's thread. Global, since a watch must be copyable."""
 
 
 class FailureWatch:
@@ -49,7 +49,7 @@ class FailureWatch:
 
     Attributes:
         failure: first failure, after which no collective can run.
-        children: processes of other ranks that this one launched; the launcher's own list.
+        children: processes of other ranks that this rank launched; the same list as the launcher's.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class FailureWatch:
         self._mesh: Mesh | None = None
         self._transport: Transport | None = None
         self._agreed_end: Callable[[], bool] | None = None
-        self._unraised: PeerLostError | None = None  # another rank's failure that this script has not met yet
+        self._unraised: PeerLostError | None = None  # another rank's failure, not raised in this script yet
         self._first: FirstCause | None = None
         self._at_exit: AtExit | None = None
         self._deadline: threading.Timer | None = None
         self._outlast: Callable[[], None] | None = None
 
     def start(self, mesh: Mesh) -> None:
-        """Begin to watch for failures, unless it has begun or there are no other ranks; a collective call.
+        """Begin to watch for failures, unless this was done or there are no other ranks; a collective call.
 
         Raises:
             PeerLostError: a rank cannot be reached.
@@ -86,8 +86,8 @@ class FailureWatch:
 
         Args:
             transport: connections to the neighbours, if any.
-            ended_as_agreed: function that returns whether all ranks have agreed to end and nothing is in flight; an
-                exception is no failure then.
+            ended_as_agreed: function that returns whether all ranks have agreed to end and nothing is in flight. If
+                so, an exception is no failure.
         """
         self._transport, self._agreed_end = transport, ended_as_agreed
 
@@ -95,7 +95,7 @@ class FailureWatch:
         """Raise if the pipeline has failed, since other ranks no longer answer.
 
         Raises:
-            PeerLostError: another rank failed or is gone, and this script has not met an error yet.
+            PeerLostError: another rank failed or is gone, and no error has been raised in this script yet.
             RuntimeError: the pipeline failed before.
         """
         if self._unraised is not None:
@@ -107,9 +107,9 @@ class FailureWatch:
             ) from self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Record the first failure; from now on every collective of this session raises, soon on other ranks too.
+        """Record the first failure. Then every collective of this session raises an error, soon on other ranks, too.
 
-        If another rank's error caused it, the first cause replaces its text. No deadline runs afterwards: call
+        If another rank's error caused the failure, the first cause replaces its text. This cancels the deadline: call
         :meth:`set_deadline` if a teardown follows.
         """
         with _DECIDING:
@@ -117,21 +117,21 @@ class FailureWatch:
             if is_first:
                 self.failure = error
             self.cancel_deadline()
-        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # all scripts may end so
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # a planned end
         if not (ends_well or (self._agreed_end is not None and self._agreed_end())):
             self._tell(error)
         if is_first:
             self._disconnect_soon(error)
 
     def set_deadline(self) -> None:
-        """Set a deadline for the end of this process, until :meth:`cancel_deadline`."""
+        """Set a deadline for the end of this process; :meth:`cancel_deadline` removes it."""
         if self._first is not None:
             self._deadline = threading.Timer(LEAVE_SECONDS, self._leave_now)
             self._deadline.daemon = True
             self._deadline.start()
 
     def cancel_deadline(self) -> None:
-        """Cancel the deadline, as the script has received the error."""
+        """Cancel the deadline, since the script has received the error."""
         if self._deadline is not None:
             self._deadline.cancel()
 
@@ -143,7 +143,7 @@ class FailureWatch:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Run a collective; a lost rank is a failure of the session.
+        """Run a collective within a context; a lost rank becomes a failure of the session.
 
         Raises:
             PeerLostError: another rank is gone; the message has the first cause, if known.
@@ -163,7 +163,7 @@ class FailureWatch:
     # -- an error of this rank ------------------------------------------------------------------------------------
 
     def _tell(self, error: BaseException) -> None:
-        """Report an error of this rank to the others; replace the text of a lost connection by the first cause."""
+        """Report an error of this rank to the other ranks; if a connection was lost, quote the first cause instead."""
         if self._first is None or self._mesh is None:
             return
         is_lost = isinstance(error, PeerLostError) or is_noise(error)
@@ -179,7 +179,8 @@ class FailureWatch:
     def _disconnect_soon(self, error: BaseException) -> None:
         """End this rank's connections in the background.
 
-        After a lost connection this happens at once; after other errors later, as all ranks may be about to raise them.
+        After a lost connection this happens at once. After any other error it happens later, since all ranks may be
+        about to raise the same error.
         """
         if self._mesh is not None and self._mesh.groups is not None:
             grace = 0.0 if isinstance(error, PeerLostError) else GRACE_SECONDS
@@ -188,7 +189,7 @@ class FailureWatch:
     # -- an error of another rank ----------------------------------------------------------------------------------
 
     def _learn(self, cause: Cause) -> None:
-        """End this rank's waits after another rank's failure, so that its script ends; in the watch's thread."""
+        """End this rank's waits after another rank's failure, so that its script ends; runs in the watch's thread."""
         with _DECIDING:
             if self.failure is not None:
                 return  # the script has an error already, which fail() completes
@@ -200,7 +201,7 @@ class FailureWatch:
         background.run_later(2 * grace, self._give_up_default_group)
 
     def _words(self, cause: Cause) -> str:
-        """Return the message for this rank: the full text on rank 0, where users look, one line on others."""
+        """Return the message for this rank: the full text on rank 0, where users look; one line on other ranks."""
         return cause.line if self._mesh is not None and self._mesh.rank else cause.text
 
     def _give_up(self, error: PeerLostError) -> None:
@@ -216,7 +217,7 @@ class FailureWatch:
     # -- the end of the process -----------------------------------------------------------------------------------
 
     def _end_process(self) -> None:
-        """Report an error raised outside of this session's calls; print another rank's that the script never met."""
+        """Report an error raised outside of this session's calls; if there is none, print another rank's error."""
         if self.failure is None and (error := uncaught()) is not None:
             self.fail(error)
             if self._outlast is not None:  # handlers registered during exit are not called
@@ -228,10 +229,10 @@ class FailureWatch:
             os._exit(1)
 
     def _adopt(self, stays: float) -> None:
-        """Take the launched processes from the launcher, which would kill this rank, too, before it reports its error.
+        """Take the launched processes from the launcher: it would kill them and this rank before the error is reported.
 
         Args:
-            stays: seconds for which other ranks need torch's store, if rank 0 serves it.
+            stays: seconds for which other ranks need torch's store; used if rank 0 serves it.
         """
         if self._outlast is not None or self._first is None or self._mesh is None:
             return
@@ -258,12 +259,12 @@ class FailureWatch:
 
 
 def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) -> None:
-    """Keep the process of rank 0 until the ranks that it launched have ended and others have read the first cause.
+    """Keep rank 0's process alive until its launched ranks have ended and all ranks have read the first cause.
 
     Args:
-        children: launched processes; after a script that failed, they are killed if they do not end in time.
+        children: launched processes; if this script failed, they are killed if they do not end in time.
         first: first cause, which keeps torch's store alive.
-        until: time by which other ranks have read it, as of ``time.monotonic()``.
+        until: time of ``time.monotonic()`` by which other ranks have read the first cause.
     """
     deadline = time.monotonic() + LEAVE_SECONDS
     for child in children:
@@ -292,9 +293,9 @@ def _name(mesh: Mesh, rank: int) -> str:
 
 
 def abort_connections(mesh: Mesh | None, transport: Transport | None) -> None:
-    """End a rank's connections to its neighbours and its process groups, so that no rank waits for it.
+    """End a rank's connections to its neighbours and its process groups, so that no rank waits for this rank.
 
-    The groups cannot be used afterwards. Torch's default group, which later runs need, is kept.
+    The groups cannot be used afterwards. Torch's default group is kept, since later runs need it.
     """
     if transport is not None:
         transport.abort()
@@ -307,7 +308,7 @@ def abort_connections(mesh: Mesh | None, transport: Transport | None) -> None:
 
 
 def abort_default_group() -> None:
-    """End this rank's waits in torch's default group, which cannot be used afterwards."""
+    """End this rank's waits in torch's default group; the group cannot be used afterwards."""
     if dist.is_initialized() and (group := dist.group.WORLD) is not None:
         config = dist.get_backend_config(group)
         if "gloo" in config:
@@ -317,10 +318,10 @@ def abort_default_group() -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    """End all connections of a gloo group by a wait that times out; gloo has no call for it."""
+    """End all connections of a gloo group by waits that time out; gloo has no call for this."""
     with suppress(KeyError, ValueError):  # the group has been destroyed
         for rank in dist.get_process_group_ranks(group):
-            # The wait fails at once if the rank is gone, or the group has been destroyed at exit.
+            # The wait fails at once if the rank is gone, or if the group has been destroyed at exit.
             with suppress(RuntimeError, ValueError):
                 if rank != dist.get_rank():
                     work = dist.irecv(torch.zeros(1, device="cpu"), rank, group=group, tag=_TAG_NEVER_SENT)
@@ -331,7 +332,7 @@ def _close(group: dist.ProcessGroup) -> None:
 def _abort(group: dist.ProcessGroup) -> None:
     """Abort a device group, in a thread.
 
-    The call may wait for the device, where another group's message may wait for a rank that is gone.
+    The call may wait for the device, and the device may wait for another group's message from a rank that is gone.
     """
 
     def abort() -> None:

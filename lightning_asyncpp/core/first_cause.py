@@ -1,6 +1,6 @@
-"""First cause of a failure: a key of torch's store, which all ranks read and only the first failing rank writes.
+"""First cause of a failure: a key in torch's store that all ranks read and only the first failing rank writes.
 
-On each rank only one thread uses the store, once a second: scripts never wait for a store that does not answer.
+On each rank only one thread uses the store, once a second, so scripts never wait for a store that does not answer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import PeerLostError
 
 POLL_SECONDS = 1.0
-"""Interval of reads; a thousand ranks then take 2 % of a core of the machine that serves the store."""
+"""Interval of reads. Reads by a thousand ranks take 2 % of a core of the machine that serves the store."""
 MAX_LINE = 1000
-"""Characters of an error's line that other ranks receive."""
+"""Number of characters of an error's line that other ranks receive."""
 MAX_TRACE = 2**14
-"""Characters of its traceback that other ranks receive: the last ones."""
+"""Number of characters of an error's traceback that other ranks receive, from its end."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Cause:
         """Return the cause of an error.
 
         Args:
-            error: error of this rank; a PeerLostError stands for the lost rank's failure.
+            error: error of this rank; for a PeerLostError, the cause is the loss of the other rank.
             place: name of this rank.
         """
         if isinstance(error, PeerLostError):
@@ -71,7 +71,7 @@ class FirstCause:
     Args:
         key: name of the key, the same on all ranks and unique to the run.
         server: name of the rank that serves the store.
-        on_cause: function called once, in the thread, when a cause is found.
+        on_cause: function called once, in the thread that reads the store, when a cause is found.
 
     Attributes:
         cause: first cause, if this rank knows it.
@@ -93,12 +93,15 @@ class FirstCause:
         return self.cause
 
     def report(self, cause: Cause, seconds: float) -> Cause:
-        """Write a cause unless there is one; return the first, or ``cause`` if it is not known within ``seconds``."""
+        """Write a cause unless there is one; return the first cause, or ``cause`` if the store does not answer.
+
+        The wait for an answer takes at most ``seconds``.
+        """
         self._own = cause
         self._wake.set()
         self._known.wait(seconds)
         if self._is_lost and not cause.trace:
-            # A store that does not answer may have ended as planned; but with a lost neighbour, too, its server died.
+            # A store that does not answer may have ended as planned. If a neighbour is lost, too, its server died.
             return Cause(f"{self._server} is gone: torch's store, which it or torchrun serves, does not answer")
         return self.cause or cause
 
@@ -132,7 +135,7 @@ def _shortened(text: str) -> str:
 
 
 class AtExit:
-    """Function called once when this process ends, but not when a process forked from it ends.
+    """Function called once when this process ends, but not at the end of a process forked from it.
 
     Args:
         action: the function.

@@ -1,7 +1,7 @@
 """Elementwise operations on all tensors of a stage, in a few kernels.
 
-torch documents ``torch.foreach`` from version 2.15 on; older versions have only the underscored names, which newer ones
-keep. None of them accepts an empty list.
+torch documents ``torch.foreach`` from version 2.15 on. Older versions have only the names with an underscore, which
+newer versions keep. No function here accepts an empty list.
 """
 
 from __future__ import annotations
@@ -16,4 +16,4 @@ divide_ = required(torch, "_foreach_div_", _PURPOSE)
 copy_ = required(torch, "_foreach_copy_", _PURPOSE)
 """Copy every source into the destination at its position."""
 norm = required(torch, "_foreach_norm", _PURPOSE)
-"""Return the 2-norm of every tensor as a tensor without dimensions, computed in ``dtype``."""
+"""Return the 2-norm of every tensor, computed in ``dtype``, as a tensor without dimensions."""

@@ -1,6 +1,6 @@
-"""Asynchronous copies of device tensors to the host: launched early and together, waited for late.
+"""Asynchronous copies of device tensors to the host.
 
-Copies go through pinned memory and overlap with computation; tensors on the host are not copied. The newest batch's
+Copies go through pinned memory and overlap with computation. Tensors on the host are not copied. The newest batch's
 tensors on the host are remembered, so that they need not be copied back.
 """
 
@@ -23,7 +23,7 @@ class HostCopy:
     """Asynchronous copy to the host, ordered after all work launched before it.
 
     Args:
-        tensor: tensor on any device; it may be freed, but not changed before :meth:`is_done`.
+        tensor: tensor on any device; it may be freed at once, but must not change before :meth:`is_done`.
 
     Attributes:
         tensor: the copy, with the same memory layout; valid once :meth:`is_done`.
@@ -54,9 +54,9 @@ class HostCopy:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as a flat tensor of bytes on the same device, as backends support few dtypes.
+    """Return a tensor's elements as a flat tensor of bytes on the same device, since backends support few dtypes.
 
-    The result shares the tensor's memory if that is contiguous.
+    The result shares the memory of a contiguous tensor.
     """
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
@@ -69,7 +69,7 @@ def pieces_on_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor itself if it is on the host, else a contiguous copy there."""
+    """Return a host tensor as it is, and a device tensor as a contiguous copy on the host."""
     if tensor.is_cpu:
         return tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -147,7 +147,8 @@ class HostBatch:
 
         Args:
             batch: batch on the host.
-            copy: the same containers on the device; tensors that were there already are those of ``batch``.
+            copy: the same containers on the device; a tensor that was on the device before is the same object as in
+            ``batch``.
         """
         sources, copies = list(tensors_of(batch)), list(tensors_of(copy))
         self.copies = {}
@@ -159,7 +160,7 @@ class HostBatch:
             }
 
     def of(self, batch: Any) -> Any:
-        """Return a batch with its tensors replaced by the host tensors that they are unchanged copies of."""
+        """Return a batch in which host tensors replace their copies on the device, if these are unchanged."""
         return map_tensors(self._source, batch) if self.copies else batch
 
     def _source(self, tensor: Tensor) -> Tensor:
@@ -175,5 +176,5 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 @lru_cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all copies from a device: one each, since torch reuses its pool of 32 streams."""
+    """Return the stream for all copies from a device; a single one, since torch has a pool of only 32 streams."""
     return torch.cuda.Stream(device, priority=-1)

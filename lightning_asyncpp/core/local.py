@@ -1,8 +1,8 @@
 """P stages in one process: the engine once per stage, over one whole model, with messages in memory.
 
-Every stage has its own :class:`~lightning_asyncpp.core.engine.Engine`, schedule and weight versions, as in a process of
-its own. Stages take turns: each runs its next action when the action's inputs have arrived. Nothing blocks, so the
-order is the same in every run, errors have the stack of their origin, and a deadlock is an error at once.
+Every stage has an :class:`~lightning_asyncpp.core.engine.Engine`, a schedule and weight versions, as it has in a
+separate process. Stages take turns: each runs its next action when the action's inputs have arrived. Nothing blocks, so
+the order is the same in every run, errors have the stack of their origin, and a deadlock raises an error at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Shared(NamedTuple):
-    """Parameter that a stage shares with an earlier stage, its owner, where the optimizer steps it.
+    """Parameter that a stage shares with an earlier stage, the owner; the optimizer steps it on the owner.
 
     Attributes:
         stage: index of the stage.
@@ -49,7 +49,7 @@ class Shared(NamedTuple):
 
 
 class LocalPipeline(Engine):
-    """Engines of all stages behind the interface of one engine whose stage is the whole model.
+    """Engines of all stages, with the interface of one engine whose stage is the whole model.
 
     Args:
         whole: the whole model as one stage, for evaluation and for names.
@@ -72,7 +72,7 @@ class LocalPipeline(Engine):
         device: torch.device,
         hooks: UserHooks,
     ) -> None:
-        # Replaces Engine.__init__, whose attributes are those of one stage.
+        # Replaces Engine.__init__, which sets the attributes of a single stage.
         self.stage, self.mesh, self.settings = whole, Mesh(1, 1, 0), settings
         self.host_batch, self.evaluated = HostBatch(), 0
         self._shared = share(stages)
@@ -80,8 +80,8 @@ class LocalPipeline(Engine):
         self._turns = _Turns(whole.root, len(stages))
         self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
-        self.schedule = self.engines[-1].schedule  # of the stage that has the loss and logs
-        self.updates = self.engines[0].updates  # of the stage that applies an update last
+        self.schedule = self.engines[-1].schedule  # the last stage has the loss, and logs
+        self.updates = self.engines[0].updates  # the first stage applies an update last
         self.weights: AllWeights = AllWeights(self.engines, self._shared, whole.uses)
 
     def _engine(self, stage: Stage, seed: int, device: torch.device, hooks: UserHooks) -> Engine:
@@ -127,11 +127,11 @@ class LocalPipeline(Engine):
             self._take_turns([engine.iter_complete(hyper_parameters, note) for engine in self.engines])
 
     def apply_due(self) -> list[Update]:
-        """Apply the updates that are due; return those of the first stage."""
+        """Apply the updates that are due; return the first stage's updates."""
         return self._take_turns([engine.iter_due() for engine in self.engines])[0]
 
     def drain(self) -> list[Update]:
-        """Finish all microbatches in flight and apply all updates; return those of the first stage."""
+        """Finish all microbatches in flight and apply all updates; return the first stage's updates."""
         with ExitStack() as stack:
             for context in (torch.inference_mode(False), torch.enable_grad(), preserved_generators(self.runner.device)):
                 stack.enter_context(context)
@@ -165,7 +165,7 @@ class LocalPipeline(Engine):
         """Run the actions of all stages, each when its inputs have arrived; return each stage's result.
 
         Raises:
-            RuntimeError: every stage waits for another.
+            RuntimeError: every stage waits for another stage.
         """
         results: dict[int, T] = {}
         waiting: dict[int, Action] = {}
@@ -190,7 +190,7 @@ class LocalPipeline(Engine):
                         advance(number)
                 if waiting == before:
                     actions = ", ".join(f"stage {number}: {action}" for number, action in waiting.items())
-                    raise RuntimeError(f"every stage waits for another one ({actions}): the schedule has a deadlock")
+                    raise RuntimeError(f"every stage waits for another stage ({actions}): the schedule has a deadlock")
         return [results[number] for number in range(len(of_stages))]
 
     def _is_ready(self, number: int, action: Action) -> bool:
@@ -204,7 +204,7 @@ class LocalPipeline(Engine):
         if mini_batch is None:
             return True  # a drain has applied the update
         if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):
-            return False  # the stage copies the weights of the owner's update
+            return False  # the stage copies the weights that the owner's update makes
         for other in reversed(self.engines):
             other.updates.poll()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
@@ -223,11 +223,12 @@ def _set_python_draws(states: tuple[Any, Any]) -> None:
 
 
 class _Turns:
-    """Module attributes and random states of each stage, so that user code runs as if in a process per stage.
+    """Module attributes and random states of each stage, so that user code runs as if each stage had a process.
 
-    An attribute that is assigned to the module during a stage's turn belongs to that stage; one that is assigned
-    between turns belongs to all. Outside of turns the module has the attributes of the last stage. Within a batch every
-    stage has its own states of Python's and NumPy's generators, so that first and last stage draw the same numbers.
+    An attribute that is assigned to the module during a stage's turn belongs to that stage. An attribute that is
+    assigned between turns belongs to all stages. Outside of turns the module has the attributes of the last stage.
+    Within a batch, every stage has separate states of Python's and NumPy's generators, so that the first and the last
+    stage draw the same numbers.
 
     Args:
         module: the user's module.
@@ -237,7 +238,7 @@ class _Turns:
     def __init__(self, module: nn.Module, stages: int) -> None:
         self._present = vars(module)
         self._shown = dict(self._present)  # attributes after the last turn
-        self._of_stages = [dict(self._present) for _ in range(stages)]  # outdated for the running stage
+        self._of_stages = [dict(self._present) for _ in range(stages)]  # the running stage's entry is outdated
         self._draws: list[tuple[Any, Any]] = []
         self._now = self._last = stages - 1
 
@@ -268,7 +269,7 @@ class _Turns:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Start all stages from the generators' present states; keep those of the last stage at the end."""
+        """Start all stages from the generators' present states; at the end, keep the last stage's states."""
         before = _python_draws()
         self._draws = [before] * len(self._of_stages)
         try:
@@ -290,7 +291,7 @@ class AllWeights(WeightVersions):
     """
 
     def __init__(self, engines: Sequence[Engine], shared: Sequence[Shared], uses: Mapping[str, str]) -> None:
-        # Replaces WeightVersions.__init__, whose attributes are those of one stage.
+        # Replaces WeightVersions.__init__, which sets the attributes of a single stage.
         self._all = [engine.weights for engine in engines]
         self._shared, self._shared_uses = shared, uses
         self._copies = {(tie.stage, tie.name) for tie in shared}
@@ -306,7 +307,7 @@ class AllWeights(WeightVersions):
         return min(weights.newest for weights in self._all)
 
     def of_stage(self, number: int, values: Mapping[str, T] | None) -> dict[str, T] | None:
-        """Return the values of a stage's parameters and buffers, given those of the whole model."""
+        """Select the values of a stage's parameters and buffers from the values of the whole model."""
         if values is None:
             return None
         names = {tie.name: tie.owners_name for tie in self._shared if tie.stage == number}
@@ -322,11 +323,11 @@ class AllWeights(WeightVersions):
         return found
 
     def shown(self) -> dict[str, Tensor]:
-        """Return the weights of the newest version by name; none if the module holds them itself."""
+        """Return the weights of the newest version by name; empty if the module has them itself."""
         return self._merged(lambda weights: weights.shown()) or {}
 
     def older(self) -> dict[str, Tensor] | None:
-        """Return the weights of the version before the newest, of the stages that have one."""
+        """Return the weights of the version before the newest, from the stages that have two versions."""
         return self._merged(lambda weights: weights.older())
 
     def masters(self) -> dict[str, Tensor] | None:
@@ -359,13 +360,13 @@ class AllWeights(WeightVersions):
                     own.parameters[tie.name].data.copy_(owners.parameters[tie.owners_name].data)
 
     def give_parameters_to_copies(self) -> None:
-        """Copy loaded parameters from their owners into the other stages' copies."""
+        """Copy loaded parameters from their owners into the copies on later stages."""
         for tie in self._shared:
             own, owners = self._all[tie.stage].parameters, self._all[tie.owner].parameters
             own[tie.name].data.copy_(owners[tie.owners_name].data)
 
     def release_masters(self) -> None:
-        """Replace the masters in the module by the weights that were trained."""
+        """Replace the masters in the module by the trained weights."""
         for weights in self._all:
             weights.release_masters()
 
@@ -387,7 +388,7 @@ class AllWeights(WeightVersions):
 
 
 def share(stages: Sequence[Stage]) -> list[Shared]:
-    """Give each later stage its own copy of every trained parameter that it shares with an earlier stage.
+    """Give each later stage a copy of every trained parameter that it shares with an earlier stage.
 
     The stages step at different times, so they cannot share the memory of their versions.
     """

@@ -1,4 +1,4 @@
-"""Messages between stages of one process: queues of tensors, in the order in which they were sent."""
+"""Messages between stages of one process: queues of tensors, in the order of sending."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Mailbox:
         gradients: for each stage, gradients from the next stage.
         parts: (stage, mini-batch) -> sum of the control messages of all later stages.
         totals: mini-batch -> sum of the control messages of all stages.
-        arrived: (from rank, to rank, tag) -> messages sent that no receive was posted for.
-        awaited: (from rank, to rank, tag) -> receives posted that no message was sent for.
+        arrived: (from rank, to rank, tag) -> messages whose receives are not posted yet.
+        awaited: (from rank, to rank, tag) -> receives whose messages are not sent yet.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -65,7 +65,8 @@ class LocalWork:
         """Check that the message has been delivered.
 
         Raises:
-            RuntimeError: it has not been, and no other stage could run meanwhile.
+            RuntimeError: the message has not been delivered. No other stage can run during a wait, so the wait would
+                never end.
         """
         if not self._is_there:
             raise RuntimeError("a stage of this process waits for a message that no other stage has sent")
@@ -108,7 +109,7 @@ class LocalMesh(Mesh):
 class LocalTransport(Transport):
     """Transport between one stage and its neighbours in this process.
 
-    Received tensors are copies, as over a network, since a layer may change its input in place.
+    Received tensors are copies, since a layer may change its input in place.
 
     Args:
         mailbox: mailbox of all stages.

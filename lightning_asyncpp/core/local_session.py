@@ -44,7 +44,7 @@ class LocalSession(PipelineSession):
         """Resolve the settings for the number of stages.
 
         Raises:
-            ConfigurationError: the settings do not fit it, or there are several processes.
+            ConfigurationError: the settings do not fit the number of stages, or there are several processes.
         """
         if world_size != 1:
             raise ConfigurationError(
@@ -53,7 +53,7 @@ class LocalSession(PipelineSession):
             )
         self.resolved = self.settings.resolved(self.num_stages)
         self.mesh = self.mesh or Mesh(1, 1, 0)
-        self.watch.failure = None  # a failure of an earlier run has left no other process waiting
+        self.watch.failure = None  # after a failure of an earlier run, no other process waits
         return self.mesh
 
     def cut(
@@ -65,7 +65,7 @@ class LocalSession(PipelineSession):
         partition: Partition | None = None,
         averages: Iterable[AveragedModel] = (),
     ) -> Stage:
-        """Divide a model into P stages, or use a whole module as the only one; materialise its meta tensors.
+        """Divide a model into P stages, and materialise its meta tensors; if it is ``root``, it is a single unit.
 
         Raises:
             ConfigurationError: the model cannot be cut.
@@ -121,7 +121,7 @@ class LocalSession(PipelineSession):
 
 
 def _among_own(stage: Stage, others: Iterable[Stage], step: OptimizerStep) -> OptimizerStep:
-    """Hide other stages' parameters from hooks of an update, as in a process with one stage."""
+    """Return ``step`` with other stages' parameters hidden from its hooks, as in a process with one stage."""
     own, hidden = (
         {m: vars(m) for s in stages for unit in s.units for m in unit.module.modules()} for stages in ([stage], others)
     )

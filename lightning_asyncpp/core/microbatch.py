@@ -1,6 +1,7 @@
 """Microbatches: cutting, weights and fingerprints of batches; calls of the user's step and their results.
 
-The first stage captures the arguments of the step's call of the model; the last stage provides the call's output.
+The user's step calls the model. The first stage captures the arguments of this call, the last stage provides its
+output.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_asyncpp.core.tree import is_named_tuple, map_leaves, map_tensors,
 from lightning_asyncpp.errors import ConfigurationError
 
 T = TypeVar("T")
-# Maximum number of elements of a tensor that a fingerprint reads per microbatch, evenly spread.
+# Maximum number of elements, evenly spread, that a fingerprint reads per tensor and microbatch.
 _FINGERPRINT_ELEMENTS = 1024
 
 
@@ -45,7 +46,7 @@ def number_of_samples(batch: Any) -> int:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Cut everything in a batch that has one entry per sample into ``parts`` microbatches.
+    """Cut a batch into ``parts`` microbatches.
 
     Sizes differ by at most one sample, as with ``torch.tensor_split``; microbatches without samples are ``None``. The
     following are cut along their first dimension and keep their type:
@@ -53,9 +54,10 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     * tensors with dimensions; the first one determines the number of samples;
     * numpy arrays with one row per sample;
     * lists and tuples with one entry per sample that contain no tensor at any depth, such as the strings that
-      ``default_collate`` keeps, or one list, dictionary or object per sample. Of nested ones the outermost is cut.
+      ``default_collate`` keeps, or one list, dictionary or object per sample. If such lists are nested, the outermost
+      is cut.
 
-    Inside of other lists and tuples, named tuples, mappings and dataclasses the same rule applies. Everything else
+    The same rule applies inside all other lists and tuples, named tuples, mappings and dataclasses. Everything else
     (tensors without dimensions, strings, numbers, objects, arrays of another length) goes to every microbatch
     unchanged. A list for the whole batch that happens to have one entry per sample is cut, too; to prevent this, define
     ``split_batch`` on the module.
@@ -77,7 +79,9 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     def is_leaf(node: Any) -> bool:
         return _is_list_of(node, samples) and not any(True for _ in tensors_of(node))
 
-    cuts: dict[int, tuple[Any, Sequence[Any]]] = {}  # id of a leaf -> the leaf, to keep its id unique, and its pieces
+    cuts: dict[
+        int, tuple[Any, Sequence[Any]]
+    ] = {}  # id of a leaf -> the leaf (alive, so that its id stays unique) and its pieces
 
     def piece(leaf: Any, slot: int) -> Any:
         if id(leaf) not in cuts:
@@ -121,7 +125,7 @@ class Slot(NamedTuple):
     Attributes:
         content: the microbatch; None for an empty slot, and on stages without batches.
         fingerprint: hash that the first and the last stage compare; :data:`NO_FINGERPRINT` if none was computed.
-        weight: w_k, on stages that compute it.
+        weight: weight w_k in the mean loss, on stages that compute it.
     """
 
     content: Any = None
@@ -138,16 +142,16 @@ def cut_batch(
 ) -> list[Slot]:
     """Cut a batch into slots with their fingerprints and weights.
 
-    If :func:`split_batch` cuts the batch, which is deterministic, all microbatches share one fingerprint of the whole
-    batch: hashing each would cost more.
+    If the deterministic :func:`split_batch` cuts the batch, all microbatches share one fingerprint of the whole batch,
+    since it would cost more to hash each.
 
     Args:
         batch: the batch.
         parts: number of slots.
         split: (batch, number of slots) -> microbatches.
         weigh: microbatch -> its weight as a number or tensor; None: weights are not computed.
-        on_host: copy of the batch on the host; default: ``batch``. The user's ``split`` is not called for it, since it
-            may draw random numbers.
+        on_host: copy of the batch on the host; default: ``batch``. A user's ``split`` is not called with this copy,
+            since ``split`` may draw random numbers.
 
     Raises:
         ConfigurationError: ``split`` returned another number of microbatches, or a weight is invalid.
@@ -156,7 +160,8 @@ def cut_batch(
     contents = split(batch, parts)
     if len(contents) != parts:
         raise ConfigurationError(
-            f"split_batch(batch, {parts}) returned {len(contents)} microbatches: return one per part, None if empty"
+            f"split_batch(batch, {parts}) returned {len(contents)} microbatches: return {parts}, with None for empty"
+            " ones"
         )
     is_whole = split is split_batch
     readable = split(on_host, parts) if is_whole and on_host is not batch else contents
@@ -235,7 +240,7 @@ class BatchOutput:
         return torch.stack(losses) if losses else None
 
     def mean_loss(self, reduction: str = "mean") -> Tensor | None:
-        """Return the weighted mean of the losses, ignoring NaN unless all are NaN; None without samples."""
+        """Return the weighted mean of the losses that are not NaN; NaN if all are NaN, None without samples."""
         losses = self._losses
         if losses is None:
             return None
@@ -246,10 +251,10 @@ class BatchOutput:
         if reduction == "mean":
             losses = losses * weights.to(losses.dtype)
         others = losses.masked_fill(missing, 0.0).sum() / (total - (weights * missing).sum()).to(losses.dtype)
-        return torch.where(missing.any(), others, losses.sum() / total)  # torch.where, as an if would wait for the GPU
+        return torch.where(missing.any(), others, losses.sum() / total)  # an if would wait for the GPU
 
     def extras(self) -> dict[str, Any]:
-        """Return the other entries that training steps returned with their losses, merged over the batch."""
+        """Return the entries that training steps returned besides their losses, merged over the batch."""
         if not self.results or not isinstance(self.results[0], Mapping):
             return {}
         extras = [{k: v for k, v in r.items() if k != "loss"} for r in self.results if isinstance(r, Mapping)]
@@ -268,11 +273,12 @@ def loss_of(result: Any) -> Tensor:
         if isinstance(result, Mapping):
             what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
         remedy = "" if result is not None else (
-            "; to leave a batch out return a loss of 0, such as 0.0 * self.model(...).sum(): then only momentum and"
+            "; to skip a batch, return a loss of 0, such as 0.0 * self.model(...).sum(): then only momentum and"
             " weight decay change weights"
         )  # fmt: skip
         raise ConfigurationError(
-            f"training_step must return a loss of one element, or a dict with one under 'loss'; got {what}{remedy}"
+            f"training_step must return a loss with one element, or a dict with such a loss under 'loss'; got"
+            f" {what}{remedy}"
         )
     return loss.reshape(()) if loss.ndim else loss
 
@@ -283,7 +289,7 @@ def or_nan(loss: Tensor | None, device: torch.device) -> Tensor:
 
 
 Step = Callable[[Any, float | None], Any]
-"""User's step, called with a microbatch and its weight; the weight is None if the step ends at its model call."""
+"""User's step, called with a microbatch and its weight; the weight is None on the first of several stages."""
 _BY_NAME = ("split_batch", "microbatch_weight", "loss_reduction")
 
 
@@ -301,7 +307,7 @@ class UserHooks:
         microbatch_weight: microbatch -> its weight w_k in the mini-batch's mean loss.
         loss_reduction: ``"mean"`` if the step returns a mean over the microbatch, ``"sum"`` if a sum.
         forward_context: context manager around every forward, for the precision.
-        context_around_step: whether the context covers the user's whole step or only the model's layers.
+        context_around_step: whether the context covers the user's whole step; else it covers only the model's layers.
         model_name: name of the model in messages.
     """
 
@@ -314,7 +320,7 @@ class UserHooks:
 
     @classmethod
     def of(cls, module: object, **others: Any) -> UserHooks:
-        """Return the hooks that a module defines, and the defaults for the others.
+        """Return the hooks that a module defines, with defaults for the hooks that it does not define.
 
         Args:
             module: module, which may have ``split_batch``, ``microbatch_weight`` and ``loss_reduction``.
@@ -337,11 +343,11 @@ class ModelCall:
     def __init__(self, called: nn.Module, name: str = "self.model") -> None:
         self.name = name
         # An instance attribute hides the class's forward, and the module's hooks still run. It is set through vars(),
-        # as nn.Module.__setattr__ is slow.
+        # since nn.Module.__setattr__ is slow.
         self._attributes = vars(called)
 
     def capture(self, step: Callable[[], Any]) -> tuple[tuple, dict[str, Any]]:
-        """Run the step up to its call of the model, and return the arguments of the call.
+        """Run the step until it calls the model, and return the arguments of this call.
 
         Raises:
             ConfigurationError: the step ended without calling the model.
@@ -385,10 +391,10 @@ class ModelCall:
     def _calls(self, count: int) -> str:
         times = "without calling" if count == 0 else "after calling twice"
         inside = "its forward()" if self.name == "self" else self.name
-        skips = f"; to leave a batch out return a loss of 0, such as 0.0 * {self.name}(...).sum()"
+        skips = f"; to skip a batch, return a loss of 0, such as 0.0 * {self.name}(...).sum()"
         return (
             f"the step ended {times} {self.name}(...): under a pipeline it must call it exactly once per microbatch,"
-            f" since earlier stages run only that call; move other computations into {inside}, or compute them"
+            f" since earlier stages run only that call; move further computations into {inside}, or compute them"
             f" from its output{'' if count else skips}"
         )
 

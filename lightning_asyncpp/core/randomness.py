@@ -1,8 +1,9 @@
 """Random numbers: derived seeds, and the generators' states in checkpoints.
 
 Seeds are derived from (seed, purpose, replica, microbatch, layer) and not from the rank. So dropout does not depend on
-the number of stages, first and last stage draw the same masks in user code, and a resumed run draws the same numbers as
-an uninterrupted one. Other random numbers come from the generators of Python, NumPy and torch.
+the number of stages, the first and the last stage draw the same masks in user code, and a resumed run draws the same
+numbers as an uninterrupted run. Code outside of microbatches and updates draws from the usual generators of Python,
+NumPy and torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def seed_generators(seed: int, device: torch.device, *parts: int | str) -> int:
     Args:
         seed: seed of the run.
         device: device whose generator is seeded besides the CPU's.
-        parts: purpose of the numbers, from which the seed is derived.
+        parts: purpose of the numbers; the generators' seed is derived from it and ``seed``.
 
     Returns:
         Derived seed, of 63 bits.
@@ -75,7 +76,7 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
         set_generator_states(states, device)
 
 
-class drawing_from:  # noqa: N801 - used as a function; a generator would cost every update more
+class drawing_from:  # noqa: N801 - used like a function; a generator would cost more per update
     """Seed the generators of torch, NumPy and Python, and restore their states at the end.
 
     The arguments are those of :func:`seed_generators`.
@@ -110,7 +111,7 @@ def random_states() -> dict[str, Any]:
     version, own, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
-        # Tensors: numbers would be unpickled one by one, hundreds per rank.
+        # As tensors: hundreds of numbers per rank would be unpickled one by one.
         "python": (version, torch.tensor(own), gauss),
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),

@@ -33,21 +33,21 @@ _MOST_TEXT = 4096  # characters of an error that are sent
 
 
 class StageBeforeFailedError(ConsequenceError):
-    """Failure of an earlier stage at its first microbatch or in an evaluation, with that stage's message."""
+    """Failure of an earlier stage, at its first microbatch or in an evaluation, with that stage's message."""
 
 
 @dataclass
 class Flight:
-    """A microbatch between its forward and its backward on this stage.
+    """Microbatch between its forward and its backward on this stage.
 
     Attributes:
         k: number of the microbatch, counted over the run.
-        version: version of the weights that it runs on.
-        weight: w_k; microbatches of weight 0 and empty slots have no backward.
+        version: version of the weights on which the microbatch runs.
+        weight: weight w_k in the mean loss; microbatches of weight 0 and empty slots have no backward.
         inputs: autograd nodes that receive the gradients of the received activations.
         outputs: tensors from which the backward starts; on the last stage the loss.
         result: result of the user's step, on the last stage.
-        collected: auxiliary losses of this stage's layers, from which the backward starts, too, and their statistics.
+        collected: statistics and auxiliary losses of this stage's layers; the backward starts from these losses, too.
     """
 
     k: int
@@ -63,12 +63,13 @@ class Task(NamedTuple):
     """Forward to be run.
 
     Attributes:
-        k: number of the microbatch, counted over the run, or over evaluations if ``purpose`` is not ``"train"``.
+        k: number of the microbatch, counted over the run; if ``purpose`` is not ``"train"``, over all evaluations.
         version: version of the weights.
-        weights: name -> leaf tensor, or None for the parameters themselves.
-        slot: the microbatch on the first and the last stage; None for an empty slot, and on other stages.
+        weights: name -> leaf tensor; None if the forward runs on the parameters themselves.
+        slot: the microbatch on the first and the last stage; None for an empty slot, and on stages between them.
         fingerprint: hash of the batch or the microbatch, on the first and the last stage, if computed.
-        step: the user's step, called with the microbatch and its weight, or None on the first stage.
+        step: the user's step, called with the microbatch and its weight; the weight is None on
+            the first of several stages.
         purpose: ``"train"`` or a name of the evaluation, from which random seeds are derived.
         weight: w_k, on the first stage.
     """
@@ -114,7 +115,7 @@ class StageRunner(ABC):
         self.trace: Trace | None = None
         self.clock = clock_of(device)
         self.call = ModelCall(called_by_steps(stage.model), hooks.model_name)
-        # Around the user's step, and around the layers within it.
+        # The context around the user's step, and the context around the layers within the step.
         self._step_context: Context = hooks.forward_context if hooks.context_around_step else nullcontext
         self._layers_context: Context = nullcontext if hooks.context_around_step else hooks.forward_context
         self._neighbours: Transport = transport  # type: ignore[assignment]  # not used by a single stage
@@ -123,8 +124,8 @@ class StageRunner(ABC):
     def forward(self, task: Task) -> Flight:
         """Run the forward of a microbatch, and send the result to the next stage.
 
-        Extra work comes before a wait, not after a send, since the receiver may need this core then. They do not
-        restore torch's generators, which is cheaper once per batch.
+        Implementations do extra work before a wait, not after a send, since the receiver may need this core then. They
+        do not restore torch's generators: the engine does it once per batch.
 
         Args:
             task: forward to be run.
@@ -146,8 +147,8 @@ class StageRunner(ABC):
         """Run the backward of a microbatch, add to the gradients of ``weights``, and send the inputs' gradients."""
         if not flight.weight:
             return
-        # Random numbers of a backward must not depend on what ran before it, which a drain changes. Seeded before the
-        # wait for the gradient, not on the critical path after it.
+        # A drain changes what runs before a backward, and the backward's random numbers must not depend on it. The
+        # generators are seeded before the wait for the gradient, since time after the wait is on the critical path.
         seed_generators(self.seed, self.device, "backward", self.stage.first_unit, self.mesh.replica, flight.k)
         self.stage.under(weights, partial(self._backward_in_place, flight))
         self.send_input_gradients(flight)
@@ -157,7 +158,7 @@ class StageRunner(ABC):
         gradients = self._output_gradients(flight)
         outputs = flight.outputs
         if flight.collected.losses:
-            # An auxiliary loss is a part of the microbatch's mean loss, and so has the same weight.
+            # An auxiliary loss is a part of the microbatch's mean loss, so it has the same weight.
             gradients += [torch.full_like(loss, flight.weight) for loss in flight.collected.losses]
             outputs = (*outputs, *flight.collected.losses)
         if outputs:
@@ -170,16 +171,16 @@ class StageRunner(ABC):
             return self._neighbours.receive_gradients(flight.k, flight.outputs)
 
     def send_input_gradients(self, flight: Flight) -> None:
-        """Send the gradients of received activations; zeros where the loss does not depend on them."""
+        """Send the gradients of the received activations; zeros if the loss does not depend on an activation."""
         gradients = list(map(arrived_at, flight.inputs))
         size = sum(gradient.nbytes for gradient in gradients) if self.trace is not None else 0
         with self.span(Activity.SEND, flight.k, num_bytes=size):
             self._neighbours.send_gradients(flight.k, gradients)
 
     def announce_failure(self, k: int, error: Exception) -> None:
-        """Send an error to the next stage, so that it does not wait; users look at the last stage."""
+        """Send an error to the next stage, so that it does not wait and the last stage can show the error."""
         text = str(error)
-        if not isinstance(error, StageBeforeFailedError):  # whose text names the stage already
+        if not isinstance(error, StageBeforeFailedError):  # its text names the stage already
             text = f"stage {self.mesh.stage} failed at microbatch {k}: {type(error).__name__}: {text}"
         news = Header(k, Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace"))
         with suppress(PeerLostError):  # a lost neighbour does not wait
@@ -267,7 +268,7 @@ class FirstStage(StageRunner):
 
 
 class MiddleStage(StageRunner):
-    """Stage between two others, which has no batches and does not run the user's step."""
+    """Stage between the first and the last, which has no batches and does not run the user's step."""
 
     def slots(self, batch: Any, parts: int, host_batch: HostBatch) -> list[Slot]:
         """Return empty slots."""
@@ -286,10 +287,10 @@ class MiddleStage(StageRunner):
 
 
 class LastStage(StageRunner):
-    """Last stage, which runs the user's whole step with the pipeline's output in place of the model's."""
+    """Last stage, which runs the user's whole step; the step gets the pipeline's output as the model's output."""
 
     def forward(self, task: Task) -> Flight:
-        """Run the step, and the layers on the received activation when it calls the model."""
+        """Run the step; when it calls the model, run the layers on the received activation."""
         arrival = self._receive(task.k)
         header = arrival.header
         if header.kind == Header.EMPTY:
@@ -310,7 +311,7 @@ class LastStage(StageRunner):
         Args:
             task: forward to be run.
             flight: record of the microbatch, which receives the result.
-            received: arguments of the first layer; default: those of the step's call of the model.
+            received: arguments of the first layer; default: the arguments with which the step calls the model.
         """
 
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -338,7 +339,7 @@ class LastStage(StageRunner):
                     " trainable (requires_grad)"
                 )
             flight.outputs = (loss,)
-            # Detached, as its graph would keep alive the tensors of its nodes, such as gradients that were sent.
+            # Detached, since a graph keeps tensors alive, such as gradients that were sent.
             flight.result = result.detach() if isinstance(result, Tensor) else map_tensors(Tensor.detach, result)
         return flight
 

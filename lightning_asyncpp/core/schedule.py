@@ -5,18 +5,19 @@ Microbatches are counted over the whole run: with ``m`` per mini-batch, microbat
 
     depth(s) = b (1 + q) + b (r + 1) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1),
 
-which is P - 1 + lookahead on the first stage and strictly decreases with the stage, so that every gradient that a stage
-waits for is already being computed. In the warmup a stage runs forwards until it is ``depth`` ahead, in the steady
-state one backward per forward, in the cooldown the backwards of a flush (:meth:`Schedule.drain`).
+which is P - 1 + lookahead on the first stage, and decreases strictly from stage to stage, so that every gradient that a
+stage waits for is already being computed. In the warmup a stage runs forwards until it is ``depth`` ahead. In the
+steady state it runs one backward per forward. In the cooldown it runs the backwards of a flush
+(:meth:`Schedule.drain`).
 
-If the depths of neighbours differ by one, the latency of the hop between them is exposed; each further microbatch of
-difference hides some of it. Exposed latencies of consecutive hops add up, so the lookahead is spread evenly over the
-hops: each P - 1 of lookahead adds one microbatch per hop.
+If the depths of two neighbours differ by one, the latency of the hop between them is exposed. Each further microbatch
+of difference hides a part of it. Exposed latencies of consecutive hops add up, so the lookahead is spread evenly: a
+lookahead of P - 1 adds one microbatch of difference to each of the P - 1 hops.
 
 Without a flush, a stage runs the first ``h`` microbatches of a mini-batch on the weights before the newest update, and
-the others on the newest weights (:func:`held_back`). If ``h`` is all of them, this is PipeDream-2BW (Narayanan et al.,
-ICML 2021). It is at least ``depth(s)``, the number of microbatches that start before the previous mini-batch's gradient
-is complete.
+the later ones on the newest weights (:func:`held_back`). ``h`` is at least ``depth(s)``, the number of microbatches
+that start before the previous mini-batch's gradient is complete. If ``h`` is the whole mini-batch, this is
+PipeDream-2BW (Narayanan et al., ICML 2021).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def depth(stage: int, num_stages: int, lookahead: int) -> int:
 def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> int:
     """Return the largest lookahead of an asynchronous pipeline; negative if not even 0 fits.
 
-    The first stage can run ``microbatches`` ahead, or one less with replicas, so that their gradient reduction overlaps
-    with a microbatch.
+    The first stage can run ``microbatches`` ahead; with replicas one microbatch less, so that the gradient reduction
+    overlaps with a microbatch.
     """
     return microbatches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
 
@@ -70,11 +71,12 @@ def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> 
 def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
     """Return the number of leading microbatches per mini-batch that run on the weights before the newest update.
 
-    With ``"uniform"`` these are all. With ``"least"`` they are ``depth(s) + slack``; with slack ``"exact"`` they are
-    ``depth(0)`` on every stage, after which all stages know the previous gradient's norm.
+    With ``"uniform"`` these are all microbatches; with ``"least"``, the first ``depth(s) + slack``; with slack
+    ``"exact"``, the first ``depth(0)`` on every stage. After ``depth(0)`` microbatches all stages know the previous
+    gradient's norm.
 
     Returns:
-        Number h, which may exceed the microbatches of a mini-batch; None for all.
+        Number h, which may exceed the number of microbatches in a mini-batch; None for all.
     """
     if staleness == "uniform":
         return None
@@ -85,23 +87,23 @@ def agrees_first(staleness: Staleness, slack: Slack) -> bool:
     """Return whether all stages agree on an update before any of them applies it.
 
     With the slack ``"exact"`` every stage runs ``depth(0)`` microbatches on the older weights. By then the first stage
-    has its gradient, so the norm over all stages is known before any of them steps.
+    has its gradient, so the norm over all stages is known before any stage steps.
     """
     return staleness == "uniform" or slack == "exact"
 
 
 @dataclass(frozen=True)
 class StalenessRule:
-    """Rule for the weight versions of microbatches and for due updates; the only place that computes them.
+    """Rule for the weight versions of microbatches and for due updates; nothing else computes them.
 
     Update t makes W_{t+1}. The first ``held`` microbatches of mini-batch t run, forward and backward, on
-    W_{max(t - delay, N)}, the others on W_t. In a synchronous start of N mini-batches all run on W_t. All of mini-batch
-    N runs on W_N, and without such a start all of mini-batch 0 on W_0.
+    W_{max(t - delay, N)}, the later ones on W_t. The first N mini-batches are a synchronous start: all of their
+    microbatches run on W_t.
 
     Attributes:
         delay: age, in updates, of the weights of ``held`` microbatches: 0 or 1.
         synchronous_start: number N of initial mini-batches without delay, each with a flush. It is 1 if stages clip by
-            the norm of the previous mini-batch, which the first mini-batch lacks.
+            the norm of the previous mini-batch, since the first mini-batch has no previous one.
         held: number of delayed microbatches per mini-batch; None: all, as in PipeDream-2BW.
     """
 
@@ -128,11 +130,11 @@ class StalenessRule:
         return 1 if self.held == 0 else 1 + self.delay
 
     def at_newest(self, mini_batch: int) -> bool:
-        """Return whether all of mini-batch t runs on the weights that its own update changes."""
+        """Return whether all of mini-batch t runs on the weights that its update changes."""
         return self.version(mini_batch) == mini_batch
 
     def staleness_of(self, mini_batch: int, microbatches: int) -> float:
-        """Return mini-batch t's age for the optimizer: :meth:`staleness`, or 0 in a synchronous start."""
+        """Return the age of mini-batch t's gradient, for the optimizer; 0 in a synchronous start."""
         return 0 if mini_batch < self.synchronous_start else self.staleness(microbatches)
 
     def updates_behind(self, mini_batch: int) -> int:
@@ -144,7 +146,7 @@ class StalenessRule:
         return self.updates_behind(mini_batch) == 0
 
     def updates_due(self, mini_batch: int) -> int:
-        """Return the total number of updates of the run that are due after mini-batch t has run."""
+        """Return how many updates since the start of the run are due after mini-batch t has run."""
         return mini_batch + 1 - self.updates_behind(mini_batch)
 
 
@@ -155,13 +157,13 @@ class Schedule:
     Attributes:
         stage: index of the stage.
         num_stages: number of stages P.
-        lookahead: extra microbatches in flight; hides latency, costs activation memory, and with the least staleness
-            makes gradients older.
+        lookahead: extra microbatches in flight. They hide latency, cost activation memory, and with ``"least"`` make
+            gradients older.
         pipeline_rule: rule of the whole pipeline, for agreements of all stages and for flushes.
         staleness: choice of the microbatches that run on the older weights; see :func:`held_back`.
         slack: with ``"least"``, number of microbatches beyond the minimum.
-        shares_with: first stage that shares a parameter with this one; default: this stage. That stage completes the
-            parameter's gradient last, so both run equally many microbatches on the older weights.
+        shares_with: first stage that shares a parameter with this one; default: this stage. The first stage completes
+            the parameter's gradient last, so both stages run the same number of microbatches on the older weights.
     """
 
     stage: int
@@ -197,13 +199,13 @@ class Schedule:
         return held is not None and not self.agrees_first and behind > 0
 
     def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> list[Action]:
-        """Return the actions that start ``count`` microbatches, with the backwards and the update due among them.
+        """Return the actions that start ``count`` microbatches, including the backwards and the update due meanwhile.
 
         Args:
             first: number of the first new microbatch.
             count: number of new microbatches.
             oldest: microbatch whose backward is due next.
-            mini_batch: mini-batch t of the new microbatches; the previous update may be due within it.
+            mini_batch: mini-batch t of the new microbatches; update t - 1 may be due within it.
             begin: first microbatch of mini-batch t.
         """
         depth, held, actions = self.depth, self.stage_rule.held, list[Action]()
@@ -228,8 +230,9 @@ class Schedule:
         Args:
             mini_batches: number of mini-batches.
             microbatches: number of microbatches per mini-batch.
-            drains: counts of microbatches, over the run, after which the pipeline is drained: all backwards in flight
-                run, and all updates of complete mini-batches are applied. It is also drained at the end.
+            drains: numbers of microbatches since the start of the run after which the pipeline is drained: all
+                backwards in flight run, and all updates of complete mini-batches are applied. It is also drained at the
+                end.
         """
         actions: list[Action] = []
         oldest = updates = 0
@@ -237,7 +240,9 @@ class Schedule:
         for begin, done in pairwise(sorted({*range(0, end + 1, microbatches), *(k for k in drains if 0 < k < end)})):
             t = begin // microbatches
             batch = self.batch(begin, done - begin, oldest, t, t * microbatches)
-            actions += [a for a in batch if a.kind is not Kind.UPDATE or a.index >= updates]  # a drain has applied some
+            actions += [
+                a for a in batch if a.kind is not Kind.UPDATE or a.index >= updates
+            ]  # a drain may have applied it
             updates = max([updates, *(a.index + 1 for a in batch if a.kind is Kind.UPDATE)])
             oldest = max(oldest, done - self.depth)
             complete, over = divmod(done, microbatches)

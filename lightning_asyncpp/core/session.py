@@ -1,4 +1,4 @@
-"""Session: the life of a pipeline from set-up to the end, shared by the Trainer's and Fabric's strategies."""
+"""Session: a pipeline from set-up to its end, for the Trainer's and for Fabric's strategies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PipelineSession:
         timeout: timeout of blocking communication; default: torch's.
 
     Attributes:
-        started_with: name -> value of the strategy's arguments, which are compared over ranks before they connect.
+        started_with: name -> value of the strategy's arguments, which ranks compare when they connect.
         watch: handling of failures.
     """
 
@@ -91,10 +91,10 @@ class PipelineSession:
         partition: Partition | None = None,
         averages: Iterable[AveragedModel] = (),
     ) -> Stage:
-        """Reduce ``model`` to this rank's stage, once, and materialise its meta tensors on ``device``.
+        """Reduce ``model`` to this rank's stage and materialise its meta tensors on ``device``, unless this was done.
 
-        The default partition gives all stages equally many layers. Averages of the model, in ``root`` or ``averages``,
-        are cut, too.
+        The default partition gives all stages the same number of layers. Averages of the model, in ``root`` or
+        ``averages``, are cut, too.
         """
         mesh = self._connected()
         self.averages = Averages(model, root, averages)
@@ -112,7 +112,7 @@ class PipelineSession:
         Args:
             hooks: user's hooks for microbatches and the loss.
             device: device of the stage.
-            training: whether weights will be updated; evaluation needs no second version.
+            training: whether weights will be updated; without updates, one weight version is enough.
         """
         mesh, stage = self._connected(), self.stage
         assert stage is not None, "call cut() before start()"
@@ -142,7 +142,7 @@ class PipelineSession:
         """
         self.watch.check()
         if self.engine is None:
-            error = sys.exc_info()[1]  # Lightning's callbacks that save on an exception would hide it
+            error = sys.exc_info()[1]  # which Lightning's callbacks that save on an exception would hide
             why = f": {type(error).__name__}: {error}" if error is not None else ""
             raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine
@@ -153,7 +153,7 @@ class PipelineSession:
         return f"{engine.mesh.describe()}, {engine.settings.describe(engine.schedules(), clips)}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
-        """Use this stage's part of an optimizer of the whole model for the updates.
+        """Use an optimizer of the whole model for this stage's updates.
 
         Args:
             optimizer: optimizer of the whole model; see :meth:`Stage.whole_model`.
@@ -201,7 +201,7 @@ class PipelineSession:
             attached.set_delay()
 
     def check_failure(self) -> None:
-        """Raise the failure that ended the run, if any, after which no collective can succeed."""
+        """Raise the failure that ended the run, if any, since no collective can succeed after it."""
         self.watch.check()
 
     def complete(self, note: Any = None) -> list[Update]:
@@ -218,8 +218,8 @@ class PipelineSession:
         """Raise RuntimeError if an update is being applied, since a drain would find it incomplete."""
         if self._update is not None:
             raise RuntimeError(
-                "weights cannot be gathered, saved, loaded or evaluated while an update is applied, in a hook of its"
-                " step: do it in on_train_batch_end, or in a Fabric loop after optimizer.step()"
+                "weights cannot be gathered, saved, loaded or evaluated while an update is applied, as in a hook of the"
+                " optimizer's step: do it in on_train_batch_end, or in a Fabric loop after optimizer.step()"
             )
 
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:

@@ -1,4 +1,4 @@
-"""Settings of a pipeline, and their resolution for a number of processes, with all problems at once."""
+"""Settings of a pipeline, and their resolution for a number of processes; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[s
     """Return problems of ``weight_dtype`` with Lightning's ``precision``."""
     if weight_dtype == "bf16" and precision != "bf16-mixed":
         return [
-            f"weight_dtype='bf16' needs precision='bf16-mixed', under which layers take weights and inputs of both"
-            f" dtypes; got precision={precision!r}: set it, or leave weight_dtype out"
+            f"weight_dtype='bf16' needs precision='bf16-mixed', with which layers accept weights and inputs in fp32 and"
+            f" bf16, but precision={precision!r}: set precision='bf16-mixed', or leave weight_dtype out"
         ]
     return []
 
 
 def problems_of_partition(partition: object, num_stages: int | None = None) -> list[str]:
-    """Return problems of the argument ``partition`` with any model.
+    """Return the problems that the argument ``partition`` has with any model.
 
     Args:
         partition: ``"auto"``, ``"uniform"`` or the number of layers of each stage.
@@ -80,7 +80,7 @@ class PipelineSettings:
 
     Attributes:
         delay: maximum age of a gradient in updates, or 0 for a flush per mini-batch; set by the strategy's name.
-        staleness: as in the strategies, but with another default; see :meth:`chosen`.
+        staleness: as in the strategies, except for its default; see :meth:`chosen`.
     """
 
     microbatches: int | None = None
@@ -95,13 +95,13 @@ class PipelineSettings:
 
     @classmethod
     def chosen(cls, delay: int, staleness: Staleness | None = None, **others: Any) -> PipelineSettings:
-        """Return the settings of a strategy with this delay, by default with the least staleness."""
+        """Return a strategy's settings; ``staleness`` is ``"least"`` by default, or ``"uniform"`` without delay."""
         if staleness is None:
             staleness = "least" if delay else "uniform"
         return PipelineSettings(delay=delay, staleness=staleness, **others)
 
     def problems(self) -> list[str]:
-        """Return the problems that any number of processes would have, each with a remedy."""
+        """Return the problems that do not depend on the number of processes, each with a remedy."""
         types = self._type_problems()
         plain = PipelineSettings()
         right = replace(self, **{name: getattr(plain, name) for name in types})
@@ -198,7 +198,7 @@ class PipelineSettings:
         return max(0, min(1, num_stages - 1, largest_lookahead(num_stages, microbatches, self.data_parallel_size)))
 
     def _is_synchronous(self, num_stages: int) -> bool:
-        """Return whether no gradient is stale, as with one stage and the least staleness."""
+        """Return whether no gradient is stale: without a delay, or on a single stage with ``"least"``."""
         return self.delay == 0 or (self.staleness == "least" and num_stages == 1)
 
     def _problems_of_schedule(self, num_stages: int, microbatches: int, lookahead: int) -> list[str]:
@@ -218,8 +218,8 @@ class PipelineSettings:
             ]
         if self.nonfinite_gradients == "skip" and not agrees_first(self.staleness, self.slack):
             return [
-                "staleness='least' (the default) steps stages before it is known whether the gradients of the others"
-                " are finite, so nonfinite_gradients='skip' could not leave their updates out;"
+                "with staleness='least' (the default) a stage steps before it is known whether other stages' gradients"
+                " are finite, so nonfinite_gradients='skip' could not skip its update;"
                 " use 'stop', slack='exact' or staleness='uniform'"
             ]
         return []
@@ -239,7 +239,7 @@ class ResolvedSettings(PipelineSettings):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Dtype of the weight versions beside masters; None without masters."""
+        """Dtype of the weight versions that are computed from masters; None without masters."""
         return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
     @property
@@ -251,7 +251,7 @@ class ResolvedSettings(PipelineSettings):
         """Return a description for the log: microbatches, age of gradients, and norm for clipping.
 
         Args:
-            schedules: schedules of all stages; default: those without shared parameters.
+            schedules: schedules of all stages; default: schedules for a model without shared parameters.
             clips: whether gradients are clipped by their norm.
         """
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]

@@ -1,4 +1,4 @@
-"""Simulation of schedules: their action lists, run with given times."""
+"""Simulation of schedules, with given times of forwards, backwards, updates and messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.trace import Span, utilisation
 
 Duration: TypeAlias = float | Callable[[int, int], float]
-"""Time: a constant, or a function of the stage and of the microbatch counted over the run."""
+"""Time: a constant, or a function of the stage and of the microbatch, counted over the run."""
 
 
 class DeadlockError(RuntimeError):
-    """Every stage waits for another one."""
+    """Every stage waits for another stage."""
 
 
 def simulate(
@@ -36,14 +36,14 @@ def simulate(
         microbatches: number of microbatches per mini-batch.
         forward: time of a forward.
         backward: time of a backward.
-        hop: latency of a message between two stages, during which stages go on. The control message of an update is
-            summed from the last stage to the first, which sends the sum to all. A stage that steps ahead needs it only
-            before the mini-batch after the next.
-        update: time of an update; as a function, of the stage and of the mini-batch.
-        reduction: time from a stage's last backward of a mini-batch until its gradients are reduced over replicas,
-            during which the stage goes on; as a function, of the stage and of the mini-batch.
+        hop: latency of a message between two stages, which go on meanwhile. The control message of an update is summed
+            from the last stage to the first, which sends the sum to all. A stage that steps ahead needs the sum of
+            mini-batch t only before mini-batch t + 2.
+        update: time of an update; a function gets the stage and the mini-batch.
+        reduction: time from a stage's last backward of a mini-batch until its gradients are reduced over replicas. The
+            stage goes on meanwhile. A function gets the stage and the mini-batch.
         transfer: stage -> time for which an activation or gradient occupies the link to the next stage, before the hop.
-            Each direction carries one message at a time. Control messages take no time.
+            Each direction carries one message at a time. Control messages do not occupy links.
 
     Returns:
         Spans of each stage.
@@ -72,7 +72,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed of a schedule in its steady state, which may have a warmup and a cooldown in every mini-batch.
+    """Speed of a schedule over many mini-batches; with flushes, each has a warmup and a cooldown.
 
     Attributes:
         step: time per mini-batch.
@@ -86,7 +86,7 @@ class Pace:
 
 
 _FIRST, _LAST = 3, 7
-"""Mini-batches between whose ends the time is measured; the first is in the steady state."""
+"""Two mini-batches after the initial warmup; the time between their ends is measured."""
 
 
 def pace_of(
@@ -99,7 +99,7 @@ def pace_of(
     reduction: Duration = 0.0,
     transfer: Callable[[int], float] = lambda stage: 0.0,
 ) -> Pace:
-    """Simulate a few mini-batches after a synchronous start; arguments as for :func:`simulate`."""
+    """Simulate a few mini-batches without a synchronous start; arguments as for :func:`simulate`."""
     late = [replace(s, pipeline_rule=replace(s.pipeline_rule, synchronous_start=0)) for s in schedules]
     lanes = simulate(late, _LAST + 2, microbatches, forward, backward, hop, update, reduction, transfer)
     ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
@@ -128,7 +128,7 @@ class _Progress:
     reduction: Duration
     transfer: Callable[[int], float]
     ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> end
-    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # by sending stage
+    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # with the sending stage
     free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # (direction, link) -> time
 
     @property
@@ -175,6 +175,6 @@ class _Progress:
         return total + (self.hop if stage > 0 else 0.0)
 
     def _reduced(self, stage: int, mini_batch: int) -> float | None:
-        """Return the time at which a stage's gradient is reduced over replicas; None if not known yet."""
+        """Return the time at which a stage's gradient has been reduced over replicas; None if not known yet."""
         end = self.ends.get((Kind.BACKWARD, stage, (mini_batch + 1) * self.microbatches - 1))
         return None if end is None else end + _length(self.reduction, stage, mini_batch)

@@ -1,6 +1,6 @@
 """A stage's part of an optimizer of the whole model, and its steps with an engine's updates.
 
-All stages have the same parameter groups and options, and number the parameters alike.
+All stages have the same parameter groups and options, and number parameters as in the whole model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _NOTHING = nullcontext()
 class StageOptimizer:
     """Optimizer of one stage.
 
-    The optimizer's groups are reduced to the stage's parameters from :meth:`keep_own` on; or, if all stages are in one
-    process, only during :meth:`step`. They are changed in place, as schedulers and wrapping optimizers share the lists.
+    From :meth:`keep_own` on, the optimizer's groups hold the stage's parameters only. If all stages are in one process,
+    this is so only during :meth:`step`. The lists of parameters are changed in place, because schedulers and wrapping
+    optimizers share them.
 
     Args:
         optimizer: optimizer of the whole model.
@@ -55,7 +56,7 @@ class StageOptimizer:
         self._parts: list[StageOptimizer] = []
 
     def part(self, own: Collection[Tensor]) -> StageOptimizer:
-        """Return the part of one of several stages; loading a state into this object resets its parts, too."""
+        """Return a part of this optimizer for one of several stages; loading a state resets the parts, too."""
         self._parts.append(StageOptimizer(self.optimizer, own))
         return self._parts[-1]
 
@@ -95,7 +96,7 @@ class StageOptimizer:
         with _NOTHING if self._kept else self._installed():
             kept = []
             for group, earlier, of_step in zip(self.optimizer.param_groups, hyper_parameters, self._of_step):
-                # Options added since then, such as by another stage's step.
+                # Options that were added later, such as by another stage's step.
                 later = {
                     key: group.pop(key) for key in group.keys() - earlier.keys() - of_step.keys() - set(_PARAMETERS)
                 }
@@ -115,9 +116,9 @@ class StageOptimizer:
                 group.update((key, value) for key, value in later.items() if key not in group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this stage's part of the state, by the whole model's parameter numbers, so that parts can be merged.
+        """Return this stage's part of the state, with the whole model's parameter numbers, so that parts can be merged.
 
-        State that belongs to no parameter is in the parts of all stages.
+        State that belongs to no parameter is in every stage's part.
         """
         with self._installed():
             saved = self.optimizer.state_dict()
@@ -129,13 +130,13 @@ class StageOptimizer:
         """Load this stage's part of the whole model's state.
 
         Raises:
-            ConfigurationError: the state has groups of other sizes.
+            ConfigurationError: the groups in the state have other sizes.
         """
         sizes = [len(group["params"]) for group in self._whole]
         if (found := [len(group["params"]) for group in state["param_groups"]]) != sizes:
             raise ConfigurationError(
-                f"the optimizer in the checkpoint has groups of {found} parameters, this run's has {sizes}: give it the"
-                " parameters that it had, or load only the weights (load_state_dict, without ckpt_path)"
+                f"the optimizer in the checkpoint has groups of {found} parameters, but this run's has {sizes}: create"
+                " the optimizer with the same parameters, or load only the weights (load_state_dict, without ckpt_path)"
             )
         here = {number: position for position, number in enumerate(self._numbers)}
         own = _renumbered({key: value for key, value in state.items() if key != "param_groups"}, here)
@@ -175,10 +176,10 @@ class StageOptimizer:
 
 
 class AttachedOptimizer:
-    """Optimizer that every update of an engine steps, until :meth:`release`.
+    """Optimizer that an engine steps with every update, until :meth:`release`.
 
     Args:
-        stage_optimizer: optimizer of the engine's stage; one with ``set_delay`` receives the age of gradients.
+        stage_optimizer: optimizer of the engine's stage; if it has ``set_delay``, it receives the age of gradients.
         engine: engine that applies the updates.
         step: function of an update that clips the gradient and steps the optimizer; raises if the run has failed.
 
@@ -224,14 +225,14 @@ class AttachedOptimizer:
 def around_step(
     optimizer: Any, older: Mapping[nn.Parameter, Tensor] | None, masters: Mapping[nn.Parameter, Tensor] | None
 ) -> Iterator[None]:
-    """Provide an optimizer's step with the weights before it, and write the newest weight version after it.
+    """Give an optimizer's step the weights before the step, and write the newest weight version after the step.
 
     Args:
-        optimizer: an optimizer with ``weights_before(weights)`` receives ``older``, and need not copy the weights; one
-            with ``compute_weights(weights)`` receives ``masters`` and writes the version itself. For others the version
-            is the rounded masters.
-        older: parameter -> weights before the step, from the older version; None without an older version.
-        masters: parameter -> tensor of the newest version to be written; None without masters.
+        optimizer: if it has ``weights_before(weights)``, it receives ``older`` and need not copy the weights. If it has
+            ``compute_weights(weights)``, it receives ``masters`` and writes the version itself; else the masters are
+            rounded to the version.
+        older: parameter -> weights before the step, from the older version; None if there is no older version.
+        masters: master parameter -> tensor of the newest version to be written; None without masters.
     """
     with (
         optimizer.weights_before(older) if older and hasattr(optimizer, "weights_before") else _NOTHING,
@@ -244,7 +245,7 @@ def around_step(
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's class, followed by that of a wrapped optimizer in parentheses."""
+    """Return an optimizer's class name, followed by a wrapped optimizer's class name in parentheses."""
     inner, name = getattr(optimizer, "base", None), type(optimizer).__name__
     return f"{name}({name_of(inner)})" if isinstance(inner, Optimizer) else name
 
@@ -273,7 +274,7 @@ def in_words(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, str
 
 
 def name_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Pass parameter names to the first of an optimizer and those that it wraps that has ``name_parameters``."""
+    """Pass parameter names to the outermost optimizer with ``name_parameters``: the given one or one that it wraps."""
     inner: Any = optimizer
     while isinstance(inner, Optimizer):
         if callable(name := getattr(inner, "name_parameters", None)):

@@ -1,8 +1,8 @@
 """Trace of a stage: spans of its activities by the clock of its device, and their sums.
 
-On a GPU a forward returns once its kernels are launched. So moments are CUDA events on the compute stream, which are
-read once they have passed and converted to seconds of the host's clock: spans show when the device works or waits.
-Recording never waits for a device, except for a limited time at its end.
+On a GPU a forward returns once its kernels are launched. So moments are CUDA events on the compute stream. Events that
+have passed are converted to seconds of the host's clock, so that spans show when the device works or waits. Recording
+never waits for a device, except for a limited time at its end.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Wait(str, Enum):
 
 
 class Activity(str, Enum):
-    """Activity of a stage other than its work and waits; values are the names in files."""
+    """Activity of a stage that is neither work nor a wait; values are the names in files."""
 
-    SEND = "send"  # handing a message to the transport; the cost for the stage, not the transfer
+    SEND = "send"  # the stage's time to hand a message to the transport, without the transfer
     REDUCE = "reduce"  # reduction of a mini-batch's gradient over replicas, in the background
     PENDING = "pending"  # from the complete gradient of a mini-batch until all ranks agree on its update
-    DRAIN = "drain"  # drain of the pipeline, around all activities during it
+    DRAIN = "drain"  # drain of the pipeline; contains all activities during the drain
     EVALUATE = "evaluate"
     CHECKPOINT = "checkpoint"
 
@@ -53,7 +53,7 @@ class Span:
         index: microbatch counted over the run, or mini-batch if the activity is not per microbatch.
         start: start in seconds of this process's ``time.perf_counter``.
         end: end in the same seconds.
-        version: version v of the weights that a forward or backward ran on or that an update made; otherwise -1.
+        version: weight version that a forward or backward ran on, or that an update made; -1 for other activities.
         num_bytes: bytes sent or reduced.
     """
 
@@ -68,13 +68,13 @@ class Span:
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 ANCHOR_SECONDS = 10.0
-"""Longest time between anchors; clocks drift, and torch measures milliseconds with only 24 bits."""
+"""Longest time between anchors, since clocks drift, and torch measures milliseconds with only 24 bits."""
 _POLL_SECONDS = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoment:
-    """Past or future moment on a device: its event, and an anchor event whose time on the host is known."""
+    """Past or future moment on a device: its event, and an anchor, an event whose time on the host is known."""
 
     event: Any
     anchor: Any
@@ -94,7 +94,7 @@ class Clock(Protocol):
         """Return the time of a moment in seconds of the host's clock; None if it has not passed yet."""
 
     def last(self, moments: Sequence[Moment]) -> Moment:
-        """Return the last of some moments, given in the order of their marks."""
+        """Return the last of some moments, which are in the order of their marks."""
 
 
 class HostClock:
@@ -126,7 +126,7 @@ class DeviceClock:
         self._anchor: tuple[Any, float] | None = None
 
     def now(self) -> DeviceMoment:
-        """Mark the moment at which the device has done all work launched so far by this thread."""
+        """Mark the moment at which the device completes the work that this thread has launched so far."""
         if self._anchor is None or time.perf_counter() - self._anchor[1] > ANCHOR_SECONDS:
             self._anchor = self._events.aside(), time.perf_counter()
         return DeviceMoment(self._events.here(), *self._anchor)
@@ -137,7 +137,7 @@ class DeviceClock:
             return moment
         try:
             passed = moment.event.query() and moment.anchor.query()
-        except RuntimeError:  # the device failed, which its work reports
+        except RuntimeError:  # the device failed; its work reports the error
             return None
         return moment.anchor_seconds + moment.anchor.elapsed_time(moment.event) * 1e-3 if passed else None
 
@@ -158,9 +158,9 @@ class CudaEvents:
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def aside(self) -> Any:
-        """Record an event on an idle stream, which passes at once."""
+        """Record an event on an idle stream, so that it passes at once."""
         if self._idle is None:
-            self._idle = torch.cuda.Stream(self._device, priority=-1)  # from a pool with few users
+            self._idle = torch.cuda.Stream(self._device, priority=-1)  # few streams have this priority
         return self._idle.record_event(torch.cuda.Event(enable_timing=True))
 
 
@@ -173,7 +173,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def has_passed(clock: Clock, moment: Moment, seconds: float) -> bool:
-    """Wait for a moment, at most some seconds; return whether it has passed."""
+    """Wait for a moment, at most for ``seconds``; return whether it has passed."""
     limit = time.perf_counter() + seconds
     while clock.when(moment) is None:
         if time.perf_counter() > limit:
@@ -186,7 +186,7 @@ def has_passed(clock: Clock, moment: Moment, seconds: float) -> bool:
 
 
 class Trace:
-    """Trace of one stage, which passes spans to readers as they end.
+    """Trace of one stage; readers get each span when it has ended.
 
     Args:
         stage: index of the stage.
@@ -201,7 +201,7 @@ class Trace:
         self._launched: deque[tuple[SpanKind, int, Moment, Moment, int, int]] = deque()
 
     def span(self, kind: SpanKind, index: int, version: int = -1, num_bytes: int = 0) -> RunningSpan:
-        """Return a context manager that records its body, even if it fails."""
+        """Return a context manager that records its body as a span, even if the body fails."""
         return RunningSpan(self, kind, index, version, num_bytes)
 
     def record(
@@ -214,7 +214,7 @@ class Trace:
             self._launched.append((kind, index, start, end, version, num_bytes))
 
     def settle(self, seconds: float = 0.0) -> None:
-        """Emit spans that have ended, or end within some seconds."""
+        """Emit spans that have ended, or that end within ``seconds``."""
         if seconds and self._launched:
             has_passed(self.clock, self._launched[-1][3], seconds)
         while self._launched:
@@ -239,7 +239,7 @@ class Trace:
 
 
 class RunningSpan:
-    """Span that is running; a class, since a generator would take twice as long around every activity."""
+    """Context manager that records a span; a class, since a generator would take twice as long."""
 
     __slots__ = ("_start", "_trace", "_what")
 
@@ -253,7 +253,7 @@ class RunningSpan:
         kind, index, version, num_bytes = self._what
         try:
             self._trace.record(kind, index, self._start, self._trace.clock.now(), version, num_bytes)
-        except RuntimeError:  # of a failed device, whose first error says more
+        except RuntimeError:  # the device failed; its first error says more
             if error is None:
                 raise
 
@@ -262,7 +262,7 @@ class Reader:
     """Reader of a trace's new spans.
 
     Attributes:
-        unread: spans that have ended and were not taken yet.
+        unread: spans that have ended and were not returned by :meth:`take` yet.
         on_close: function called once when the reader is closed.
     """
 
@@ -275,7 +275,7 @@ class Reader:
         """Return the spans that have ended since the last call.
 
         Args:
-            until: time in seconds of the host's clock; later spans are left to the next call.
+            until: time in seconds of the host's clock; spans that end later are left to the next call.
             seconds: longest wait for spans that a device has not completed.
         """
         self._trace.settle(seconds)
@@ -300,8 +300,8 @@ REST = "rest"
 def seconds_by_kind(spans: Iterable[Span], start: float, end: float) -> dict[SpanKind | str, float]:
     """Divide the time from ``start`` to ``end`` among a stage's activities.
 
-    Of nested spans the innermost counts. Waits inside of a drain count as the drain; spans in the background do not
-    count.
+    Of nested spans the innermost counts. Waits inside of a drain count as the drain. Spans in the background are
+    ignored.
 
     Returns:
         Seconds of each kind and of ``REST``, with the sum ``end - start``.

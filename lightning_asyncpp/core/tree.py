@@ -1,8 +1,8 @@
-"""Nested batches and outputs: iteration over tensors, merging of step outputs, serialisation at a cut.
+"""Nested batches and outputs: iteration over tensors, merging of step outputs, serialisation between stages.
 
-Merged outputs are those that the step would have returned for the whole batch. At a cut, outputs are split into tensors
-and the containers around them, which are sent as JSON, so that nothing from another process is executed. The next stage
-must receive the same objects, so classes of users are refused.
+Merged outputs are what the step would have returned for the whole batch. Between stages, outputs are split into tensors
+and the containers around them. The containers are sent as JSON, so that nothing from another process is executed. The
+next stage must receive the same objects, so users' classes are refused.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
     * Lists and tuples that contain tensors or arrays, at any depth, and tuples that contain other containers, are
       merged entry by entry: ``return names, scores``. If their lengths differ, they are concatenated.
     * Other lists and tuples, such as one string, number or list of strings per sample, are concatenated.
-    * If all results are ``None``, so is the merged one. Anything else (strings, booleans, objects, results of different
-      types) becomes the list of the microbatches' results.
+    * If all results are ``None``, the merged result is ``None``. Anything else (strings, booleans, objects, results of
+      different types) becomes the list of the microbatches' results.
 
     Lists and tuples keep their type.
 
     Args:
         results: one result per microbatch with samples.
-        weights: weight of each result, in any unit; averages ignore results without weight, unless none has weight.
+        weights: weight of each result, in any unit. Averages ignore results of weight 0, unless all have weight 0.
     """
     if not results or all(result is None for result in results):
         return None
@@ -155,7 +155,7 @@ def _merge_numbers(numbers: Sequence[Any], weights: Sequence[float]) -> float | 
 
 
 def _weighed(values: Sequence[T], weights: Sequence[float]) -> list[tuple[T, float]]:
-    # Not a product with 0: a mean over nothing is NaN, and 0 * NaN is NaN.
+    # Leave out values of weight 0: a mean over nothing is NaN, and 0 * NaN is NaN.
     return [(v, w) for v, w in zip(values, weights) if w] or [(value, 1.0) for value in values]
 
 
@@ -198,14 +198,14 @@ _KINDS: dict[type, Callable[[Sequence[Any], Sequence[float]], Any]] = {
 }
 
 
-# Types of entries in JSON; a tensor is null, as its data are sent apart.
+# Types of entries in JSON. A tensor is null, since its data are sent separately.
 _VALUE, _TUPLE, _LIST, _DICT = "value", "tuple", "list", "dict"
 _PLAIN = (type(None), bool, int, float, str)
 _TENSORS: set[type] = {Tensor, nn.Parameter}
 
 
 def stands_for_tensors(kind: type) -> None:
-    """Let a tensor class of torch cross cuts, such as planning's tensors without memory."""
+    """Allow tensors of another class of torch between stages, such as the planner's tensors without data."""
     _TENSORS.add(kind)
 
 
@@ -267,7 +267,7 @@ def _written(node: Any, tensors: list[Tensor]) -> Any:
 
 @lru_cache(maxsize=64)
 def _parsed(structure: bytes) -> Any:
-    """Parse JSON; cached, as nearly all messages on a link have the same structure. Do not change the result."""
+    """Parse JSON; cached, since nearly all messages on a link have the same structure. Do not change the result."""
     return json.loads(structure)
 
 

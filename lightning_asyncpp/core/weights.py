@@ -1,10 +1,11 @@
 """Weight versions of PipeDream-2BW, and the gradients taken at them.
 
-Each version has its own leaf tensors, on which forwards and backwards run; the optimizer's parameters share the memory
+Each version has separate leaf tensors, on which forwards and backwards run. The optimizer's parameters share the memory
 of the newest version. Replacing the data of a single set of leaves under a live graph would silently mix versions.
 
-With a compute dtype the versions have this dtype, and the optimizer's parameters are masters in their own dtype, from
-which the newest version is written after a step. Gradients are then summed over microbatches in the masters' dtype.
+With a compute dtype, the versions have this dtype, and the optimizer's parameters are masters, which keep their dtype.
+After a step, the newest version is written from the masters. Gradients are summed over microbatches in the masters'
+dtype.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ class WeightVersions:
 
     Args:
         parameters: name -> parameter of the optimizer; frozen ones have no versions and are ignored.
-        room: 2 with a delay of one update, 1 without.
-        uses: name of a second (third, ...) layer's use of a parameter -> name of the parameter. Each use has its own
-            leaf with the same memory, so that gradients are summed in the same order for layers on one or on several
-            stages.
+        room: 2 with a delay of one update, 1 without a delay.
+        uses: name of a further layer's use of a parameter -> name of the parameter. Each use has a separate leaf with
+            the same memory, so that gradients are summed in the same order whether the layers are on one stage or on
+            several.
         buffers: name -> buffer that changes with updates, and so is part of each version.
-        compute_dtype: dtype of the versions, with the parameters as masters; default: the parameters are the newest
-            version.
+        compute_dtype: dtype of the versions, with the parameters as masters; default: there are no masters, and the
+            parameters are the newest version.
 
     Attributes:
         has_masters: whether the parameters are masters.
         used_twice: names of the parameters with several leaves.
-        masters_hold_weights: whether the masters are the weights in another dtype; with some corrections they are not.
+        masters_hold_weights: whether rounding the masters gives the weights; with Error Feedback it does not.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class WeightVersions:
             self._uses_of.setdefault(name, []).append(use)
         self.has_masters = compute_dtype is not None
         self._slots = [self._slot(copied=False)] + [self._slot(copied=True) for _ in range(room - 1)]
-        # Name of a leaf -> its gradients, summed in the masters' dtype.
+        # Name of a leaf -> sum of its gradients in the masters' dtype.
         self._sums: dict[str, Tensor] = {}
-        self._summed_at = 0  # without masters, slot whose leaves hold the gradients so far
+        self._summed_at = 0  # without masters: slot whose leaves hold the gradients so far
         self._released: dict[str, Tensor] = {}
         self.masters_hold_weights = True
         self._master_writes = self._writes_to_masters()
@@ -69,7 +70,7 @@ class WeightVersions:
             self._sum_gradients_of_leaves()
 
     def leaves(self, version: int) -> dict[str, Tensor]:
-        """Return the leaf tensors of a version, the newest or (with room for two) the one before."""
+        """Return the leaf tensors of a version: the newest, or with room for two also the version before it."""
         if not self.newest - self.room < version <= self.newest:
             raise RuntimeError(f"weight version {version} is not alive: the newest of {self.room} is {self.newest}")
         return self._slots[version % self.room]
@@ -96,17 +97,17 @@ class WeightVersions:
         return gradients
 
     def gradients_apart(self, name: str) -> list[Tensor]:
-        """Return the summed gradients of a parameter's uses, from the last layer back.
+        """Return the summed gradient of each use of a parameter, from the last layer to the first.
 
-        They are added in this order, as by stages that share a parameter, of which the last completes its gradient
-        first.
+        The caller adds them in this order, like stages that share a parameter: there the last stage completes its
+        gradient first.
         """
         uses = [name, *self._uses_of.get(name, ())]
         gradients = [self.gradient(use) for use in reversed(uses)]
         return [gradient for gradient in gradients if gradient is not None]
 
     def gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of a leaf summed so far."""
+        """Return the gradient of a leaf, summed so far."""
         return self._sums.get(name) if self.has_masters else self._slots[self._summed_at][name].grad
 
     def compute_weights(self) -> dict[nn.Parameter, Tensor] | None:
@@ -121,17 +122,17 @@ class WeightVersions:
         return self.leaves(self.newest) if self.has_masters else None
 
     def shown(self) -> dict[str, Tensor]:
-        """Return the weights of the newest version by name; none if the module holds them itself."""
+        """Return the weights of the newest version by name; empty if the module has them itself."""
         if not self.has_masters:
             return {}
         leaves = self.leaves(self.newest)
         return {name: leaves[name].detach() for name in (*self.parameters, *self._uses)}
 
     def advance(self) -> dict[nn.Parameter, Tensor] | None:
-        """Add version W_{v+1}, a copy of the newest W_v, on which the optimizer then steps.
+        """Add version W_{v+1}, a copy of the newest version W_v; the optimizer then steps on the copy.
 
         Returns:
-            Parameter -> its weights W_v, the older version from now on; None with room for one version, or with
+            Parameter -> its weights W_v, from now on the older version; None with room for one version, or with
             masters.
         """
         self.newest += 1
@@ -161,7 +162,7 @@ class WeightVersions:
     def release_masters(self) -> None:
         """Replace masters in the module by the newest version if they differ from it by more than rounding.
 
-        With Error Feedback masters follow another trajectory. They are kept for checkpoints after the run.
+        With Error Feedback, masters differ from the weights. They are kept for checkpoints after the run.
         """
         if not self.has_masters or self._released:
             return
@@ -184,7 +185,7 @@ class WeightVersions:
     ) -> None:
         """Set version ``newest`` from the loaded parameters and buffers, and the version before it from ``older``.
 
-        Afterwards ``masters`` are copied into the parameters; parameters without an entry stay the newest version.
+        Then ``masters`` are copied into the parameters; parameters without an entry keep the newest version.
         """
         values = {name: tensor.detach().clone() for name, tensor in self._owned()}
         self.newest = newest
@@ -208,7 +209,7 @@ class WeightVersions:
         """Copy changes of the parameters since the last update into the newest version.
 
         Args:
-            unseen: whether masters may have changed without their version counters.
+            unseen: whether masters may have changed while their version counters did not.
 
         Raises:
             ConfigurationError: the parameters are masters that do not hold the weights.
@@ -222,8 +223,8 @@ class WeightVersions:
         elif self._writes_to_masters() != self._master_writes or (unseen and self.masters_hold_weights):
             if not self.masters_hold_weights:
                 raise ConfigurationError(
-                    "weights were changed outside the optimizer's step: with weight_dtype='bf16' and this optimizer the"
-                    " parameters are masters that differ from the weights; leave weight_dtype out"
+                    "weights were changed outside the optimizer's step, but with weight_dtype='bf16' and this optimizer"
+                    " the module's parameters are not the weights, only masters of them; leave weight_dtype out"
                 )
             if self.parameters:
                 masters = [parameter.detach() for parameter in self.parameters.values()]
@@ -237,7 +238,7 @@ class WeightVersions:
         return [*self.parameters.items(), *self.buffers.items()]
 
     def _slot(self, copied: bool) -> dict[str, Tensor]:
-        """Return the leaves of a version, with the memory of the parameters and buffers or with copies."""
+        """Return the leaves of a version, which share the memory of the parameters and buffers or are copies."""
         slot = {name: p.data.clone() if copied else p.data for name, p in self._owned()}
         if self.has_masters:
             slot |= {name: p.data.to(self.compute_dtype, copy=True) for name, p in self.parameters.items()}

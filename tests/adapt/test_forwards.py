@@ -191,7 +191,7 @@ def test_what_an_example_may_be() -> None:
     [
         (torch.randn(2, DIM + 1), r"called with torch\.float32 \[2, 9\] \(RuntimeError: mat1 and mat2 shapes cannot"),
         ({"y": torch.ones(2, dtype=torch.int64)}, r"called with {'y': 'torch\.int64 \[2\]'} \(TypeError: "),
-        (None, r"Switched cannot be called with what is guessed .* Give an example"),
+        (None, r"Switched cannot be called with guessed arguments .* Give an example"),
     ],
     ids=["another shape", "another name", "none is known"],
 )

@@ -71,18 +71,20 @@ class Repeated(Net):
         return self.out(x)
 
 
-_DIFFERS = (
-    r"^{} cannot be cut between its blocks blocks\.0 to blocks\.2 so that each stage runs its own forward \({}\): "
-)
+_DIFFERS = r"^{} cannot be cut between its blocks blocks\.0 to blocks\.2 \({}\): "
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "left behind": (Collecting, {}, _DIFFERS.format("Collecting", "AttributeError: .* no attribute 'kept'")),
-    "in evaluation": (Evaluating, {}, _DIFFERS.format("Evaluating", "another output")),
-    "python's numbers": (Shuffling, {}, _DIFFERS.format("Shuffling", "another output")),
+    "in evaluation": (Evaluating, {}, _DIFFERS.format("Evaluating", "its output differs")),
+    "python's numbers": (Shuffling, {}, _DIFFERS.format("Shuffling", "its output differs")),
     "overwritten": (Overwriting, {}, _DIFFERS.format("Overwriting", "RuntimeError: .*modified by an inplace .*")),
     "not a number": (Infinite, {}, _DIFFERS.format("Infinite", "its output is NaN with the example: .*")),
-    "repeated": (Repeated, {}, r"no layers were found in Repeated: .* it has \['blocks', .* give it pipeline_layers"),
+    "repeated": (Repeated, {}, r"no layers were found in Repeated: .* \(the model has \['blocks', .* pipeline_layers"),
     "on meta": (lambda: Net().to("meta"), {}, "Net is on the meta device"),
-    "not a list": (Net, {"blocks": "entry"}, r"blocks=\['entry'\]: not a ModuleList .* there are \['blocks'"),
+    "not a list": (
+        Net,
+        {"blocks": "entry"},
+        r"blocks=\['entry'\]: the model has no such ModuleList .* it has \['blocks'",
+    ),
 }
 
 

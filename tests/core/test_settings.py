@@ -19,7 +19,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     (
         {"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"},
         2,
-        "nonfinite_gradients='skip' could not leave",
+        "nonfinite_gradients='skip' could not skip",
     ),
     ({"staleness": "least", "delay": 0}, 2, "has no meaning without a delay"),
     ({"staleness": "least", "slack": 1.5}, 2, "slack=1.5 must be a number of microbatches, 0 or more, or 'exact'"),

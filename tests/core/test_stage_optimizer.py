@@ -34,5 +34,5 @@ def test_hyper_parameters_are_copies_and_what_came_later_stays() -> None:
 def test_other_groups_are_refused() -> None:
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     stage = alone(SGD([first, second], lr=0.1))
-    with pytest.raises(ConfigurationError, match=r"groups of \[1, 1\] parameters, this run's has \[2\]"):
+    with pytest.raises(ConfigurationError, match=r"groups of \[1, 1\] parameters, but this run's has \[2\]"):
         stage.load_state_dict(SGD([{"params": [first]}, {"params": [second]}], lr=0.1).state_dict())

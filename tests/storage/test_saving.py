@@ -108,7 +108,7 @@ def test_a_folder_of_something_else_is_not_replaced(form: str, files: list[str],
     path.mkdir()
     for name in files:
         (path / name).write_text("{}")
-    with pytest.raises(StorageError, match=rf"holds something else \({files[-1]}\)"):
+    with pytest.raises(StorageError, match=rf"with other files \({files[-1]}\)"):
         SAVES[form](str(path), 1)
     assert sorted(os.listdir(path)) == sorted(files)
     assert os.listdir(tmp_path) == ["runs"]
@@ -118,7 +118,7 @@ def test_what_a_user_put_beside_the_parts_is_not_lost(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     save_sharded(str(path), 1)
     (path / "notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match=r"holds something else \(notes.txt\)"):
+    with pytest.raises(StorageError, match=r"with other files \(notes.txt\)"):
         save_full(str(path), 2)
     assert version_of(path) == 1
     save_sharded(str(path), 3)

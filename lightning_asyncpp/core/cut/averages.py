@@ -1,7 +1,7 @@
 """Averages of a model's weights, which are cut like the model.
 
-An average is updated by pairing its parameters with the model's, in order. If only the model were cut, layers would be
-averaged with other layers, without an error if shapes agree.
+An average is updated by pairing its parameters with the model's parameters, in order. If only the model were cut,
+layers would be averaged with different layers; if their shapes agree, there would be no error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Averages:
     Args:
         model: model that will be cut.
         root: module around the model.
-        others: averages outside of ``root``, such as a callback's, of the model or of ``root``.
+        others: averages of the model or of ``root`` that are not in ``root``, such as a callback's.
     """
 
     def __init__(self, model: nn.Module, root: nn.Module | None, others: Iterable[AveragedModel] = ()) -> None:
@@ -70,7 +70,7 @@ def averages_in(holders: Iterable[Any]) -> Iterator[AveragedModel]:
 
 
 def _averages(module: nn.Module, model: nn.Module, signature: list[Any]) -> bool:
-    """Return whether a module has an average of the model as ``module``, like torch's and timm's classes."""
+    """Return whether the attribute ``module`` of a module is an average of the model, as in torch and timm."""
     network = getattr(module, "module", None)
     known = isinstance(module, AveragedModel) or any(callable(getattr(module, name, None)) for name in _UPDATES)
     return known and isinstance(network, nn.Module) and _is_alike(network, model, signature)

@@ -1,4 +1,4 @@
-"""Reduction of a model to one stage: modules stay in place, without the tensors of other stages."""
+"""Reduction of a model to one stage: all modules stay, but tensors of other stages are removed."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def cut(
     elif counts is not None and tuple(counts) != whole.counts:
         raise ConfigurationError(
             f"the model was already cut with partition={list(whole.counts)} and cannot be cut with"
-            f" partition={list(counts)}: use the same, or build the module anew and load its weights from a checkpoint,"
-            " which has those of all stages"
+            f" partition={list(counts)}: use the same partition, or build a new module and load its weights from a"
+            " checkpoint"
         )
     elif problems := ownership_problems(around, units):
         raise ConfigurationError.from_problems(problems)
@@ -81,8 +81,8 @@ def whole_before(model: nn.Module, index: int, num_stages: int) -> WholeModel | 
     whole = whole_of(model)
     if whole is not None and (len(whole.counts), whole.pruned.stage) != (num_stages, index):
         raise ConfigurationError(
-            f"the model was already cut for {len(whole.counts)} stages and cannot be cut for {num_stages}, or to"
-            " another stage: build the module anew and load its weights from a checkpoint, which has all stages"
+            f"the model was already cut to stage {whole.pruned.stage} of {len(whole.counts)} and cannot be cut to stage"
+            f" {index} of {num_stages}: build a new module and load its weights from a checkpoint"
         )
     return whole
 
@@ -90,7 +90,7 @@ def whole_before(model: nn.Module, index: int, num_stages: int) -> WholeModel | 
 def _prune(
     model: nn.Module, index: int, seed: int, device: torch.device, root: nn.Module, counts: Sequence[int]
 ) -> WholeModel:
-    """Materialise the tensors of this stage, and remove those of other stages from the module."""
+    """Materialise the tensors of this stage, and remove other stages' tensors from the module."""
     units = pipeline_units(model)
     problems = ownership_problems(root, units) + meta_problems(root, units) + collective_problems(units)
     if problems:
@@ -104,8 +104,8 @@ def _prune(
     if (model_cut := cut_of(model)) is not None:
         kept |= set(buffers_everywhere(model, model_cut))
     others = [units[position] for position in range(len(units)) if position not in own]
-    # Layers of other stages lose parameters that they share with this stage, too. Not if the model's own forward runs
-    # on every stage, as its code may use any module.
+    # Layers of other stages also lose the parameters that they share with this stage; but not if the model's own
+    # forward runs on every stage, since its code may use any module.
     own_modules = {module for position in own for module in units[position].module.modules()}
     modules = {module for unit in others for module in unit.module.modules()} if model_cut is None else set()
     gone = [t for unit in others for t in _tensors_of(unit) if t not in kept]
@@ -120,7 +120,10 @@ def _tensors_of(unit: Unit) -> list[Tensor]:
 
 
 def _sharing_with(units: list[Unit], own: range) -> list[int]:
-    """Return the units of other stages that share parameters with this one, which must all be initialised alike."""
+    """Return the units of other stages that share parameters with this stage.
+
+    They are initialised here, too, so that all stages get the same values.
+    """
     held = {id(parameter) for position in own for parameter in units[position].module.parameters()}
     others = (position for position in range(len(units)) if position not in own)
     return [p for p in others if any(id(parameter) in held for parameter in units[p].module.parameters())]
@@ -129,11 +132,11 @@ def _sharing_with(units: list[Unit], own: range) -> list[int]:
 def materialize(
     units: Sequence[Unit], indices: Iterable[int], seed: int, device: torch.device, root: nn.Module | None = None
 ) -> None:
-    """Allocate and initialise the meta tensors of the chosen units; real tensors are kept as they are.
+    """Allocate and initialise the meta tensors of the chosen units; real tensors do not change.
 
-    Unit i is initialised with generators seeded from (seed, i), so its values do not depend on the other units of this
-    process. Within a unit, ``reset_parameters()`` is called for every module that had meta tensors, children before
-    parents. Shared parameters stay shared.
+    Unit i is initialised with generators seeded from (seed, i), so its values do not depend on which other units this
+    process has. Within a unit, ``reset_parameters()`` is called for every module whose tensors were all on the meta
+    device, children before parents. Shared parameters stay shared.
 
     Args:
         units: all units of the model, in order.
@@ -143,11 +146,11 @@ def materialize(
         root: module that may have other references to tensors of the units.
 
     Raises:
-        ConfigurationError: floating-point tensors were not initialised; the message has their names.
+        ConfigurationError: floating-point tensors were not initialised; the message names them.
     """
     replaced: dict[Tensor, Tensor] = {}
     problems: list[str] = []
-    for index in sorted(indices):  # on every stage the last unit sets a shared parameter
+    for index in sorted(indices):  # in order: on every stage, the last unit sets a shared parameter
         unit = units[index]
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
         if not modules:
@@ -163,13 +166,13 @@ def materialize(
             table[key] = replaced.get(tensor, tensor)
     if problems:
         raise ConfigurationError(
-            f"meta tensors without an initialiser: {', '.join(problems)}; give their module, or the unit around it, a"
+            f"meta tensors without an initialiser: {', '.join(problems)}; give their module, or the layer around it, a"
             " reset_parameters() that sets all of them, or build the model with real weights"
         )
 
 
 def _replace_meta(module: nn.Module, replaced: dict[Tensor, Tensor], device: torch.device) -> bool:
-    """Allocate the meta tensors that ``module`` itself owns; return whether there were any."""
+    """Allocate the meta tensors of a module, without its children; return whether it had any."""
     found = False
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter.is_meta and parameter not in replaced:
@@ -187,7 +190,7 @@ def _replace_meta(module: nn.Module, replaced: dict[Tensor, Tensor], device: tor
 
 
 def _blank(like: Tensor, device: torch.device) -> Tensor:
-    """Return memory for a tensor, filled with NaN if floating point, to detect values that no initialiser sets."""
+    """Return a tensor filled with NaN, or with 0 if integer; NaN shows values that no initialiser sets."""
     return torch.full(like.shape, float("nan") if _is_float(like) else 0, dtype=like.dtype, device=device)
 
 
@@ -196,7 +199,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _with_parents(unit: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules of the unit whose tensors were all replaced, children before parents."""
+    """Return the modules of the unit whose tensors, including their children's, were all replaced; children first."""
     fresh = {id(module) for module in modules}
 
     def entirely_fresh(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Network that a pipeline cuts: an attribute of the user's module, or the module itself."""
+"""Search for the network that a pipeline cuts: an attribute of the user's module, or the module itself."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def class_name(network: nn.Module) -> str:
 
 USUAL = "model"
 CUT = "_pipeline_whole"
-"""Attribute of a model that was cut, with the description of the whole model."""
+"""Attribute of a cut model that holds the description of the whole model."""
 _KEPT_AS = "_pipeline_network"
 _CALLS_ITSELF = r"\b{0}\s*\(|\b{0}\.forward\s*\("
 
@@ -95,7 +95,7 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
     if module is None:
         return None
     own: nn.Module | None = vars(module).get(_KEPT_AS)
-    # The choice is kept: a cut or freezing may leave another sole candidate.
+    # The first choice is kept, since cutting or freezing may change which child is the only candidate.
     network = getattr(module, network_name(module) if own is None else USUAL, None)
     if isinstance(network, nn.Module):
         return network
@@ -121,7 +121,7 @@ def no_network(module: nn.Module) -> str:
         found = ", ".join(f"self.{name}" for name in [*several, *_own(module)][:5])
         return (
             f"{type(module).__name__} has no self.model, and its parameters are in several attributes ({found}): call"
-            " them in its forward(), and self(...) once in every step; or put them into one network, self.model"
+            " these in its forward(), and call self(...) once in every step; or put them into one network, self.model"
         )
     return (
         f"{type(module).__name__} has no self.model: assign the network to it, as an nn.Sequential or a module with"
@@ -139,7 +139,7 @@ def _is_own(method: Callable[..., Any]) -> bool:
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Return whether a user's method calls ``self(...)``; True if no source can be read."""
+    """Return whether a method of the user's class calls ``self(...)``; True if no source code can be read."""
     answers = []
     for method in _own_methods(type(module)):
         try:

@@ -1,14 +1,16 @@
 """Stage that runs the model's own ``forward``, for models without ``pipeline_layers()``.
 
-Blocks of earlier stages do not run, and the forward ends where the next stage begins. Code around and between blocks
-runs on every stage that reaches it, with values that it computes, values that were received, or zeros that are not
-used. Besides the arguments of the call, a stage receives one of two kinds of values:
+Cuts are between the calls of certain layers, the blocks. A unit is a block with the code before or after it; a stage
+has one or more units. Blocks of earlier stages do not run, and the forward ends where the next stage begins. Code
+around blocks runs on every stage that reaches it. It works on values that it computes itself, on received values, or on
+zeros whose results are not used. Besides the arguments of the call, a stage receives one of two kinds of values:
 
-* Outputs of earlier blocks, which those blocks then return. Unit i is block i with the code before it, and one more
-  unit is the code after the last block. Chains of blocks and forwards with skip connections (U-Nets) are cut so.
-* Inputs of the stage's first block, which are overwritten in place, so that later uses of them have the same values.
-  Unit i is block i with the code after it. With ``x = x + block(x)`` only one tensor crosses a cut instead of the
-  outputs of all blocks; with an encoder and a decoder, the inputs of the decoder's block.
+* Outputs of earlier blocks. Calls of those blocks return the received values. Unit i is block i with the code before
+  it; one more unit is the code after the last block. This suits chains of blocks, and forwards with skip connections
+  (U-Nets).
+* Inputs of the stage's first block. The received values overwrite the inputs in place, so that later uses of the inputs
+  have the same values. Unit i is block i with the code after it. With ``x = x + block(x)`` only one tensor crosses a
+  cut, instead of the outputs of all blocks. With an encoder and a decoder, the inputs of the decoder's block cross.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ Entered = Callable[[int], None]
 
 
 class Members(nn.Module):
-    """Container of parts of a model, under the same names.
+    """Container of parts of a model, under their names in the model.
 
     Args:
         model: the model.
-        names: names of submodules, parameters and buffers, none of which contains another.
+        names: names of submodules, parameters and buffers; no submodule contains another part.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -63,15 +65,15 @@ class OwnForwardCut:
 
     Attributes:
         blocks: names of the blocks, in the order of their calls.
-        around: for each unit, names of parameters and buffers that its code uses besides its block.
+        around: for each unit, names of the parameters and buffers that its code uses besides its block.
         outputs: for each block, the shape of its first floating-point input in the example, and its output with tensors
             on the meta device.
-        crossing: for each unit, values that cross a cut before it: numbers of earlier blocks, for their outputs; or,
-            with ``by_inputs``, positions among the inputs of its block.
+        crossing: for each unit, the values that cross a cut before it: numbers of the earlier blocks whose outputs
+            cross; with ``by_inputs``, positions among the inputs of its block.
         by_inputs: whether inputs of blocks cross cuts instead of outputs.
         blank: positions and names of arguments whose floating-point values only the first stage needs.
-        is_exact: whether gradients are added in the same order as in the whole model, as no value is used on several
-            stages.
+        is_exact: whether gradients are added in the same order as in the whole model, because no value is used on
+            several stages.
     """
 
     blocks: tuple[str, ...]
@@ -88,7 +90,7 @@ class OwnForwardCut:
 
     @property
     def num_units(self) -> int:
-        """Number of units: one more than blocks, or with ``by_inputs`` as many."""
+        """Number of units: one more than blocks; with ``by_inputs``, the number of blocks."""
         return len(self.around)
 
     def names_of(self, unit: int) -> list[str]:
@@ -97,15 +99,17 @@ class OwnForwardCut:
 
 
 class OwnForwardStage:
-    """Run of some units of a model in its own forward, with tensors without memory in place of others' weights.
+    """Run of some units of a model in the model's own forward.
+
+    Placeholders, which are zeros with the memory of one element, replace the weights that only other stages have.
 
     Args:
-        model: whole model, or pruned one whose pruned parts are shown.
+        model: whole model; or a cut model in which the tensors of other stages are shown (:class:`.Pruned`).
         cut: possible cuts of the model.
         first: first unit of the stage.
         end: one past the last unit of the stage.
-        device: device of the tensors without memory.
-        dtype: dtype of those with floating point; default: their own.
+        device: device of the placeholders.
+        dtype: dtype of floating-point placeholders; default: the dtypes of the weights.
         has_all: whether this process has the weights of all units.
     """
 
@@ -122,15 +126,16 @@ class OwnForwardStage:
         self._kinds = [(block, type(block), _steered(cast(Any, type(block)))) for block in blocks]
         self._stand_ins = [] if has_all else list(self._standing_for_others(model, dtype))
         self._sends = cut.crossing[end] if end < cut.num_units else frozenset()
-        # Of the running forward: callback for units; values received and to be sent, by the numbers in cut.crossing.
+        # For the running forward: callback for units; received values and values to be sent, by number in cut.crossing.
         self._entered: Entered = lambda unit: None
         self._arrived: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
 
     def _standing_for_others(self, model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the places of tensors that only other units have, with replacements.
+        """Yield the places of tensors that only other stages have, with placeholders.
 
-        Buffers around blocks may be written, such as running means, and so need memory; their values are invalid.
+        Code may write to buffers around blocks, such as running means. Their placeholders have memory, with invalid
+        values.
         """
         held = [Members(model, self.cut.names_of(unit)) for unit in range(self.cut.num_units)]
         tensors = [{id(tensor) for tensor in (*part.parameters(), *part.buffers())} for part in held]
@@ -149,7 +154,7 @@ class OwnForwardStage:
         """Run the units.
 
         Args:
-            args: arguments of the model; after the first stage only the output of the previous stage.
+            args: arguments of the model; after the first stage, only the output of the previous stage.
             kwargs: keyword arguments of the model; empty after the first stage.
             entered: function called when each unit begins.
 
@@ -176,21 +181,21 @@ class OwnForwardStage:
             self._arrived, self._made = {}, {}
 
     def _leaving(self) -> dict[str, Any]:
-        """Return the values for the next stage besides the arguments."""
+        """Return the values that the next stage receives besides the arguments."""
         if missing := sorted(self._sends - self._made.keys()):
             raise self._not_called(self.end if self.cut.by_inputs else missing[0])
         return {str(at): self._made[at] for at in sorted(self._sends)}
 
     def _not_called(self, number: int) -> ConfigurationError:
         return ConfigurationError(
-            f"{self.cut.blocks[number]} was not called in this forward, as it was with the example: call every block in"
-            " every forward, or give the model pipeline_layers()"
+            f"{self.cut.blocks[number]} was not called in this forward, but it was called with the example: call every"
+            " block in every forward, or give the model pipeline_layers()"
         )
 
     def _sent(self, key: int | str, value: Any) -> Any:
-        """Return a copy of an argument for the next stage, as the forward may change the argument in place.
+        """Return a copy of an argument for the next stage, since the forward may change the argument in place.
 
-        Floating-point values that later stages do not need become an empty tensor with their shape.
+        A floating-point tensor that later stages do not need becomes an empty tensor of shape ``(0, *shape)``.
         """
         is_blank = key in self.cut.blank and not self.first
         return map_tensors(
@@ -207,7 +212,7 @@ class OwnForwardStage:
 
     @contextmanager
     def _steering(self) -> Iterator[None]:
-        """Redirect calls of the blocks to :meth:`call`, by a change of their classes."""
+        """Redirect calls of the blocks to :meth:`call` by changing the blocks' classes."""
         fast = torch.backends.mha.get_fastpath_enabled()
         originals = [place.table[place.key] for place, _ in self._stand_ins]
         _UNDER_WAY.append(self)
@@ -227,7 +232,7 @@ class OwnForwardStage:
                 place.table[place.key] = original
 
     def call(self, kind: type, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run or replace a call of a block, and return the output."""
+        """Run or replace a call of a block, and return its output."""
         number, by_inputs = self._numbers[block], self.cut.by_inputs
         if number >= self.end:
             if by_inputs and number == self.end:
@@ -251,7 +256,7 @@ class OwnForwardStage:
         for at, value in self._arrived.items():
             if not isinstance(taken[at], Tensor) or (taken[at].shape, taken[at].dtype) != (value.shape, value.dtype):
                 raise ConfigurationError(
-                    f"{self.cut.blocks[self.first]} takes tensors of other shapes or dtypes if blocks before it have"
+                    f"{self.cut.blocks[self.first]} gets tensors of other shapes or dtypes if the blocks before it do"
                     " not run: give the model pipeline_layers()"
                 )
             taken[at].detach_().copy_(value)
@@ -260,7 +265,7 @@ class OwnForwardStage:
     def _behind(self, number: int, output: Any) -> Any:
         """Keep an output that crosses a cut, and end the forward after the last block of this stage.
 
-        Code after the block gets a copy, since it may change the output in place.
+        The code after the block gets a copy, since it may change the output in place.
         """
         if number in self._sends:
             self._made[number] = output
@@ -270,7 +275,7 @@ class OwnForwardStage:
         return map_tensors(Tensor.clone, output) if number in self._sends else output
 
     def _zeros(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return zeros in place of an earlier block's output, with the shape of the example scaled to the batch."""
+        """Return zeros in place of an earlier block's output, with the example's shape scaled to this batch."""
         taken = next((t for t in tensors_of((args, kwargs)) if t.is_floating_point()), None)
         example, output = self.cut.outputs[number]
 
@@ -302,14 +307,14 @@ def _steered(kind: Any) -> Any:
 
     steered = type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
     if "forward" in vars(steered):
-        delattr(steered, "forward")  # transformers adds one that checkpoints to each class; the base has it already
+        delattr(steered, "forward")  # transformers adds a checkpointing one to each new class; the base has one already
     return steered
 
 
 def _mapped(
     function: Callable[[int | str, Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments with ``function(position or name, argument)`` in place of each."""
+    """Return the arguments after replacing each by ``function(position or name, argument)``."""
     named = {name: function(name, value) for name, value in kwargs.items()}
     return [function(at, value) for at, value in enumerate(args)], named
 

@@ -21,7 +21,7 @@ class Partition(NamedTuple):
         counts: number of units on each stage, in order.
         uniform: result of :func:`uniform`, for comparison.
         source: basis of the choice, for messages.
-        costs: cost of every unit, in any unit of measurement; empty if not known.
+        costs: cost of every unit, on any scale; empty if not known.
         remark: warning for the user; empty if there is none.
     """
 
@@ -40,7 +40,7 @@ class Partition(NamedTuple):
         return float(max(loads) / (sum(loads) / len(loads)))
 
     def describe(self) -> str:
-        """Return a line for the log: the argument that gives this partition, its basis and its imbalance."""
+        """Return a line for the log: the partition as an argument, its basis, and its imbalance."""
         known = "" if self.imbalance is None else f", busiest stage {self.imbalance:.2f} times the mean"
         return f"partition={list(self.counts)} {self.source}{known}"
 
@@ -58,8 +58,8 @@ def loads_of(costs: Sequence[float], counts: Sequence[int]) -> list[Fraction]:
 def uniform(has_parameters: Sequence[bool], num_stages: int) -> list[int]:
     """Return each stage's number of units, spreading units with parameters evenly.
 
-    A unit without parameters, such as an activation function, is on the stage of the unit before it. If the count is
-    not divisible, the first stages have one unit more.
+    A unit without parameters, such as an activation function, is on the stage of the unit before it. If the units
+    cannot be spread evenly, the first stages have one unit more.
 
     Args:
         has_parameters: for each unit, whether it has parameters.
@@ -81,14 +81,14 @@ def uniform(has_parameters: Sequence[bool], num_stages: int) -> list[int]:
 
 
 def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Return the number of units on each stage of the contiguous partition with the smallest largest load; exact.
+    """Return each stage's number of units, minimising the largest load; the result is exact.
 
-    Ties are broken by the second largest load, the third, and so on, then by the distance from :func:`uniform`, then by
-    shorter first stages.
+    Between partitions with the same largest load, the second largest load decides, then the third, and so on, then the
+    distance from :func:`uniform`, then shorter first stages.
 
     Args:
         costs: cost of each unit, finite and at least 0.
-        has_parameters: for each unit, whether it has parameters; every stage gets a unit that has.
+        has_parameters: for each unit, whether it has parameters; every stage gets at least one unit with parameters.
         num_stages: number of stages.
 
     Raises:
@@ -99,7 +99,7 @@ def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages:
     heavy = [0, *accumulate(map(int, has_parameters))]
     limit = max(sums[end] - sums[start] for start, end in zip([0, *even], even))
     # Number of units on the stages so far -> (loads in decreasing order, distance from the uniform partition, ends).
-    # The smallest such tuple stays the smallest with any further stages, so one per number is enough.
+    # The smallest tuple stays the smallest whatever stages follow, so one tuple per number is enough.
     best: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {0: ((), 0, ())}
     for place in even:
         extended: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {}
@@ -118,7 +118,7 @@ def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages:
 
 
 def check_given(counts: Sequence[int], has_parameters: Sequence[bool]) -> None:
-    """Check that numbers of units fit a model.
+    """Check that the user's numbers of units fit a model.
 
     Args:
         counts: number of units on each stage, each at least 1.
@@ -130,15 +130,16 @@ def check_given(counts: Sequence[int], has_parameters: Sequence[bool]) -> None:
     if sum(counts) != len(has_parameters):
         raise ConfigurationError(
             f"partition={list(counts)} places {sum(counts)} layers, but the model has {len(has_parameters)} (the"
-            " modules of its nn.Sequential, or what pipeline_layers() returns): the numbers must add up to that"
+            f" modules of its nn.Sequential, or what pipeline_layers() returns): give numbers with the sum"
+            f" {len(has_parameters)}"
         )
     ends = list(accumulate(counts))
     empty = [s for s, (end, count) in enumerate(zip(ends, counts)) if not any(has_parameters[end - count : end])]
     if empty:
         stages = ", ".join(f"stage {s} (layers {ends[s] - counts[s]} to {ends[s] - 1})" for s in empty)
         raise ConfigurationError(
-            f"partition={list(counts)} leaves {stages} without parameters: every stage needs a layer that has some; the"
-            f" layers that do are {', '.join(str(i) for i, heavy in enumerate(has_parameters) if heavy)}"
+            f"partition={list(counts)} leaves {stages} without parameters: give every stage a layer with parameters;"
+            f" these are layers {', '.join(str(i) for i, heavy in enumerate(has_parameters) if heavy)}"
         )
 
 

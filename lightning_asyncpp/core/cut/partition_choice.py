@@ -1,8 +1,8 @@
-"""Choice of a partition: by the user's argument, the model's own costs, measured costs, or numbers of parameters.
+"""Choice of a partition: by the user's argument, costs from the model, measured costs, or numbers of parameters.
 
-For measured costs, the forward and backward of each unit are timed on a microbatch, one unit after the other, on a
-temporary copy. So a model on the meta device needs the memory of one unit only, and the weights and buffers of a real
-model do not change.
+To measure costs, the forward and backward of each unit are timed on a microbatch, one unit after the other, on a
+temporary copy of the unit. So a model on the meta device needs the memory of one unit only, and the weights and buffers
+of a real model do not change.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lightning_asyncpp.core.wire.transport import begin
 from lightning_asyncpp.errors import ConfigurationError
 
 RUNS = 5
-"""Number of timed runs of a unit; the fastest counts, since disturbances only slow runs down."""
+"""Number of timed runs of a unit; the fastest counts, since disturbances can only slow a run down."""
 _WARM_UP = 2
 BY_SIZE = "numbers of parameters"
-"""Basis of a partition without known costs."""
+"""Basis of a partition if no costs are known."""
 Asked = Literal["auto", "uniform"] | Sequence[int]
-"""Argument ``partition``: by costs, by numbers of layers, or the number of layers of each stage."""
+"""Argument ``partition``: ``"auto"`` by costs, ``"uniform"`` by numbers of layers, or each stage's number of layers."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Call of the model with one microbatch, and the settings to run its units.
+    """Call of the model with one microbatch, and settings for the runs of its units.
 
     Attributes:
         call: function that returns the positional and the keyword arguments of the model.
@@ -73,7 +73,7 @@ def choose_partition(
         model: ``nn.Sequential`` or module with ``pipeline_layers()``, whole or cut before.
         index: stage of this process.
         num_stages: number of stages.
-        asked: the user's argument ``partition``; numbers must be at least 1, one per stage.
+        asked: the user's argument ``partition``; a list has one number per stage, each at least 1.
         example: example for measurements if the model has no ``pipeline_costs()``.
         seed: seed of the run.
 
@@ -116,7 +116,7 @@ def example_of(
         microbatches: number of microbatches of the batch, of which the first is used.
         precision: Lightning's precision plugin.
         device: device on which the layers run.
-        through: function from the arguments in the example to those of the model; default: they are the same.
+        through: function that converts the example's arguments to the model's arguments; default: no conversion.
     """
     if given is None:
         return None
@@ -133,7 +133,8 @@ def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]
 
     Args:
         example: arguments of a batch; anything else is a single argument.
-        microbatches: number of microbatches of the batch; tensors with one row per sample are cut to the first one.
+        microbatches: number of microbatches of the batch; of tensors with one row per sample, the first microbatch's
+            rows are taken.
 
     Raises:
         ConfigurationError: ``example`` has no tensor with a batch dimension.
@@ -176,14 +177,14 @@ def _costs(model: nn.Module, units: Sequence[Unit], example: Example | None, see
     except Exception as error:
         # The run goes on: costs do not affect results, and the example may be meant for another purpose.
         return sizes._replace(
-            remark="partition='auto' could not run the layers on example_input_array, and goes by numbers of parameters"
+            remark="partition='auto' could not run the layers on example_input_array, and uses numbers of parameters"
             f" instead ({type(error).__name__}: {error}): correct the example, or set partition to 'uniform' or to the"
             " number of layers of each stage"
         )
 
 
 def _model_costs(model: nn.Module, units: Sequence[Unit]) -> _Costs | None:
-    """Return the costs from the model's own ``pipeline_costs()``; None if it has none."""
+    """Return the costs from the model's ``pipeline_costs()``; None without this method."""
     method: Any = getattr(model, "pipeline_costs", None)
     if not callable(method):
         return None

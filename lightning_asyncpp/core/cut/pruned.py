@@ -1,7 +1,7 @@
-"""Parameters and buffers of other stages: None in their modules, but shown when the whole model is needed.
+"""Parameters and buffers of other stages: None in their modules, but put back when the whole model is needed.
 
-An optimizer is created from the whole model, and so finds the parameters of all stages in the same order and under the
-same names on every stage. Parameters of other stages take no memory: a single element is expanded to their shape.
+An optimizer is created from the whole model, so on every stage it finds the parameters of all stages in the same order
+and under the same names. Parameters of other stages take almost no memory: one element is expanded to their shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """Place where a module keeps a tensor.
 
     Attributes:
-        table: the module's own parameters or buffers, name -> tensor.
+        table: the module's direct parameters or buffers, name -> tensor.
         key: name of the tensor in the table.
         tensor: the tensor.
     """
@@ -32,13 +32,13 @@ class Place(NamedTuple):
 
 
 def places_of(module: nn.Module) -> list[Place]:
-    """Return the places of a module's own parameters and buffers."""
+    """Return the places of a module's parameters and buffers, without those of its children."""
     tables = [vars(module)[name] for name in TABLES]
     return [Place(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
 
 
 class Pruned:
-    """Parameters and buffers that one stage of a model does not hold.
+    """Parameters and buffers that were removed from a model, since they belong to other stages.
 
     Attributes:
         stage: index of the remaining stage; -1 while the model is whole.
@@ -60,14 +60,20 @@ class Pruned:
             root: cut model, or module around it.
             stage: index of the remaining stage.
             tensors: tensors of other stages.
-            modules: modules that lose all their tensors, including those shared with the stage.
+            modules: modules that lose all their tensors, including tensors shared with this stage.
         """
         self.stage = stage
         gone = {id(tensor) for tensor in tensors}
         self._take_out(root, lambda module, place: module in modules or id(place.tensor) in gone, gone)
 
     def prune_alike(self, root: nn.Module, copy: nn.Module, model: nn.Module) -> None:
-        """Remove from a copy of the whole model, possibly in the root, the tensors that were removed from the model."""
+        """Remove the same tensors from a copy of the whole model as were removed from the model.
+
+        Args:
+            root: module in whose ``state_dict`` the copy's names are found: the root of the model, or the copy itself.
+            copy: copy of the whole model, such as an average of its weights.
+            model: the cut model.
+        """
         gone = {(id(place.table), place.key) for place in self.places}
         twin_of = dict(zip(copy.modules(), model.modules()))
 
@@ -98,7 +104,8 @@ class Pruned:
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"the state_dict does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected};"
-                " build the model that was saved, or load with strict=False (in a LightningModule strict_loading)"
+                " build the model that was saved, or load with strict=False (in a LightningModule,"
+                " strict_loading=False)"
             )
 
     def _take_out(self, root: nn.Module, is_gone: Callable[[nn.Module, Place], bool], released: Container[int]) -> None:
@@ -118,13 +125,13 @@ class Pruned:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the removed tensors in their places within a context."""
+        """Put the removed tensors into their places within a context."""
         with self._be(True):
             yield
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Hide the removed tensors within a context."""
+        """Take the removed tensors out of their places within a context."""
         with self._be(False):
             yield
 
@@ -145,11 +152,11 @@ class Pruned:
 
 
 def fill(parameter: nn.Parameter, value: Tensor) -> bool:
-    """Give a parameter on the meta device a value in place, which all references to it then see.
+    """Give a parameter on the meta device a value in place, so that all references to the parameter see the value.
 
     Returns:
-        Whether this was possible. It is not if there are weak references to the parameter, as in torch's RNNs, or if
-        the value is of a subclass, such as a fake tensor.
+        Whether this was possible. It is impossible if there are weak references to the parameter, as in torch's RNNs,
+        or if the value's class is a subclass of Tensor, such as torch's fake tensors.
     """
     if type(value) is not Tensor or weakref.getweakrefcount(parameter):
         return False
@@ -172,8 +179,8 @@ def without_memory(tensor: Tensor, device: torch.device | None = None, dtype: to
 
     Args:
         tensor: tensor with the shape.
-        device: device of the result; default: that of ``tensor``, or the CPU instead of the meta device.
-        dtype: dtype of the result; default: that of ``tensor``.
+        device: device of the result; default: the device of ``tensor``, but the CPU if that is the meta device.
+        dtype: dtype of the result; default: the dtype of ``tensor``.
     """
     device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
     return torch.zeros((), dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)

@@ -39,8 +39,8 @@ class Stage:
         first_unit: index of the first unit in the whole model, from which seeds of layers are derived.
         whole: description of the whole model.
         parameters: name in the model -> parameter, each parameter once.
-        uses: name of a later unit's use of a parameter -> name of the parameter.
-        root: the model or the module around it, for names in checkpoints.
+        uses: name of a later unit's use of a shared parameter -> name of the parameter.
+        root: the model, or the module around it, whose names checkpoints have.
         names: every name of a parameter in the root -> name of the parameter.
         counting_layers: name in the model -> layer with statistics.
         buffers: name in the model -> buffer that these layers change once per update.
@@ -68,7 +68,7 @@ class Stage:
         self.counting_layers = counting_layers(units)
         self.runs_whole_step = False
         self._weights: dict[str, Tensor] | None = None  # weights that the units run on
-        self.device = torch.device("cpu")  # without parameters, the runner sets it
+        self.device = torch.device("cpu")  # if there are no parameters, the runner sets it
         self.refresh()
 
     @property
@@ -87,7 +87,7 @@ class Stage:
         This does not restore torch's generators.
 
         Args:
-            args: arguments of the model; after the first stage the output of the previous stage.
+            args: arguments of the model; after the first stage, the output of the previous stage.
             kwargs: keyword arguments of the model.
             seed: seed of the run.
             replica: index of the data-parallel replica.
@@ -110,7 +110,7 @@ class Stage:
         return args[0]
 
     def whole_model(self) -> AbstractContextManager[None]:
-        """Return a context with stand-ins without memory in place of other stages' tensors."""
+        """Return a context in which placeholders, of one element each, replace other stages' missing tensors."""
         return self.whole.pruned.shown()
 
     def copies(self) -> list[nn.Parameter]:
@@ -126,11 +126,11 @@ class Stage:
     def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
         """Call ``function`` while the units' parameters are ``weights`` (name in the model -> leaf tensor).
 
-        Backwards run within it, too, since activation checkpointing recomputes with the current weights.
+        Backwards must run within it, too, since activation checkpointing recomputes with the present weights.
         """
         if weights is None:
             return function()
-        # Like torch.func.functional_call, but without its checks of every name in each call, which would take longer
+        # Like torch.func.functional_call, but without its checks of every name in each call: they would take longer
         # than launching a layer's kernels.
         originals: list[tuple[Place, Any]] = []
         try:
@@ -146,7 +146,7 @@ class Stage:
                 place.table[place.key] = original
 
     def refresh(self) -> None:
-        """Find the parameters again, which a change of dtype or device may have replaced."""
+        """Find the parameters again, since a change of dtype or device may have replaced them."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.uses: dict[str, str] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -190,12 +190,12 @@ class Stage:
             return OwnForwardStage(self.model, cut, self.first_unit, end, self.device, dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this stage's entries of the model's ``state_dict``, by their names in the whole model."""
+        """Return this stage's part of the model's ``state_dict``, with names as in the whole model."""
         with self.whole.pruned.hidden():
             return dict(self.model.state_dict())
 
     def _find_parameters(self) -> list[dict[int, str]]:
-        """Find the units' parameters; return for each unit a dict: parameter id -> name of its use."""
+        """Find the units' parameters; return for each unit: id of a parameter -> name of its use in the unit."""
         name_of: dict[int, str] = {}
         in_units: list[dict[int, str]] = []
         for _, unit, use_of in use_names(self.units):
@@ -217,8 +217,9 @@ class Stage:
     def _find_uses(self, in_units: list[dict[int, str]]) -> None:
         """Find all places of parameters and versioned buffers, inside and outside of the units.
 
-        A parameter of several units has one leaf per unit, so that gradients are added in the same order on any number
-        of stages. A place in exactly one unit gets its leaf; the others get the leaf of the running unit.
+        A parameter of several units has one leaf tensor per unit, so that gradients are added in the same order on any
+        number of stages. A place in exactly one unit gets the unit's leaf; any other place gets the leaf of the unit
+        that runs.
         """
         self._uses: list[_Use] = []
         self._turns: list[list[_Use]] = [[] for _ in self.units]
@@ -242,7 +243,7 @@ class Stage:
                         self._turns[offset].append(_Use(place, name))
 
     def _enter(self, offset: int) -> None:
-        """When a unit begins, put its leaves into the places that no single unit owns."""
+        """When a unit begins, put its leaves into the places that do not belong to exactly one unit."""
         if self._weights is not None:
             for place, name in self._turns[offset]:
                 if name in self._weights:

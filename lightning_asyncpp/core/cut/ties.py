@@ -1,7 +1,7 @@
 """Ties: parameters that layers of several stages share, such as the weights of a tied embedding and head.
 
-Each of these stages has a copy, which it steps with the same gradient; see
-:mod:`lightning_asyncpp.core.updates.reduction`. A checkpoint has them once.
+Each of these stages has a copy of the parameter, and steps it with the same gradient; see
+:mod:`lightning_asyncpp.core.updates.reduction`. A checkpoint stores the parameter once.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
 
 
 def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
-    """Return the first stage that shares parameters with a stage, directly or through others; None without any.
+    """Return the first of the stages that shared parameters link to a stage; None if the stage shares none.
 
-    Frozen parameters count, too, since they may be trained later.
+    Stages that share different parameters with a third stage are linked, too. Frozen parameters count, since they may
+    be trained later.
     """
     together, shared = {stage}, [set(tie.stages) for tie in ties]
     while more := [stages for stages in shared if together & stages and not stages <= together]:
@@ -84,7 +85,7 @@ def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
 
 
 def keep_once(state: dict[str, Any], same: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """Make all names of a shared parameter refer to the same tensor, which a file then has once.
+    """Make all names of a shared parameter refer to the same tensor, so that a file stores it once.
 
     Args:
         state: name -> tensor of the whole model, changed in place; missing names are ignored.
@@ -109,7 +110,7 @@ def check_copies(state: Mapping[str, Any], same: Iterable[Sequence[str]]) -> Non
     present = [[name for name in names if name in state] for names in same]
     pairs = [(names[0], other) for names in present for other in names[1:]]
     problems = [
-        f"{first} and {other} are one parameter in this model, but differ in the checkpoint: it was written by a model"
+        f"{first} and {other} are one parameter in this model, but differ in the checkpoint, which comes from a model"
         " that does not share them; build the model without sharing (for a GPT: tie_embeddings=False), or set both to"
         " the same value"
         for first, other in pairs

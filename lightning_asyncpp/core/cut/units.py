@@ -1,4 +1,4 @@
-"""Units of a model, in order, between which a pipeline can cut."""
+"""Units of a model: its ordered layers, between which a pipeline can cut."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ONLY_CODE = "code without weights"
 
 
 class Unit(NamedTuple):
-    """Submodule, or several parts of a model, that stay together on one stage.
+    """Smallest part of a model that is always on one stage: a submodule, or several parts that belong together.
 
     Attributes:
-        name: name of the submodule in the model, as in ``state_dict``; for several parts a name for messages.
-        module: the submodule, which is called with the output of the previous unit, or with the arguments of the model;
-            for several parts :class:`Members`.
+        name: name of the submodule in the model, as in ``state_dict``; for several parts, a name for messages.
+        module: the submodule, which is called with the output of the previous unit, or with the arguments of the model.
+            For several parts it is a :class:`Members`.
         function: (module, arguments) -> output; default: the module is called.
     """
 
@@ -38,18 +38,18 @@ class Unit(NamedTuple):
         return self.module(*args, **kwargs) if self.function is None else self.function(self.module, *args, **kwargs)
 
     def path(self, name: str) -> str:
-        """Return the name in the model of a parameter or buffer of the unit's module."""
+        """Return the name in the model of a parameter or buffer, given its name in the unit's module."""
         return ".".join(filter(None, ("" if isinstance(self.module, Members) else self.name, name)))
 
 
 def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Apply the layers of a model in order, as the stages of a pipeline do.
 
-    The model's ``forward`` can be implemented by this call, and must not compute anything else.
+    The model's ``forward`` may consist of this call; if so, it must compute nothing else.
 
     Args:
         model: ``nn.Sequential`` or module with ``pipeline_layers()``.
-        args: arguments of the first layer; every other layer takes the output of the layer before it.
+        args: arguments of the first layer; every later layer takes the output of the layer before it.
         kwargs: keyword arguments of the first layer.
     """
     if (own := cut_of(model)) is not None:
@@ -69,7 +69,7 @@ def entering_units(model: nn.Module, entered: Callable[[int], object]) -> Iterat
 
     if (own := cut_of(model)) is not None:
         hooks.append(called_by_steps(model).register_forward_pre_hook(lambda *_: enter(0)))
-        for number in range(1, own.num_units):  # before its block, or after the previous block
+        for number in range(1, own.num_units):  # before the unit's block, or after the previous block
             block = model.get_submodule(own.blocks[number if own.by_inputs else number - 1])
             register = block.register_forward_pre_hook if own.by_inputs else block.register_forward_hook
             hooks.append(register(lambda *_, n=number: enter(n)))
@@ -95,11 +95,12 @@ def has_layers(model: nn.Module) -> bool:
 def pipeline_units(model: nn.Module) -> list[Unit]:
     """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
 
-    ``pipeline_layers()`` returns submodules, or pairs (submodule, function) if a submodule's arguments or output do not
-    fit its neighbours: the function takes the submodule and the output of the layer before, and calls the submodule.
+    ``pipeline_layers()`` returns submodules. If a submodule's arguments or output do not fit its neighbours, it returns
+    a pair (submodule, function) instead: the function takes the submodule and the previous layer's output, and calls
+    the submodule.
 
     Raises:
-        ConfigurationError: the model is neither, or its layers are not distinct submodules of it.
+        ConfigurationError: the model is none of these, or its layers are not distinct submodules of it.
     """
     if (own := cut_of(model)) is not None:
         held = [own.names_of(number) for number in range(own.num_units)]
@@ -128,7 +129,7 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
     if len({id(module) for module, _ in pairs}) != len(pairs):
         problems.append("it holds a layer twice")
     if any(not (function is None or callable(function)) for _, function in pairs):
-        problems.append("the second of a pair is not a function")
+        problems.append("the second entry of a pair is not a function")
     if problems:
         raise ConfigurationError(
             f"{class_name(model)}.pipeline_layers() must return distinct submodules of the model in order:"
@@ -138,21 +139,21 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
 
 
 def _name_of(around: Sequence[str], block: str) -> str:
-    """Return the name of a unit in messages: the modules that hold tensors around its block, and the block."""
+    """Return the name of a unit in messages: its block, after the modules whose tensors its code uses around it."""
     holders = list(dict.fromkeys(name.rpartition(".")[0] or name for name in around))
     more = [f"{len(holders) - 2} more"] if len(holders) > 2 else []
     return " + ".join([*holders[:2], *more, *filter(None, [block])]) or _ONLY_CODE
 
 
 def telling(names: Sequence[str]) -> list[str]:
-    """Return the names of units for messages, without units that have only code."""
+    """Return the names of units for messages, without units that have no weights."""
     return [name for name in names if name != _ONLY_CODE] or list(names)
 
 
 def use_names(units: Sequence[Unit]) -> Iterator[tuple[int, Unit, Callable[[str], str]]]:
-    """Yield position, unit, and a function from a tensor's name in the unit to the name of its use.
+    """Yield position, unit, and a function: name of a tensor in the unit -> name of this use of the tensor.
 
-    The name of a use is the tensor's path in the model, unless an earlier unit has the same.
+    The name of a use is the tensor's path in the model; if an earlier unit has the same path, a number is added.
 
     Args:
         units: units of a stage.
@@ -186,20 +187,20 @@ def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, i
 
 
 def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str = "self.model") -> list[str]:
-    """Return the problem of trainable parameters outside of all units, which no stage would train."""
+    """Report trainable parameters outside of all units, which no stage would train; return at most one problem."""
     owned = {id(p) for unit in units for p in unit.module.parameters()}
     outside = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in owned]
     if not outside:
         return []
     return [
         f"parameters outside the layers of {model_name}: {', '.join(outside[:8])}"
-        f"{' and more' if len(outside) > 8 else ''}; the pipeline trains only what its layers hold: move them into a"
+        f"{' and more' if len(outside) > 8 else ''}; the pipeline trains only parameters in layers: move these into a"
         f" layer of {model_name}, or freeze them (requires_grad=False)"
     ]
 
 
 def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
-    """Return what prevents any cut of a model, whatever its layers; each problem with a remedy.
+    """Return problems that make a model impossible to cut, whatever its layers are; each with a remedy.
 
     Args:
         model: model to be cut.
@@ -208,14 +209,14 @@ def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
     problems = []
     if is_compiled(model):
         problems.append(
-            f"{name} was compiled as a whole (torch.compile), but a stage runs its layers one by one: compile these"
-            " instead (layer.compile() for every layer, before the strategy sets the model up)"
+            f"{name} was compiled as a whole (torch.compile), but a stage runs its layers one by one: compile the"
+            " layers instead (layer.compile() for every layer, before the strategy sets the model up)"
         )
     lazy = [key for key, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
     if lazy:
         problems.append(
-            f"parameters have no shape yet ({', '.join(lazy[:5])}): run one forward before training, which sets"
-            " the shapes of lazy layers"
+            f"parameters of lazy layers have no shape yet ({', '.join(lazy[:5])}): run one forward before training,"
+            " which sets their shapes"
         )
     return problems
 
@@ -228,7 +229,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Return the problem of meta tensors outside of all units, which no stage would initialise."""
+    """Report meta tensors outside of all units, which no stage would initialise; return at most one problem."""
     owned = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *unit.module.buffers())}
     tensors = [*root.named_parameters(), *root.named_buffers()]
     outside = [name for name, t in tensors if t.is_meta and not t.requires_grad and id(t) not in owned]
@@ -241,7 +242,7 @@ def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 
 def collective_problems(units: Sequence[Unit]) -> list[str]:
-    """Return the problem of layers whose collectives would wait for ranks with other layers."""
+    """Report layers whose collectives would wait for ranks that do not have them; return at most one problem."""
     synchronised = [
         unit.path(name)
         for unit in units
@@ -251,6 +252,6 @@ def collective_problems(units: Sequence[Unit]) -> list[str]:
     if not synchronised:
         return []
     return [
-        f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, most of which hold other layers:"
-        " use BatchNorm, with the statistics of each microbatch, or GroupNorm"
+        f"SyncBatchNorm ({', '.join(synchronised[:4])}) synchronises over all ranks, but most ranks do not have this"
+        " layer: use BatchNorm, which takes the statistics of each microbatch, or GroupNorm"
     ]

@@ -1,6 +1,6 @@
-"""Description of the whole model that every stage has, created before the model is cut.
+"""Description of the whole model, which every stage creates before it cuts the model.
 
-It includes the position of each layer's statistics in the control message, and the reduction of their metrics.
+It includes the position of each layer's statistics in the control message, and how their metrics are reduced.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CountingLayer(NamedTuple):
 
     Attributes:
         name: name of the layer in the model.
-        kind: class of the layer, which computes metrics from sums of counts.
+        kind: class of the layer; it computes metrics from sums of counts.
         start: position of the layer's counts in the vector of all layers.
         length: number of the layer's counts.
     """
@@ -66,7 +66,7 @@ class StatisticsLayout:
             self.length += layer.num_statistics
 
     def pack(self, counted: Mapping[StatisticsLayer, Tensor], own: Mapping[str, StatisticsLayer]) -> Tensor:
-        """Return the vector of all layers, (length,) fp64, with the counts of this stage's layers and zeros elsewhere.
+        """Return the vector of all layers, (length,) fp64: counts of this stage's layers, zeros for all other layers.
 
         Args:
             counted: layer -> its counts (num_statistics,).
@@ -80,7 +80,7 @@ class StatisticsLayout:
         return vector
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return metrics for the logger, reduced over all layers.
+        """Return the metrics to log, reduced over all layers.
 
         Args:
             totals: statistics (length,) fp64, summed over microbatches, stages and replicas.
@@ -97,7 +97,7 @@ class StatisticsLayout:
 def update_from_counts(model: nn.Module, counted: Collected) -> dict[str, float]:
     """Sum the statistics of a whole model's layers over all processes, and call ``update_from_statistics``.
 
-    This is for strategies of other packages; a collective call with several processes.
+    This serves strategies of other packages. With several processes it is a collective call.
 
     Args:
         model: the whole model.
@@ -119,7 +119,7 @@ def update_from_counts(model: nn.Module, counted: Collected) -> dict[str, float]
 
 
 def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:
-    """Return name in the model -> layer with statistics, by the first name of each layer."""
+    """Return the layers with statistics: first name in the model -> layer."""
     found: dict[StatisticsLayer, str] = {}
     for unit in units:
         for name, module in unit.module.named_modules():
@@ -130,19 +130,19 @@ def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Facts of a model that all stages agree on.
+    """Description of a whole model, the same on all stages.
 
     Attributes:
         counts: number of units on each stage.
         has_parameters: for each unit, whether it has parameters.
         num_trained: for each stage, number of elements of trained parameters, including shared ones.
-        num_parameters: for each stage, the same for all parameters.
+        num_parameters: for each stage, number of elements of all parameters, including shared ones.
         names: names of the units, in order.
         ties: parameters that several stages share.
         statistics: layout of the layers' statistics in the control message.
         shared_names: name of a parameter of several layers -> all of its names.
-        same: for each parameter with several names in the root, all of its names; a checkpoint must have equal values
-            for them.
+        same: for each parameter with several names in the root module, all of its names. A checkpoint must have equal
+            values for them.
         pruned: tensors of other stages, which this process does not have.
     """
 
@@ -164,7 +164,7 @@ class WholeModel:
         Args:
             units: units of the whole model.
             counts: number of units on each stage.
-            root: module in checkpoints: the model, or the module around it.
+            root: module whose names checkpoints have: the model, or the module around it.
         """
         return cls(
             counts=tuple(counts),
@@ -187,7 +187,10 @@ class WholeModel:
         vars(called_by_steps(model))[CUT] = self
 
     def find(self, values: Mapping[str, T], name: str) -> T | None:
-        """Return a parameter's value by this or another of its names, which depend on the cut; None without one."""
+        """Return a parameter's value under any of its names; None if ``values`` has no such name.
+
+        The name that a parameter has in a checkpoint depends on the cut.
+        """
         if name in values:
             return values[name]
         return next((values[other] for other in self.shared_names.get(name, ()) if other in values), None)

@@ -1,4 +1,4 @@
-"""Agreement among all ranks: checks, whose errors all ranks raise, and the batch after which all stop."""
+"""Agreement among all ranks: on errors, which all ranks raise, and on the batch after which all stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 
 T = TypeVar("T")
 MOST_EXCHANGING = 16
-"""Largest number of ranks that each send their control message to all others."""
+"""Up to this number of ranks, every rank sends its control message to all others."""
 _FINISHED = "finished"
 _MOST = 8  # differences that an error names
 _CONTROL_TAG = 4
@@ -35,7 +35,7 @@ def exchange(mesh: Mesh, value: T, group: dist.ProcessGroup | None = None) -> li
     Args:
         mesh: mesh of ranks.
         value: value of this rank, usually a string.
-        group: gloo group of all ranks; default: that of the training thread.
+        group: gloo group of all ranks; default: the group of the training thread.
 
     Raises:
         ProtocolError: the values have different types, so ranks are in different calls.
@@ -61,7 +61,7 @@ def broadcast(mesh: Mesh, value: T, source: int) -> T:
 
 @torch.no_grad()
 def copy_first_replica(mesh: Mesh, state_dict: Callable[[], Mapping[str, Tensor]]) -> None:
-    """Overwrite tensors of a stage with those of replica 0; a blocking collective.
+    """Overwrite a stage's tensors with replica 0's tensors of this stage; a blocking collective.
 
     Args:
         mesh: mesh of ranks.
@@ -90,7 +90,7 @@ def finish_together(mesh: Mesh) -> None:
 
 
 def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
-    """Raise one ConfigurationError with all different problems of all ranks, on every rank."""
+    """Raise one ConfigurationError with the distinct problems of all ranks, on every rank."""
     found: dict[str, None] = {}
     for text in exchange(mesh, "\0".join(problems)):
         found.update(dict.fromkeys(part for part in text.split("\0") if part))
@@ -99,18 +99,19 @@ def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
 
 
 def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank has an error, raise on every rank: its own, or else one that quotes the others.
+    """If any rank has an error, raise an error on every rank.
 
     Raises:
-        ConfigurationError: on every rank, if the failing ranks have this error.
-        OtherStageFailedError: on ranks without an error.
+        ConfigurationError: on every rank, if a rank has one; with all different messages.
+        OtherStageFailedError: on ranks without an error, with the messages of the failed ranks.
+        Exception: this rank's error.
     """
     config = isinstance(error, ConfigurationError)
     text = "" if error is None else f"{'C' if config else 'E'}{error if config else f'{type(error).__name__}: {error}'}"
     texts = exchange(mesh, text, group)
     configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
     others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
-    if error is not None and texts.count(text) == len(texts) > 1:  # > 1: in one process, stages call this in turn
+    if error is not None and texts.count(text) == len(texts) > 1:  # > 1: in one process, stages call this one by one
         raise raised_alike(error, mesh.rank)
     if error is not None and (not config or configuration == [str(error)]):
         raise error  # with the traceback into the user's code
@@ -138,12 +139,12 @@ def together(mesh: Mesh, function: Callable[[], T], group: dist.ProcessGroup | N
 def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
     """Compare this rank's entries with those of rank 0; a blocking collective.
 
-    Ranks exchange one hash each, and the entries themselves only if the hashes differ.
+    Ranks exchange one hash each. They exchange the entries only if the hashes differ.
 
     Args:
         mesh: mesh of ranks.
         entries: name -> value as a string.
-        group: gloo group of all ranks; needed while the mesh has none.
+        group: gloo group of all ranks; needed before the mesh is connected.
 
     Raises:
         ConfigurationError: an entry differs; raised on every rank, with both values.
@@ -164,17 +165,17 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
 
 
 def batches_behind(num_stages: int, microbatches: int) -> int:
-    """Return the number of batches after which a sum is read, large enough that no stage waits for later stages."""
+    """Return the number of batches after which a sum is read: enough that no stage waits for later stages."""
     return 2 + (num_stages - 1) // microbatches
 
 
 class StopRounds:
     """Agreement on an early end of an evaluation, which has no control messages.
 
-    After every batch each rank contributes its flag to an asynchronous sum, and reads the sum of a few batches earlier.
-    All ranks read the same sum after the same batch, and so stop there together. If replicas have different numbers of
-    batches, ranks without further batches contribute flags until all have finished. All ranks make the same calls in
-    the same order.
+    After every batch each rank contributes its flag to an asynchronous sum, and reads the sum from a few batches ago.
+    All ranks read the same sum after the same batch, and so stop together. If replicas have different numbers of
+    batches, ranks that have finished go on contributing flags until all ranks have finished. All ranks make the same
+    calls in the same order.
 
     Args:
         mesh: mesh of ranks.
@@ -213,7 +214,7 @@ class StopRounds:
             stop: whether this rank wants to stop.
 
         Returns:
-            Whether all ranks stop here, as some rank wanted to.
+            Whether all ranks stop here, because some rank asked for it.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -254,12 +255,11 @@ class StopRounds:
 
 
 class ControlExchange:
-    """Sum of a mini-batch's control messages over all ranks, for replicas or GPUs.
+    """Sum of a mini-batch's control messages over all ranks, with several replicas or on GPUs.
 
-    With one replica on CPUs, messages travel along the pipeline behind the gradients instead. With several replicas,
-    which finish in any order, every rank sends its message to all others, or with many ranks joins an all-reduce. This
-    is also used on GPUs: hosts run far ahead of them, and along the pipeline each host would wait for the GPUs of all
-    later stages.
+    Every rank sends its message to all others; if there are many ranks, they use an all-reduce instead. Replicas finish
+    in any order, so their messages cannot follow the gradients along the pipeline, as with one replica on CPUs. On GPUs
+    hosts run far ahead, and along the pipeline each host would wait for the GPUs of all later stages.
 
     Args:
         mesh: connected mesh of ranks.
@@ -270,8 +270,8 @@ class ControlExchange:
         assert mesh.groups is not None
         self.mesh = mesh
         self._group = mesh.groups.control
-        # With one replica other collectives use the same group. An all-reduce, which ranks start at different times,
-        # could be mixed up with them.
+        # With one replica, other collectives use the same group. Ranks start the all-reduce at different times, so it
+        # could be mixed up with these.
         shares_group = mesh.groups.control is mesh.groups.host
         self._pairwise = mesh.world_size <= MOST_EXCHANGING or shares_group
         self._works: list[dist.Work] = []

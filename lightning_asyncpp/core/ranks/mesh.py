@@ -1,7 +1,7 @@
 """Mesh of D replicas x P stages, and its process groups.
 
-Rank 0 is the last stage of the first replica, which has the loss for the logger and the progress bar. The order of
-ranks is defined only here.
+Rank 0 is the last stage of the first replica, because the logger and the progress bar need the loss. No other module
+defines the order of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.process_groups import HostWork, disjoint_groups, neighbour_options, new_group
 
 GRACE_SECONDS = 5.0
-"""Seconds for which connections stay open after their last use, as messages may still be under way."""
+"""Seconds for which connections stay open after their last use, since messages may still be under way."""
 _retired: list[tuple[float, list[dist.ProcessGroup]]] = []
 
 
@@ -89,7 +89,7 @@ class Mesh:
         return f"rank {self.rank_of(stage)} (stage {stage})"
 
     def send(self, copy: HostCopy, rank: int, tag: int) -> HostWork:
-        """Send a copy on the host to a rank, in the background; the copy need not be complete."""
+        """Send a host copy to a rank, in the background; the copy need not be complete yet."""
         assert self.groups is not None
         group = self.groups.host
         if not copy.is_done():
@@ -114,9 +114,9 @@ class Mesh:
 
         Args:
             timeout: timeout of blocking communication; default: torch's.
-            direct: whether neighbours exchange tensors through such groups; default: unless the backend is gloo.
-            agree: function called with the group of all ranks before others are created. It must compare the settings,
-                which determine the other groups.
+            direct: whether neighbours exchange tensors through such groups; default: yes unless the backend is gloo.
+            agree: function called with the group of all ranks, before further groups are created. It must compare the
+                settings, which determine the further groups.
         """
         if self.world_size == 1 or self.groups is not None:
             return
@@ -124,8 +124,8 @@ class Mesh:
         # gloo on any device: headers, control messages and checks are host data.
         host = new_group(timeout, backend="gloo")
         agree(host)
-        # Each gloo group has a thread that wakes a hundred times a second, so it has few groups. With replicas, an
-        # all-reduce of control messages may still run when another collective starts, so they have a second one.
+        # Each gloo group has a thread that wakes a hundred times a second, so there are few groups. With replicas, an
+        # all-reduce of control messages may still run when another collective starts, so it has a second group.
         groups = Groups(control=host if self.num_replicas == 1 else new_group(timeout, backend="gloo"), host=host)
         if direct if direct is not None else dist.get_backend() != "gloo":
             self._connect_neighbours(groups, timeout)
@@ -135,7 +135,7 @@ class Mesh:
         weakref.finalize(groups, _retire, groups.on_host())
 
     def group_for_saving(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-        """Return a group of all ranks for the thread that writes checkpoints; at first a collective call.
+        """Return a group of all ranks for the thread that writes checkpoints; the first call is a collective.
 
         Args:
             timeout: timeout of blocking communication; default: torch's.
@@ -146,7 +146,7 @@ class Mesh:
         return None if self.groups is None else self.groups.saving
 
     def _connect_neighbours(self, groups: Groups, timeout: timedelta | None) -> None:
-        """Create groups of two for each direction: pairs that begin with an even stage first, then the others."""
+        """Create groups of two for each direction, first for pairs that begin with an even stage, then for the rest."""
         for parity in (0, 1):
             pairs = [
                 [self.rank_of(stage, replica), self.rank_of(stage + 1, replica)]
@@ -173,12 +173,12 @@ class Groups:
     Attributes:
         control: all ranks, for control messages; with one replica the same as ``host``.
         host: all ranks, for host data between any two of them.
-        forward: activations on devices from the previous stage.
-        backward: their gradients to the previous stage.
-        to_next: activations on devices to the next stage.
-        from_next: their gradients from the next stage.
+        forward: activations on devices, from the previous stage.
+        backward: gradients of these activations, to the previous stage.
+        to_next: activations on devices, to the next stage.
+        from_next: gradients of these activations, from the next stage.
         data_parallel: ranks of this stage in all replicas; None with one replica.
-        last_stages: last stages of all replicas; None with one replica and on other stages.
+        last_stages: last stages of all replicas; None with one replica, and on stages that are not the last.
         saving: all ranks, for the thread that writes checkpoints; None until its first use.
     """
 
@@ -213,11 +213,11 @@ def _retire(groups: list[dist.ProcessGroup]) -> None:
 
 
 def destroy_retired(grace: float = GRACE_SECONDS) -> None:
-    """Destroy unused groups, which torch would keep with their threads.
+    """Destroy unused groups; else torch would keep them and their threads.
 
     Args:
-        grace: seconds since their last use on this rank. Slower ranks may still read messages, which could be lost if
-            connections were closed at once.
+        grace: seconds that must have passed since their last use on this rank. Slower ranks may still read messages,
+            which could be lost if connections were closed earlier.
     """
     while _retired and time.monotonic() - _retired[0][0] >= grace:
         for group in _retired.pop(0)[1]:
@@ -226,6 +226,6 @@ def destroy_retired(grace: float = GRACE_SECONDS) -> None:
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """Return the work of an asynchronous call; it is None only on ranks outside of the group."""
+    """Return the work of an asynchronous call; torch's type includes None, for ranks outside of the group."""
     assert work is not None, "this rank is not in the group"
     return work

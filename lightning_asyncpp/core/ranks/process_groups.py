@@ -1,13 +1,13 @@
 """Process groups: their creation, and messages of host data.
 
-With NCCL a new group splits the communicator of all ranks, which must all take part; disjoint groups are created by one
-split. NCCL refuses several stages on one GPU.
+With NCCL, creating a group splits the communicator of all ranks, and all ranks must take part. One split creates
+several disjoint groups. NCCL refuses several stages on one GPU.
 
-With gloo ``is_completed()`` of ``isend`` and ``irecv`` stays false until ``wait()`` is called. Polling would never see
-a message arrive or free one that was sent, so a thread waits for each.
+With gloo, ``is_completed()`` of ``isend`` and ``irecv`` stays false until ``wait()`` is called. So polling would never
+see that a message has arrived or was sent, and a thread waits for each message.
 
-torchrun's agent serves one key-value store to all attempts. After a restart torch would find in it the addresses of
-processes that have ended, and wait for them (https://github.com/pytorch/pytorch/issues/135712).
+torchrun's agent keeps one key-value store for all attempts. After a restart, torch would find the addresses of ended
+processes in it, and wait for them (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def new_group(
     Args:
         timeout: timeout of blocking communication; default: torch's.
         ranks: ranks of the group; default: all.
-        backend: backend of the group; default: that of the default group.
-        options: factory of NCCL's options, which NCCL changes; ignored with other backends.
+        backend: backend of the group; default: the default group's backend.
+        options: function that returns new options for NCCL, which changes them; ignored with other backends.
     """
     given = options() if options is not None and dist.get_backend() == "nccl" else None
     members = None if ranks is None else list(ranks)
@@ -55,9 +55,9 @@ def disjoint_groups(
     """Create a group for each part; a collective call of all ranks.
 
     Args:
-        parts: disjoint lists of ranks; those of a single rank get no group.
+        parts: disjoint lists of ranks; a list of a single rank gets no group.
         timeout: timeout of blocking communication; default: torch's.
-        options: factory of NCCL's options, which NCCL changes.
+        options: function that returns new options for NCCL, which changes them.
 
     Returns:
         This rank's group, if any.
@@ -77,7 +77,7 @@ def disjoint_groups(
 
 
 def splits() -> bool:
-    """Return whether new groups split the communicator of all ranks, as NCCL's bound to a device do."""
+    """Return whether new groups split the communicator of all ranks: with NCCL, if it is bound to a device."""
     world = dist.group.WORLD
     return dist.get_backend() == "nccl" and world is not None and getattr(world, "bound_device_id", None) is not None
 
@@ -85,8 +85,8 @@ def splits() -> bool:
 def neighbour_options() -> Any:
     """Return NCCL's options for groups of two neighbours.
 
-    A message is a kernel that occupies its thread blocks until the other side's kernel runs. So it gets few of them,
-    and a stream of high priority, as other ranks wait for it.
+    A message is a kernel that occupies its thread blocks until the other side's kernel runs. So it gets few blocks, and
+    a stream of high priority, since other ranks wait for it.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = _MOST_CTAS
@@ -96,8 +96,8 @@ def neighbour_options() -> Any:
 def unbind_default_group() -> None:
     """Unbind the default group from its device unless its backend is NCCL.
 
-    Lightning binds the group to the rank's GPU. If ranks share a GPU the backend is gloo, and torch would try to split
-    its communicator for every new group, which gloo does not support.
+    Lightning binds the group to the rank's GPU. If ranks share a GPU, the backend is gloo. Then torch would try to
+    split the communicator for every new group, which gloo does not support.
     """
     world = dist.group.WORLD
     if dist.is_initialized() and world is not None and "nccl" not in dist.get_backend_config(world):
@@ -108,13 +108,13 @@ class HostWork:
     """Send or receive of host data, with the interface of ``Work`` and a thread that waits for it.
 
     Args:
-        work: gloo's work, for which nothing else waits; or a function that starts it, which the thread calls.
+        work: gloo's work, for which nothing else waits; or a function that starts the work, which the thread calls.
     """
 
     def __init__(self, work: dist.Work | Callable[[], dist.Work]) -> None:
         self._error: BaseException | None = None
         self._done = threading.Event()
-        # Only the thread holds gloo's work, which holds the tensor, so that both are freed at its end.
+        # Only the thread references gloo's work, which references the tensor. Both are freed when the thread ends.
         background.run(lambda: self._wait(work), "host-work")
 
     def is_completed(self) -> bool:
@@ -134,13 +134,15 @@ class HostWork:
     def _wait(self, work: dist.Work | Callable[[], dist.Work]) -> None:
         try:
             (work() if callable(work) else work).wait()
-        except BaseException as error:  # raised by wait()
+        except BaseException as error:  # raised later, by wait()
             self._error = error
         self._done.set()
 
 
 def backend_of(devices: Sequence[torch.device] | None, given: str | None) -> str | None:
-    """Return the backend of process groups: the user's, gloo if ranks share a GPU, or None for Lightning's choice.
+    """Return the backend of process groups: the user's choice; or gloo if ranks share a GPU; else None.
+
+    With None, Lightning chooses.
 
     Args:
         devices: device of each rank of this machine.
@@ -153,8 +155,8 @@ def backend_of(devices: Sequence[torch.device] | None, given: str | None) -> str
 def join_again(backend: str, device: torch.device, timeout: timedelta | None) -> None:
     """Create the default group under new keys of the store if torchrun restarted this process on a single machine.
 
-    Agents of several machines count restarts separately; their users must set
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
+    With several machines, users must set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` instead, because each machine's agent
+    counts restarts separately.
 
     Args:
         backend: backend of the group.

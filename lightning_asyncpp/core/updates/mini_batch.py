@@ -1,9 +1,10 @@
 """Mini-batch from its first forward to its update: reduction over replicas, then the control message.
 
-Gradients become complete stage by stage, from the last to the first; an all-reduce of control messages would start only
-with the first stage, and then take further rounds. So with one replica control messages are summed along the pipeline,
-behind the gradients. When the first stage is ready, the sum of all later stages has arrived. It sends the total to the
-others in front of the activations that need it, so that the messages per stage do not grow with the pipeline.
+Gradients become complete stage by stage, from the last to the first. An all-reduce of control messages would start only
+when the first stage is ready, and then take further rounds. So with one replica, each stage sends its control message
+to the previous stage, behind its last gradient, and stages sum them on the way. When the first stage is ready, the sum
+of all later stages has arrived. It sends the total to the other stages in front of the activations that need it, so the
+number of messages per stage does not grow with the pipeline.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_asyncpp.errors import lost_peers
 
 HyperParameters = list[dict[str, Any]]
 """Options of every group of an optimizer, without parameters."""
-_FIXED = 5  # numbers of a message before the layers' statistics
+_FIXED = 5  # numbers in a control message before the layers' statistics
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class ControlMessage:
     Attributes:
         weight: sum of the microbatches' weights over the mini-batch and the replicas.
         norm: 2-norm of the mean gradient over all stages, from fp64 sums, rounded to fp32; gradients are clipped by
-            it. If this stage steps ahead, it is the norm of the previous mini-batch.
+            it. If this stage steps ahead of the agreement, it is the norm of the previous mini-batch.
         finite: whether all elements of the gradient are finite.
         interrupted: number of ranks that received SIGTERM.
         finished: number of ranks that want training to stop early.
-        statistics: statistics of all layers, over all stages and replicas, (layout's length,) fp64.
+        statistics: statistics of all layers, summed over all stages and replicas, (length of their layout,) fp64.
     """
 
     weight: float
@@ -72,10 +73,10 @@ class MiniBatch:
     """Microbatches that share one update.
 
     Batches are added until :meth:`complete`. After the last backward, :meth:`launch` starts the reduction of the
-    gradient and the control message. Until :meth:`wait` nothing blocks, except that with one replica on CPUs
-    :meth:`poll` reads the next stage's part of the control message, which follows that stage's last gradient.
+    gradient and the control message. Nothing blocks before :meth:`wait`, with one exception: with one replica on CPUs,
+    :meth:`poll` reads the next stage's control message, which follows that stage's last gradient.
 
-    The control message is an fp64 vector, summed over all ranks: five numbers, and the layers' statistics.
+    The control message is an fp64 vector that is summed over all ranks: five numbers, then the layers' statistics.
 
     Attributes:
         mesh: mesh of ranks.
@@ -88,15 +89,15 @@ class MiniBatch:
         hyper_parameters: hyper-parameters of the optimizer's groups for the update; set after :meth:`complete`.
         note: value that the strategy receives with the update.
         length: length of the control message; set by :meth:`complete`.
-        exchange: exchange of control messages; None if they travel along the pipeline.
-        tied: gradients of parameters shared with other stages; None without any.
+        exchange: exchange of control messages; None if they are summed along the pipeline.
+        tied: gradients of parameters shared with other stages; None without such parameters.
         reduction: reduction of the gradient over replicas; None before it begins, and with one replica.
         launched: whether :meth:`launch` was called.
         gradients: name -> summed gradient of this stage, later the sum over replicas.
-        stepped: whether this stage has stepped ahead of the others.
-        squares: name -> squared norm of a gradient that this stage counts, once known on the host.
+        stepped: whether this stage has applied the update before all stages agreed on it.
+        squares: name -> squared norm of a gradient that this stage counts, once the host knows it.
         gradient_ready: moment at which the gradient was complete; None without a trace.
-        message: this rank's part of the control message, once sent.
+        message: this rank's control message, once it was sent.
     """
 
     mesh: Mesh
@@ -121,7 +122,7 @@ class MiniBatch:
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Tensor = field(init=False)  # on the device of the layers
-    _statistics: Tensor | Reading = field(init=False)  # the same on the host, or being copied there
+    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or while they are copied there
     _count: tuple[Tensor, dist.Work] | None = None
     _norms: dict[str, Tensor] | None = None
     _reading: Reading | None = None  # norms that are on a device
@@ -132,7 +133,7 @@ class MiniBatch:
 
         Args:
             end: one past the last microbatch.
-            num_statistics: length of the statistics of all layers.
+            num_statistics: number of the statistics of all layers.
         """
         self.end, self.length = end, _FIXED + num_statistics
 
@@ -148,24 +149,25 @@ class MiniBatch:
 
         Messages are sent by :meth:`poll`, in the order of the mini-batches.
 
-        A stage in the middle of the pipeline waits for shared gradients of later stages, which were complete before its
-        own: the previous stage waits for the control message, and this one for activations of that stage.
+        A stage in the middle of the pipeline waits here for the shared gradients of later stages. They were complete
+        before its gradients. A later wait could be a deadlock: the previous stage would wait for this stage's control
+        message, and this stage for that stage's activations.
 
         Args:
             gradients: name -> summed gradient of this stage.
-            statistics: statistics of all layers, with entries of this stage's layers, on their device.
+            statistics: statistics of all layers, zero except for this stage's layers, on their device.
             stop: requests of this rank.
             uses: name of a parameter shared with another stage -> gradients of its uses on this stage, in the order of
-                their addition; empty with replicas, which add them before the reduction.
-            count_on: device on which weights and statistics are summed over replicas for :meth:`reduce_now`; None: they
-                are not.
+                addition. Empty with replicas, where each stage adds them before the reduction.
+            count_on: device on which weights and statistics are summed over replicas for :meth:`reduce_now`; None if
+                they are not summed.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
         self._counts = statistics
         self._statistics = statistics if statistics.is_cpu else Reading([statistics])
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
-            self.gradients = self.reduction.gradients  # frees the stage's own
+            self.gradients = self.reduction.gradients  # frees the gradients of this replica
         elif self.tied is None or not self.mesh.is_first:
             self._read_norms()
         if count_on is not None:
@@ -187,18 +189,20 @@ class MiniBatch:
             self._read_norms()
         if self.transport is None or self.exchange is not None:
             is_ready = self._is_known()
-        else:  # earlier stages wait for it
+        else:  # earlier stages wait for the message
             is_ready = self.mesh.is_last or self.transport.has_part(self.index)
         if is_ready:
             self.send_message()
         return self.message is not None
 
     def reduce_now(self) -> tuple[float, bool | Tensor, Tensor]:
-        """Wait for the replicas but not for other stages; without replicas do not wait for the device either.
+        """Wait for this stage's other replicas, but not for other stages.
+
+        With one replica, the host does not wait for the device either.
 
         Returns:
             Sum of weights over replicas; whether this stage's gradient is finite, as a tensor if the host does not know
-            yet; statistics of this stage over replicas.
+            yet; sum of this stage's statistics over replicas.
         """
         if self._count is None:
             self._begin_message()
@@ -231,14 +235,14 @@ class MiniBatch:
         return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), total[_FIXED:])
 
     def send_message(self) -> Tensor:
-        """Send the control message unless it has been sent; wait for the device, at most once.
+        """Send the control message unless it has been sent; wait at most once for the device.
 
         Returns:
-            This rank's part of the message.
+            This rank's message.
         """
         if self.message is not None:
             return self.message
-        # The newest reading first: when it is complete, so are the earlier ones.
+        # Wait for the newest reading: when it is complete, earlier readings are, too.
         names, norms = self._begin_message(), self._reading
         numbers = [norm.item() for norm in names.values()] if norms is None else [number for (number,) in norms.get()]
         self.squares = {name: number * number for name, number in zip(names, numbers)}
@@ -265,11 +269,11 @@ class MiniBatch:
             transport.send_total(self.index, vector)
 
     def _written(self) -> Tensor:
-        """Return this rank's vector; only last stages have weights, and only the first replica squares."""
+        """Return this rank's vector. Only last stages contribute weights, and only the first replica squares."""
         mesh, squares = self.mesh, math.fsum(self.squares.values())  # exact, so that the order does not matter
         finite = math.isfinite(squares)
         weight = self.weight if mesh.is_last else 0.0
-        squares = squares if mesh.replica == 0 and finite else 0.0  # every replica holds the same gradient
+        squares = squares if mesh.replica == 0 and finite else 0.0  # all replicas have the same gradient
         there = self._statistics
         counts = there.tolist() if isinstance(there, Tensor) else there.get()[0]
         fixed = (weight, squares, not finite, self._stop.interrupted, self._stop.finished)
@@ -278,8 +282,9 @@ class MiniBatch:
     def _begin_count(self, statistics: Tensor, device: torch.device) -> None:
         """Start to sum weights and statistics over replicas, right behind the gradients.
 
-        Later it could deadlock if streams share a hardware queue: a replica at its update would wait for another
-        replica, which needs activations of a stage that waits for a gradient queued behind this sum.
+        If this sum started only at the update, it could deadlock where streams share a hardware queue. This replica
+        would wait for another replica, which needs activations from a stage that waits for a gradient queued behind
+        this sum.
         """
         assert self.mesh.groups is not None
         total = torch.empty(1 + len(statistics), dtype=torch.float64, device=device)
@@ -290,7 +295,7 @@ class MiniBatch:
         self._count = total, work
 
     def _begin_message(self) -> dict[str, Tensor]:
-        """Wait for the reduction, start to compute the control message if need be, and return the norms by name."""
+        """Wait for the reduction, start to compute the norms unless that is done, and return them by name."""
         if self._norms is None:
             if self.reduction is not None:
                 self.reduction.wait()
@@ -326,13 +331,13 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Update:
-    """Update that is being applied or has been.
+    """Update that is being applied, or was applied.
 
     Attributes:
         mini_batch: index t of the gradient's mini-batch; the update makes W_{t+1}.
         hyper_parameters: hyper-parameters of the optimizer's groups for mini-batch t.
         note: value that the strategy gave for mini-batch t.
-        message: control message summed over all ranks; if the stage steps ahead, its own values instead.
+        message: control message summed over all ranks; if the stage steps ahead, only this stage's values.
         weights_before: parameter -> W_t in the older version; None without a delay.
         staleness: mean age phi of this stage's gradient, in updates.
     """

@@ -1,14 +1,15 @@
 """Sums of a mini-batch's gradients in the background: over replicas, and over stages that share a parameter.
 
 Gradients are reduced over replicas in flat buckets. A bucket's all-reduce starts as soon as the mini-batch's last
-backward has completed its gradients, while the rest of that backward runs. Norms are computed when reduced buckets are
-found by polling; the host reads all norms, and which gradients exist, in one copy.
+backward has completed its gradients, while the rest of that backward runs. When polling finds a reduced bucket, its
+norms are computed. The host reads all norms, and which gradients exist, in one copy.
 
-A parameter shared by several stages has a copy on each, which that stage steps. All step with the same gradient, the
-sum over all uses, so that the copies stay bitwise equal. It is summed between the last backward of a mini-batch and its
-update: the last of these stages, whose gradient is complete first, sends it to the previous one, which adds its own,
-and so on. The first stage, whose gradient is complete last, counts the sum in the norm and sends it to all others. So
-uses are added from the last layer to the first on any number of stages, and no sum waits for an earlier stage.
+A parameter shared by several stages has a copy on each of them. Each stage steps its copy with the same gradient, the
+sum over all uses, so that the copies stay bitwise equal. The gradient is summed between the last backward of a
+mini-batch and its update. The last sharing stage, whose gradient is complete first, sends it to the previous sharing
+stage. That stage adds its gradient and sends the sum on. The first sharing stage counts the whole sum in the norm and
+sends it to all sharing stages. So uses are added from the last layer to the first on any number of stages, and no sum
+waits for an earlier stage.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from lightning_asyncpp.errors import ConfigurationError, lost_peers
 Gradients = dict[str, "Tensor | None"]
 BUCKET_BYTES = 16 * 2**20
 GPU_BUCKET_BYTES = 64 * 2**20
-"""Larger than on CPUs: each NCCL all-reduce is a kernel that takes a part of the GPU from the backward."""
+"""Larger than on CPUs, since each NCCL all-reduce is a kernel that takes a part of the GPU from the backward."""
 _TAG = 5
 _MOST_TAGS = 16  # tags below this are for other messages
 _MOST_MINI_BATCHES = 8  # more than are in flight at the same time
 _ALIGNMENT = 64
-"""Alignment of torch's own tensors, in bytes. Matrix products round by the alignment of their operands, which must not
-depend on the stage."""
+"""Alignment of tensors that torch allocates, in bytes. Rounding of matrix products depends on the alignment of their
+operands, so the alignment must not depend on the stage."""
 
 
 class Bucket:
     """Gradients of one dtype, packed into a flat tensor for an all-reduce.
 
-    The tensor ends with one flag per gradient for whether it exists. The gradient of a parameter that no replica used
-    stays None, so that the optimizer does not decay it.
+    The tensor ends with one flag per gradient, which says whether it exists. A parameter that no replica used keeps the
+    gradient None, so that the optimizer does not decay it.
 
     Args:
         names: names of the parameters.
@@ -99,11 +100,11 @@ class Bucket:
 def plan_buckets(
     like: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES, late: Collection[str] = ()
 ) -> list[Bucket]:
-    """Divide parameters into buckets, the last parameter first, as its gradient is complete first.
+    """Divide parameters into buckets; the last parameter comes first, since its gradient is complete first.
 
     Args:
         like: name -> tensor of the gradient's shape, dtype and device, in the order of the forward.
-        bucket_bytes: size from which on a bucket gets no further parameters, in bytes.
+        bucket_bytes: a bucket that has this size in bytes gets no further parameters.
         late: names of parameters whose gradients are complete only after a whole backward; they get the last buckets.
     """
     together: dict[tuple[bool, torch.dtype], list[str]] = {}
@@ -117,14 +118,15 @@ class Reduction:
     """Reduction of one mini-batch's gradient over replicas.
 
     Args:
-        buckets: buckets of this stage's gradients; the same on all replicas, which reduce them in this order.
+        buckets: buckets of this stage's gradients; all replicas have the same ones, and reduce them in this order.
         group: ranks of this stage in all replicas.
         late: names of parameters whose gradients are complete only after a whole backward.
         apart: names that are left out of ``squares``.
         clock: clock of a trace.
 
     Attributes:
-        gradients: name -> sum over replicas, for buckets processed so far; at the end None if no replica had one.
+        gradients: name -> sum over replicas, for buckets processed so far; at the end, None if no replica had a
+            gradient.
         squares: name -> sum of squares of an existing gradient in fp64, once all buckets are processed.
         started: moment at which the first bucket was sent; None before.
         ends: moments at which processed buckets arrived.
@@ -156,7 +158,7 @@ class Reduction:
 
     @contextmanager
     def watching(self, leaves: Mapping[str, Tensor], gradient_of: Callable[[str], Tensor | None]) -> Iterator[None]:
-        """Send buckets during the last backward of the mini-batch, as it completes them.
+        """Send each bucket when the last backward of the mini-batch has completed it.
 
         Args:
             leaves: name -> leaf tensor on which gradients accumulate.
@@ -174,7 +176,7 @@ class Reduction:
                 hook.remove()
 
     def send_rest(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Send the remaining buckets, with parameters that had no gradient in the last backward."""
+        """Send the remaining buckets, those with parameters that had no gradient in the last backward."""
         while len(self._sent) < len(self._buckets):
             self._send(gradients)
 
@@ -206,9 +208,9 @@ class Reduction:
         number = self._bucket_of[name]
         if number < len(self._sent):
             raise ConfigurationError(
-                f"the gradient of {name} grew after it was complete: a backward inside a backward added to it, as"
-                " torch.utils.checkpoint does for weights that two checkpointed parts share; pass"
-                " use_reentrant=False to it"
+                f"the gradient of {name} changed after it was complete: a backward inside a backward added to it. This"
+                " happens if torch.utils.checkpoint runs two parts that share weights; pass use_reentrant=False to"
+                " torch.utils.checkpoint"
             )
         self._missing[number].discard(name)
         while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
@@ -254,11 +256,11 @@ class _Sent:
         self.bucket, self.flat, self._clock = bucket, flat, clock
         self.ended: Moment | None = None
         self.work = started(dist.all_reduce(flat, group=group, async_op=True))
-        if clock is not HOST or not flat.is_cuda:  # on a GPU each callback takes one of torch's few streams
+        if clock is not HOST or not flat.is_cuda:  # on a GPU, a callback takes one of torch's few streams
             self.work.get_future().add_done_callback(self._end)
 
     def _end(self, _: object) -> None:
-        # With NCCL it is called at once, on a stream that waits for the sum.
+        # With NCCL this is called at once, on a stream that waits for the sum.
         self.ended = self._clock.now()
 
 
@@ -275,18 +277,18 @@ def _parts(names: list[str], like: Mapping[str, Tensor], bucket_bytes: int) -> l
 
 
 class TiedGradients:
-    """Gradients of one mini-batch of parameters that this stage shares with others.
+    """Gradients, in one mini-batch, of the parameters that this stage shares with other stages.
 
     Args:
         mesh: connected mesh of ranks.
         ties: shared parameters of this stage.
         parameters: name -> parameter of this stage.
-        tags: tag of each tie's messages, different from those of other mini-batches in flight: messages from a GPU are
-            sent in any order, as soon as they are on the host.
+        tags: tag of the messages of each shared parameter. Mini-batches in flight have different tags, since messages
+            from a GPU are sent in any order, as soon as they are on the host.
 
     Attributes:
         names: names of the shared parameters on this stage.
-        counted_by_others: names of those that another stage counts in the norm of the gradient.
+        counted_by_others: names of the shared parameters that another stage counts in the norm of the gradient.
     """
 
     def __init__(self, mesh: Mesh, ties: Sequence[Tie], parameters: dict[str, Tensor], tags: Sequence[int]) -> None:
@@ -294,8 +296,8 @@ class TiedGradients:
         self.counted_by_others = names_on(mesh.stage, [tie for tie in ties if tie.stages[0] != mesh.stage])
         self._mesh, self._ties, self._parameters, self._tags = mesh, ties, parameters, tags
         self._buckets = [Bucket([tie.name_on(mesh.stage)], parameters) for tie in ties]
-        # Receives are posted before sends, so that messages need not be buffered. Both kinds of sums use the same tags:
-        # between two ranks, those of later stages travel one way and whole sums the other.
+        # Receives are posted before sends, so that messages need not be buffered. Sums of later stages and whole sums
+        # have the same tags, but between two ranks they travel in opposite directions.
         with lost_peers():
             self._from_behind = [self._receive(n, tie.behind(mesh.stage)) for n, tie in enumerate(ties)]
             firsts = [None if tie.before(mesh.stage) is None else tie.stages[0] for tie in ties]
@@ -308,14 +310,14 @@ class TiedGradients:
         return all(received is None or received.work.is_completed() for received in self._from_behind)
 
     def has_whole_sums(self) -> bool:
-        """Return whether neither :meth:`pass_on` nor :meth:`take_whole_sums` would wait."""
+        """Return whether :meth:`pass_on` and :meth:`take_whole_sums` can run without a wait."""
         return self.have_arrived() and all(whole is None or whole.work.is_completed() for whole in self._whole)
 
     def pass_on(self, gradients: Gradients, uses: Mapping[str, Sequence[Tensor]]) -> None:
         """Wait for the sums of later stages, add this stage's gradients, and send the sums on; only once.
 
         Args:
-            gradients: name -> gradient; sums over all stages replace those that this stage counts.
+            gradients: name -> gradient; if this stage counts a gradient, the sum over all stages replaces it.
             uses: name -> gradients of several uses on this stage, in the order of their addition.
         """
         if self._passed_on:
@@ -332,7 +334,7 @@ class TiedGradients:
             self._send(number, bucket.pack({name: total}), tie.stages[1:] if before is None else (before,))
 
     def take_whole_sums(self, gradients: Gradients) -> None:
-        """Wait for the sums over all stages that other stages count, and replace this stage's gradients by them.
+        """Wait for the sums over all stages that the first sharing stages send, and replace this stage's gradients.
 
         Args:
             gradients: name -> gradient, changed in place.
@@ -342,7 +344,7 @@ class TiedGradients:
                 gradients[tie.name_on(self._mesh.stage)] = self._taken(self._whole, number)
 
     def have_been_sent(self) -> bool:
-        """Free the sends that have completed, and return whether all have."""
+        """Free the sends that have completed, and return whether all have completed."""
         self._sends = [work for work in self._sends if not work.is_completed()]
         return not self._sends
 
@@ -364,7 +366,7 @@ class TiedGradients:
         return _Received(self._mesh.receive(flat, self._mesh.rank_of(stage), self._tags[number]), flat)
 
     def _taken(self, received: list[_Received | None], number: int) -> Tensor | None:
-        """Wait for a received gradient and return it; its memory, as large as the parameter, is not kept here."""
+        """Wait for a received gradient and return it; this object then no longer keeps its memory."""
         arriving, received[number] = received[number], None
         if arriving is None:
             return None
@@ -381,13 +383,19 @@ class TiedGradients:
 
 
 class _Received(NamedTuple):
-    """Receive of a gradient, and its destination."""
+    """Pending receive of a gradient, and the tensor that it fills."""
 
     work: HostWork
     flat: Tensor
 
 
 def tags_of(ties: Sequence[Tie], whole: Sequence[Tie], mini_batch: int) -> list[int]:
-    """Return the tags of some of a model's ties in a mini-batch, the same on all stages."""
+    """Return the tags of shared parameters in a mini-batch; they are the same on all stages.
+
+    Args:
+        ties: shared parameters of a stage.
+        whole: shared parameters of the whole model.
+        mini_batch: index of the mini-batch.
+    """
     turn = mini_batch % _MOST_MINI_BATCHES * len(whole)
     return [_TAG + (turn + whole.index(tie)) * _MOST_TAGS for tie in ties]

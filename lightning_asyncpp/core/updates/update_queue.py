@@ -55,10 +55,10 @@ class UpdateQueue:
 
     Attributes:
         open: mini-batch to which batches are added.
-        pending: complete mini-batches that have not been applied yet, in order.
+        pending: complete mini-batches whose updates are outstanding, in order.
         last_norm: norm of the newest finite gradient that all ranks have agreed on; None before the first.
-        requested: requests of this rank.
-        agreed: requests of any rank, which all ranks know.
+        requested: requests to stop by this rank.
+        agreed: requests to stop by any rank, once all ranks know them.
         apply: function that steps the optimizer while the parameters have gradients.
         reduces: whether gradients are reduced over replicas.
         busy: whether :meth:`poll` may have work.
@@ -89,7 +89,7 @@ class UpdateQueue:
         self._no_statistics = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._next_backward = 0
         self.busy = False
-        self._applied: list[Update] = []  # not returned yet
+        self._applied: list[Update] = []  # since the last take_applied()
         self._dropped: deque[MiniBatch] = deque()  # their gradients belong to no update
         self._sending: deque[TiedGradients] = deque()  # kept until their sends have completed
 
@@ -142,7 +142,7 @@ class UpdateQueue:
         mini_batch.complete(end, whole.statistics.length)
         mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
         if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._late):
-            # Created long before the gradient is complete, so that receives are posted before others send.
+            # Created long before the gradient is complete, so that this rank posts receives before other ranks send.
             mini_batch.exchange = ControlExchange(self.mesh, mini_batch.length)
         if self._ties:
             tags = tags_of(self._ties, whole.ties, mini_batch.index)
@@ -165,7 +165,7 @@ class UpdateQueue:
         self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context for the backward of microbatch ``k``, which starts the reduction if it is the last one.
+        """Return a context for the backward of microbatch ``k``; in a mini-batch's last one, the reduction starts.
 
         Args:
             k: number of the microbatch.
@@ -180,11 +180,11 @@ class UpdateQueue:
     def poll(self, next_backward: int | None = None) -> None:
         """Launch mini-batches whose backwards are all done, and process messages that have arrived.
 
-        Nothing blocks, except that with one replica on CPUs the next stage's part of the control message is read, which
+        Nothing blocks, with one exception: with one replica on CPUs, this reads the next stage's control message, which
         follows that stage's last gradient.
 
-        Control messages and shared gradients are sent in the order of the mini-batches, by which their receivers
-        identify them.
+        Control messages and shared gradients are sent in the order of the mini-batches, since receivers identify them
+        by their order.
 
         Args:
             next_backward: next microbatch that runs backward; default: as in the last call.
@@ -206,10 +206,11 @@ class UpdateQueue:
         self.busy = not in_order or bool(self._dropped or self._sending)
 
     def apply_held(self) -> None:
-        """Apply the previous mini-batch's update, once the open one no longer needs the older weights.
+        """Apply the previous mini-batch's update, once the open mini-batch no longer needs the older weights.
 
         Raises:
-            NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; not if the stage steps ahead.
+            NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``. Not raised here if the stage
+                steps ahead.
         """
         while self.pending and not self.pending[0].stepped:
             if self.schedule.steps_ahead(self.pending[0].index):
@@ -218,7 +219,7 @@ class UpdateQueue:
             self._applied.append(self._apply(self.pending.popleft()))
 
     def iter_due(self) -> Iterator[Action]:
-        """Apply the updates that are due: after mini-batch t those up to t - delay.
+        """Apply the updates that are due after mini-batch t: those up to t - delay.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
@@ -231,7 +232,7 @@ class UpdateQueue:
             self._step_ahead(self.pending[-1])
 
     def iter_all(self) -> Iterator[Action]:
-        """Apply the updates of all complete mini-batches, whose backwards are done."""
+        """Apply the updates of all complete mini-batches; their backwards must be done."""
         while self.pending:
             yield from self._iter_apply()
         while self._sending:
@@ -245,7 +246,7 @@ class UpdateQueue:
     def _iter_apply(self) -> Iterator[Action]:
         mini_batch = self.pending[0]
         if self.schedule.steps_ahead(mini_batch.index) and not mini_batch.stepped:
-            yield Action(Kind.UPDATE, mini_batch.index)  # which does not wait for the agreement
+            yield Action(Kind.UPDATE, mini_batch.index)  # does not wait for the agreement
             self._step_ahead(mini_batch)
         yield Action(Kind.UPDATE, mini_batch.index)
         self._applied.append(self._apply(self.pending.popleft()))
@@ -280,11 +281,11 @@ class UpdateQueue:
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before other stages' gradients are known, clipped by the norm of the previous mini-batch.
 
-        Without a previous norm, if no mini-batch had samples yet, the norm is 0, which clips nothing. (The first
-        mini-batch has no delay, so that its norm is known.)
+        The first mini-batch has no delay, so its norm is known. If no mini-batch had samples yet, the norm is 0, which
+        clips nothing.
 
-        This waits for replicas and for shared gradients. A gradient that is not finite is not applied, or replaced by
-        zeros if only the device knows yet. Later the control message stops all ranks.
+        This waits for replicas and for shared gradients. A gradient that is not finite is not applied; if only the
+        device knows this so far, zeros replace it. The control message stops all ranks later.
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
@@ -304,7 +305,7 @@ class UpdateQueue:
         mini_batch.stepped = True
 
     def _apply(self, mini_batch: MiniBatch) -> Update:
-        """Wait for all ranks' control messages of a mini-batch, and apply its update unless that is done."""
+        """Wait for all ranks' control messages of a mini-batch, and apply its update unless it has been applied."""
         if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
@@ -371,8 +372,8 @@ def _non_finite(mini_batch: MiniBatch, agrees_first: bool) -> str:
     bad = [name for name, square in mini_batch.squares.items() if not math.isfinite(square)]
     where = f"on this stage ({stage}): {', '.join(bad[:5])}" if bad else f"not on this stage ({stage})"
     return (
-        f"the gradient of mini-batch {mini_batch.index} holds NaN or Inf ({where}); the weights are those before its"
-        f" update{', except on stages that step ahead' if mini_batch.stepped else ''}."
+        f"the gradient of mini-batch {mini_batch.index} holds NaN or Inf ({where}); this update was not applied"
+        f"{', except on stages that step before all gradients are known' if mini_batch.stepped else ''}."
         " Lower the learning rate, clip gradients, or set nonfinite_gradients='skip'"
         + ("" if agrees_first else " with staleness='least' and slack='exact', or with staleness='uniform'")
     )

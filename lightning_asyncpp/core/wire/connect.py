@@ -1,4 +1,4 @@
-"""Connections of neighbouring stages: each sends its address to the previous stage over the process group."""
+"""Connections of neighbouring stages: each stage sends its address to the previous stage over the process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_asyncpp.core.wire.link import Link
 from lightning_asyncpp.errors import PeerLostError, lost_peers
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Environment variable that names the network interface, the same as for torch's gloo."""
+"""Environment variable that names the network interface; torch's gloo reads it, too."""
 _TAG = 3
 _OFFER_BYTES = 512
 _TOKEN_BYTES = 16
@@ -70,12 +70,12 @@ def use_loopback() -> None:
     """Restrict connections to loopback unless the user named an interface; call it before the first process group."""
     if not os.environ.get(INTERFACE_VARIABLE) and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ[INTERFACE_VARIABLE] = "lo"
-        # "=" for an exact match: without it NCCL takes the name as a prefix.
+        # "=" means an exact match: without it, NCCL takes the name as a prefix.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
 
 
 class Listener:
-    """Listener for one caller, which must know a token.
+    """Listener for a single caller, which must send a secret token.
 
     Attributes:
         offer: address and token as JSON, for the caller.
@@ -115,11 +115,11 @@ def call(offer: str, who: str) -> socket.socket:
     """Connect to the next stage.
 
     Args:
-        offer: ``offer`` of its :class:`Listener`.
-        who: name of that stage in messages.
+        offer: ``offer`` of the next stage's :class:`Listener`.
+        who: name of the next stage in messages.
 
     Raises:
-        PeerLostError: that stage cannot be reached.
+        PeerLostError: the next stage cannot be reached.
     """
     offered = json.loads(offer)
     host, port = offered["address"]
@@ -129,14 +129,14 @@ def call(offer: str, who: str) -> socket.socket:
     except OSError as error:
         raise PeerLostError(
             f"{who} cannot be reached from {socket.gethostname()} at {host}, port {port} ({error}): set"
-            f" {INTERFACE_VARIABLE} on all machines to the network interface that connects them, and open the"
-            " firewall for it"
+            f" {INTERFACE_VARIABLE} on all machines to the network interface that connects them, and allow connections"
+            " on it in the firewall"
         ) from None
     return connection
 
 
 def network_address() -> str:
-    """Return this machine's address as gloo chooses it: that of the named interface, or of the host name."""
+    """Return the address of the named interface, or else of the host name; gloo makes the same choice."""
     if address := _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]):
         return address
     with suppress(OSError):
@@ -145,7 +145,7 @@ def network_address() -> str:
 
 
 def _shown(connection: socket.socket) -> bytes:
-    """Return the token that a caller sends, or as much of it as arrives in time."""
+    """Return the token that a caller sends; only a part of it if the rest does not arrive in time."""
     connection.settimeout(_SHOW_SECONDS)
     received = b""
     with suppress(OSError):

@@ -1,19 +1,19 @@
 """Transfer of tensors between GPUs over NCCL, such that a wait for a whole device cannot hang.
 
-An NCCL message consists of two kernels, each of which occupies its stream until the other runs. Waits for a whole
-device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near its limit, the end of a profile) wait for
-such a kernel, too, and so does work in the same hardware queue. If two hosts wait like this, each before it has
-launched the other's counterpart, they deadlock. Hence the rule: **neither kernel is launched before both hosts are
-launching theirs**, and between the two launches nothing may wait for a device, not even for memory. Each tensor of a
-microbatch is a message of its own.
+An NCCL message consists of two kernels, one on each device. Each kernel occupies its stream until the other kernel
+runs. A wait for a whole device (``torch.cuda.synchronize()``, ``empty_cache()``, the allocator near its limit, the end
+of a profile) waits for such a kernel, too, and so does work in the same hardware queue. Two hosts deadlock if both wait
+like this while each still has to launch the counterpart of a kernel on the other device. Hence the rule: **neither
+kernel is launched before both hosts are about to launch theirs**, and between the two launches nothing may wait for a
+device, not even for memory. Each tensor of a microbatch is a message of its own.
 
     sender                                receiver
-        put() ................................  take(): allocates, asks, and waits for the answer only
+        put() ................................  take(): allocates memory, asks, and waits only for the answer
         a thread launches the send, answers ..  launches the receive
 
-The thread answers at once, whatever its process waits for. So the receiver's host waits for a round trip; its device
-never waits while it has work. Each side launches from its own stream: a send waits for its tensor but not for
-the present computation, a receive for all work launched before it.
+The thread answers at once, whatever its process waits for. So the receiver's host waits for one round trip, and its
+device never waits while it has work. Each side launches from a separate stream: a send waits for its tensor, but not
+for the present computation. A receive waits for all work launched before it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Way(NamedTuple):
     def to(cls, peer: int, group: dist.ProcessGroup | None, device: torch.device) -> Way:
         """Return a direction to or from a rank."""
         assert group is not None
-        # Of high priority, from a pool that others do not use: torch hands out the same streams repeatedly.
+        # torch hands out the same streams repeatedly. Few users take streams of high priority.
         return cls(peer, group, device, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
 
     def enter(self) -> None:
-        """Set this thread's device; otherwise it would use, and initialise, the first one."""
+        """Set this thread's device; else the thread would use, and initialise, the first device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -84,14 +84,14 @@ class Way(NamedTuple):
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Return memory to receive into; the allocator may make the host wait for the whole device."""
-        with self.launching():  # memory of this stream, which no running kernel of another stream can still read
+        with self.launching():  # memory of this stream, which no running kernel of another stream still reads
             return [info.empty(self.device) for info in infos]
 
     def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
-        """Launch receives into tensors, behind the work launched so far; later work waits for them, the host does not.
+        """Launch receives into tensors, behind the work launched so far.
 
-        Hosts run far ahead of devices, and a receive occupies a part of the device until its tensor arrives. So it does
-        not start earlier than needed.
+        Work launched later waits for the receives; the host does not wait. Hosts run far ahead of devices, and a
+        receive occupies a part of the device until its tensor arrives, so it must not start earlier than needed.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -132,7 +132,7 @@ class Outbox:
         atexit.register(self.close)
 
     def put(self, tensors: Sequence[Tensor]) -> None:
-        """Add tensors that the neighbour can take, once the caller has announced them.
+        """Add tensors, which the neighbour can take once the caller has announced them.
 
         Raises:
             PeerLostError: the neighbour is gone.
@@ -147,7 +147,7 @@ class Outbox:
                 self._waiting.append(put)
 
     def wait_until_taken(self, limit: int = 0) -> None:
-        """Wait until at most ``limit`` messages remain to be taken; raise as :meth:`put` does."""
+        """Wait until the neighbour has taken all but ``limit`` messages; raises the same errors as :meth:`put`."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or len(self._waiting) <= limit)
             self._raise_error()
@@ -159,7 +159,7 @@ class Outbox:
             self._sends.popleft()[0].wait()
 
     def close(self) -> None:
-        """End the connection, after which no tensors can be taken."""
+        """End the connection; afterwards no tensors can be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -171,7 +171,7 @@ class Outbox:
             self._way.enter()
             for number in itertools.count():
                 self._hand_over(number)
-        except BaseException as error:  # raised by put() and waits
+        except BaseException as error:  # raised later, by put() and waits
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -191,13 +191,13 @@ class Outbox:
             self._sends.append((works[0], put.tensors.popleft()))
             if not put.tensors:
                 self._waiting.popleft()
-            # put() frees the tensors, not this thread: it would wait for the allocator while it holds the GIL, and the
-            # allocator's holder may wait for this thread's next answer.
+            # This thread must not free the tensors; put() does. Here it would wait for the allocator's lock with the
+            # GIL, while the thread that has the lock may wait for the next answer of this thread.
             del works, put
             self._changed.notify_all()
 
     def _raise_error(self) -> None:
-        if self._closed:  # by this side, which needs no more tensors
+        if self._closed:  # this side has closed the connection
             return
         if isinstance(self._error, (PeerLostError, ProtocolError)):
             raise type(self._error)(*self._error.args)
@@ -228,11 +228,11 @@ class Inbox:
         """
         if not infos:
             return []
-        # Before the send is launched: two hosts that each have a send in flight, and wait for their devices to get
-        # memory, would deadlock.
+        # Before the send is launched: two hosts would deadlock if each had a send in flight and waited for its device
+        # to get memory.
         tensors, received = self._way.allocate(infos), list[Tensor]()
-        # One by one: behind the first, a second send could not start, and would hold up what shares its hardware queue
-        # before the first one's receive is launched, perhaps on both sides.
+        # One by one: a second send behind the first could not start. It would hold up whatever shares its hardware
+        # queue before the first receive is launched, perhaps on both sides.
         for info, tensor in zip(infos, tensors):
             self._link.write(_TAKE, self._taken, [])
             frame = self._link.read_frame()
@@ -251,7 +251,7 @@ class Inbox:
 class DeviceTensors:
     """Transfer of tensors between one stage and its neighbours over NCCL; construction is a collective call.
 
-    Tensors are announced and described by headers and frames, which are sent separately.
+    The caller announces and describes tensors by headers and frames, over other connections.
 
     Args:
         mesh: mesh of ranks with a group for each direction to each neighbour.
@@ -332,7 +332,7 @@ class DeviceTensors:
                 yield end
 
     def _try(self, before: tuple[Way, Way] | None, after: tuple[Way, Way] | None) -> None:
-        """Exchange a number with both neighbours, since NCCL's hosts wait for each other at the first message.
+        """Exchange a number with both neighbours now, since NCCL's hosts wait for each other at the first message.
 
         Pairs that begin with an even stage come first, so that each rank has one partner at a time.
         """

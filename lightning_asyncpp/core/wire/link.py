@@ -1,9 +1,10 @@
 """Byte stream between two neighbouring stages, with frames, headers and layouts.
 
-The header of an activation has its weight and the fingerprint of its batch. A layout has the tensors' shapes, dtypes
-and containers; it is sent before the first activation, and when it changes. It includes the order of a tensor's
-dimensions in memory (transposed, channels last), since with another order matrix products would round differently than
-in a single process, and convolutions would be slower.
+A message begins with a frame: its kind, number and size. The header of an activation has the microbatch's weight and
+the fingerprint of its batch. A layout describes an activation's tensors (shapes, dtypes) and the containers around
+them. It is sent before the first activation, and again whenever it changes. It includes the order of each tensor's
+dimensions in memory (transposed, channels last): with another order, matrix products would round differently than in a
+single process, and convolutions would be slower.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PREFIX = struct.Struct("<qqq")
 _BUFFER_BYTES = 8192
 _DEFAULT_TIMEOUT = 1800.0
 NO_TIMEOUT = 0.0
-"""Timeout in seconds for waits without a limit, as the kernel defines it."""
+"""Timeout in seconds that means no limit, as in the kernel's socket options."""
 Bytes = bytes | bytearray | memoryview
 Order = tuple[int, ...]
 """Dimensions by decreasing stride; empty for the usual order."""
@@ -62,7 +63,7 @@ class Link:
         self._backlog = _Backlog(connection)
         if connection.family == socket.AF_INET:  # tests use pairs of local sockets
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernel's timeouts, as Python's cost another system call before every read.
+        # The kernel's timeouts, since Python's would cost another system call before every read.
         connection.setblocking(True)
         seconds = struct.pack("@ll", int(self.timeout), int(self.timeout % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -135,7 +136,7 @@ class Link:
             filled += self._receive(view[filled:])
 
     def abort(self) -> None:
-        """Shut the connection down, so that waits on both ends raise; may be called from any thread."""
+        """Shut the connection down, so that waits on both ends raise an error; may be called from any thread."""
         with suppress(OSError):  # already broken
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -144,7 +145,7 @@ class Link:
         self._backlog.close()
 
     def _send_later(self, parts: Sequence[Bytes], sent: int) -> None:
-        """Pass the bytes that the socket did not accept, those after ``sent`` bytes, to the backlog."""
+        """Pass all bytes after the first ``sent`` bytes to the backlog, since the socket did not accept them."""
         rest: list[bytes] = []
         for part in parts:
             if sent < len(part):
@@ -169,7 +170,7 @@ class Link:
 
 
 class _Backlog:
-    """Bytes that a socket did not accept at once, and a thread that sends them, started on demand.
+    """Bytes that a socket did not accept at once, and a thread that sends them.
 
     Args:
         connection: the socket.
@@ -200,7 +201,7 @@ class _Backlog:
             self._raise_error()
 
     def close(self) -> None:
-        """Close the socket, at once or after the last part."""
+        """Close the socket after the last part is sent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -247,7 +248,7 @@ class TensorInfo(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
-        """Return the description of a tensor; its memory may have gaps, which are not sent."""
+        """Return the description of a tensor; gaps in its memory are not sent."""
         order: Order = () if tensor.is_contiguous() else tuple(tensor.dim_order())
         order = () if order == tuple(range(tensor.ndim)) else order
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
@@ -259,7 +260,7 @@ class TensorInfo(NamedTuple):
         return torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=device)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of this description with its dimensions permuted to their order in memory, for sending."""
+        """Return a view of a tensor with its dimensions in their order in memory, for sending."""
         return tensor.permute(self.order) if self.order else tensor
 
 
@@ -291,13 +292,13 @@ class Header:
     """Header before the tensors of microbatch ``k``.
 
     Attributes:
-        k: number of the microbatch, counted over the run or over the evaluation.
+        k: number of the microbatch, counted over the run or over all evaluations.
         kind: a tensor, several tensors, an empty slot, or a failure of an earlier stage.
-        weight: weight w_k of the microbatch.
+        weight: weight w_k of the microbatch in the mean loss.
         fingerprint: fingerprint of the first stage's microbatch; 0 if none was computed.
         tensors: descriptions of the tensors that follow.
-        structure: containers around several tensors, from :func:`lightning_asyncpp.core.tree.flatten`; or the message
-            of a failure.
+        structure: containers around several tensors, from :func:`lightning_asyncpp.core.tree.flatten`; for a failure,
+            its message.
     """
 
     k: int
@@ -319,7 +320,7 @@ class Header:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the activation, sent only when it changes."""
+        """Layout of the activation, which is sent only when it changes."""
         return Layout(self.kind, self.tensors, self.structure)
 
     def pack(self) -> bytes:
@@ -339,5 +340,5 @@ def written_out(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor; as_strided() ignores odd strides of single numbers."""
+    """Return the bytes of a contiguous tensor."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

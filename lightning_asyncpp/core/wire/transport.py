@@ -1,8 +1,8 @@
 """Transport of activations, gradients and control messages between neighbouring stages.
 
 Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.core.wire.link`, in
-order. Tensors on GPUs go through NCCL, announced by their headers; if NCCL cannot be used (several stages on one GPU),
-they are copied through the host.
+order. Tensors on GPUs go through NCCL; their headers announce them. If NCCL cannot be used (several stages on one GPU),
+the tensors are copied through the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_asyncpp.core.wire.link import (
 from lightning_asyncpp.errors import ProtocolError, different_calls, different_ends
 
 _ACTIVATION, _GRADIENT, _PART, _TOTAL, _END, _RUN_END, _LOADED, _DROP, _LAYOUT = range(1, 10)
-_MOST_DROPS = 16  # remembered; neighbours are at most a few mini-batches behind
+_MOST_DROPS = 16  # remembered drops; neighbours are at most a few mini-batches behind
 _NAMES = {
     _ACTIVATION: "an activation", _GRADIENT: "a gradient", _PART: "a part of a sum", _TOTAL: "a sum", _END: "an end",
     _RUN_END: "the end of the run", _LOADED: "a batch of the data loader", _DROP: "a drop of a gradient",
@@ -48,28 +48,28 @@ class Arrival(NamedTuple):
 
 
 with torch.inference_mode(False):
-    # Input of the nodes of begin(): autograd visits only nodes that lead to a leaf which requires a gradient.
+    # Input of the nodes of begin(): autograd visits a node only if it leads to a leaf that requires a gradient.
     _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 def begin(tensor: Tensor) -> tuple[Tensor, Any]:
     """Begin the autograd graph at a received tensor.
 
-    A leaf that requires a gradient could not be changed in place, as layers do (``x += ...``,
-    ``ReLU(inplace=True)``). So the tensor becomes the output of a node, whose backward keeps the gradient.
+    Layers may change their input in place (``x += ...``, ``ReLU(inplace=True)``), which autograd forbids for a leaf
+    that requires a gradient. So the tensor becomes the output of a node, whose backward keeps the gradient.
 
     Returns:
-        Tensor with the same memory that requires a gradient and is not a leaf, and its node, for :func:`arrived_at`.
-        The node does not refer to the tensor, as the cycle would never be collected.
+        Tensor with the same memory, which requires a gradient and is not a leaf; and its node, for :func:`arrived_at`.
+        The node does not refer to the tensor, since such a cycle would never be collected.
     """
     started: Tensor = _Begin.apply(_ANCHOR, tensor)
     return started, started.grad_fn
 
 
 def arrived_at(node: Any) -> Tensor:
-    """Return the gradient that a backward passed to a node, or zeros without one.
+    """Return the gradient that a backward passed to a node; zeros if there was no gradient.
 
-    Its dimensions are in the order of the tensor's memory, for sending.
+    The gradient's dimensions are in the order of the tensor's memory, for sending.
     """
     gradient = node.info.empty(node.device).zero_() if node.gradient is None else node.gradient
     stored: Tensor = node.info.stored(gradient)
@@ -80,7 +80,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
         ctx.info, ctx.device, ctx.gradient = TensorInfo.of(tensor), tensor.device, None
-        return tensor.data  # not a view: views returned by a custom function must not be changed in place
+        return tensor.data  # not a view: a view that a custom function returns must not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
@@ -131,7 +131,7 @@ class Transport:
     # -- activations ----------------------------------------------------------------------------------------------
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        """Send an activation, or only a header, to the next stage."""
+        """Send an activation to the next stage, or only a header."""
         assert self._after is not None, "the last stage has no next stage"
         if (layout := header.layout) != self._layout_sent:
             self._after.write(_LAYOUT, header.k, [layout.pack()])
@@ -140,13 +140,13 @@ class Transport:
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
             parts += map(_bytes_of, stored)
-        else:  # before the announcement
+        else:  # before the header announces it
             self._direct.put_activation(stored)
         self._after.write(_ACTIVATION, header.k, parts)
         self._sent = header.k + 1
 
     def receive_activation(self, k: int) -> Arrival:
-        """Wait for the activation of microbatch ``k``, the next in order, and return it; not on the first stage.
+        """Wait for the activation of microbatch ``k``, the next in order, and return it.
 
         Raises:
             PeerLostError: the previous stage is gone.
@@ -175,7 +175,7 @@ class Transport:
 
         Args:
             k: number of the microbatch.
-            outputs: tensors sent there that require a gradient, in order.
+            outputs: tensors sent to the next stage that require a gradient, in order.
 
         Raises:
             PeerLostError: the next stage is gone.
@@ -183,7 +183,7 @@ class Transport:
         """
         link, infos = self._after, list(map(TensorInfo.of, outputs))
         assert link is not None, "the last stage has no next stage"
-        # Before the wait, not on the critical path after it.
+        # Allocate before the wait, since time after the wait is on the critical path.
         gradients = [] if self._direct is not None else [info.empty(self.device) for info in infos]
         size = sum([gradient.nbytes for gradient in gradients])
         frame = self._next(link, _GRADIENT)
@@ -216,7 +216,7 @@ class Transport:
         self._before.write(_PART, mini_batch, [_bytes_of(vector)])
 
     def has_part(self, mini_batch: int) -> bool:
-        """Return whether :meth:`receive_part` can be called; always, since it waits."""
+        """Return whether :meth:`receive_part` can be called; always true, since it waits."""
         return True
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
@@ -233,9 +233,9 @@ class Transport:
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
     def announce_drop(self, k: int) -> None:
-        """Tell the neighbours that the gradient of batches before microbatch ``k`` is dropped; never waits.
+        """Tell the neighbours that the open mini-batch's gradient, up to microbatch ``k``, is dropped; never waits.
 
-        They must drop it, too: the announcement turns a deadlock into an error.
+        The neighbours must drop it, too. If one does not, the announcement gives an error instead of a deadlock.
         """
         self._drops.append(k)
         for link in (self._before, self._after):
@@ -245,12 +245,16 @@ class Transport:
     # -- data loader ----------------------------------------------------------------------------------------------
 
     def announce_loaded(self, step: int) -> None:
-        """Tell stages in the middle what the first stage's loader returned, as a small number; never waits."""
+        """Tell stages in the middle what the first stage's loader returned; never waits.
+
+        Args:
+            step: number that means a batch, no batch, or the loader's end.
+        """
         if self._after is not None and not self._closed and self.mesh.stage < self.mesh.num_stages - 2:
             self._after.write(_LOADED, step, [])
 
     def follow_loaded(self) -> int:
-        """Wait on a stage in the middle for what the first stage's loader returned, and pass it on.
+        """Wait, on a stage in the middle, for the number that :meth:`announce_loaded` sent; pass it on and return it.
 
         Raises:
             PeerLostError: the previous stage is gone.
@@ -265,11 +269,13 @@ class Transport:
 
     def announce_end(self) -> None:
         """Tell the next stage that no activation follows until it has drained, too; never waits."""
-        if self._after is not None and not self._closed:  # gathering weights after a run drains again
+        if (
+            self._after is not None and not self._closed
+        ):  # gathering weights drains again after a run, with closed links
             self._after.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
-        """Tell the next stage, which may wait for a message, that none will follow; never waits."""
+        """Tell the next stage that no message will follow, since it may wait for one; never waits."""
         if self._after is not None and not self._closed:
             self._after.write(_RUN_END, self._sent, [])
 
@@ -285,8 +291,8 @@ class Transport:
         frame = self._next(self._before, _END)
         if frame.number != self._received:
             raise ProtocolError(
-                f"{self._before.peer} says that it ended before microbatch {frame.number}, and {self._received} is the"
-                f" next: {frame}"
+                f"{self._before.peer} says that it ended before microbatch {frame.number}, but microbatch"
+                f" {self._received} is the next: {frame}"
             )
 
     # -- everything -----------------------------------------------------------------------------------------------
@@ -304,7 +310,7 @@ class Transport:
             self._direct.settle()
 
     def abort(self) -> None:
-        """End both connections, so that waiting neighbours raise; may be called from any thread."""
+        """End both connections, so that waiting neighbours raise an error; may be called from any thread."""
         for link in (self._before, self._after):
             if link is not None:
                 link.abort()
@@ -336,7 +342,7 @@ class Transport:
         return vector
 
     def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
-        """Process a message before the expected one: a layout, a control message, or a drop of this rank, too."""
+        """Process a message that comes before the expected one: a layout, a control message, or an agreed drop."""
         kind, number, size = frame
         if kind == _DROP and number in self._drops:
             return
@@ -371,7 +377,7 @@ def _unexpected(peer: str, frame: Frame, expected: int, received: int) -> Protoc
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the host, copied from a GPU if need be."""
+    """Return the bytes of a tensor, copied to the host if it is on a GPU."""
     tensor = written_out(tensor)
     view: memoryview = memory_of(tensor if tensor.is_cpu else HostCopy(tensor).wait()).numpy().data
     return view

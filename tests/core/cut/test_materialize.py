@@ -103,6 +103,6 @@ def test_what_no_initialiser_sets_is_refused_with_all_names() -> None:
     with pytest.raises(ConfigurationError) as caught:
         cut(model, 0, 1, 0, CPU)
     assert str(caught.value) == (
-        "meta tensors without an initialiser: 1.lost, 1.partly, 2.weight; give their module, or the unit"
+        "meta tensors without an initialiser: 1.lost, 1.partly, 2.weight; give their module, or the layer"
         " around it, a reset_parameters() that sets all of them, or build the model with real weights"
     )

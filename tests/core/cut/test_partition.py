@@ -119,7 +119,7 @@ def test_a_model_that_was_cut_before() -> None:
     assert choose_partition(model, 1, 2, "uniform").counts == (3, 1)
     with pytest.raises(ConfigurationError, match="cannot be cut with partition="):
         cut(model, 1, 2, 0, CPU, counts=[3, 1])
-    with pytest.raises(ConfigurationError, match="was already cut for 2 stages and cannot be cut for 3"):
+    with pytest.raises(ConfigurationError, match=r"was already cut to stage . of 2 and cannot be cut to stage . of 3"):
         choose_partition(model, 1, 3, "auto")
 
 

@@ -54,7 +54,7 @@ def test_layers_keep_their_names_in_the_model() -> None:
         (lambda m: [], "it is empty"),
         (lambda m: [m.embedding, nn.Linear(1, 1)], "it holds something that is not a submodule of the model"),
         (lambda m: [m.head, m.head], "it holds a layer twice"),
-        (lambda m: [m.embedding, (m.head, "call")], "the second of a pair is not a function"),
+        (lambda m: [m.embedding, (m.head, "call")], "the second entry of a pair is not a function"),
     ],
     ids=["empty", "stranger", "twice", "no function"],
 )

@@ -30,7 +30,7 @@ class CompiledInPlace(Net):
 @pytest.mark.parametrize(
     ("module", "found"),
     [
-        (ReturnsNone, "training_step must return a loss of one element"),
+        (ReturnsNone, "training_step must return a loss with one element"),
         (CompiledInPlace, "self.model was compiled as a whole"),
     ],
 )
