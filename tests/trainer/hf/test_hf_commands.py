@@ -137,7 +137,7 @@ def test_adapters_go_on_exactly_and_are_exported_merged_or_alone(pools: Pools, p
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
-        ("model", {"tokenizer": "byte"}, "another tokenizer than the weights"),
+        ("model", {"tokenizer": "byte"}, "the data's tokenizer is not that of"),
         ("others", {}, "vocabulary of 290 token ids, and the model only 280"),
         ("model", {"max_length": 65}, "max_length=65 is longer than the model's context of 64"),
         ("others", {"max_length": 60}, "vocabulary of 280 token ids"),
