@@ -70,7 +70,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Build on the meta device if ``empty_init``, else on the CPU; later only this rank's stage moves to a GPU."""
+        """Build on the meta device if ``empty_init``, else on the CPU; this rank's stage moves to its device later."""
         stack = ExitStack()
         stack.enter_context(torch.device("meta" if empty_init else "cpu"))
         stack.enter_context(self.precision.module_init_context())
@@ -182,8 +182,8 @@ class PipelineStrategy(PipelineCheckpoints):
             batch: the batch, which is cut into microbatches along the first dimension. Middle stages ignore it.
 
         Returns:
-            The mean loss of this replica's batch, detached, on the last stage (rank 0 runs it); ``None`` on other
-            stages.
+            On ranks of the last stage (rank 0 is one), the mean loss of the replica's batch, detached; ``None`` on
+            other ranks.
 
         Raises:
             ConfigurationError: a pipeline cannot run the step; raised at the first call, on every rank.

@@ -42,7 +42,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Drain between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return the ``state_dict``: rank 0's is whole, others have this stage's part. A collective call."""
+        """Drain, and return a ``state_dict``; a collective call.
+
+        On rank 0 it has the whole model, on other ranks their stage.
+        """
         self._drain()
         with self._driving():
             return gathered(self.session, self._stage_state())
@@ -55,7 +58,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write all entries of ``state``, and the older weight version if it has the optimizer; a collective call.
+        """Write all entries of ``state``, and with an optimizer also the older weight version; a collective call.
 
         Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage writes its part of a folder.
 

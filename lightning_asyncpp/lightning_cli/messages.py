@@ -17,7 +17,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
 def is_first_process() -> bool:
-    """Return whether this is the first process of the run, whether torchrun, Slurm or Lightning started the others."""
+    """Return whether this is the first process of the run, under torchrun, Slurm or Lightning's launcher."""
     return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 

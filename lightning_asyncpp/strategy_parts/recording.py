@@ -281,7 +281,7 @@ class Recorder:
 def follow(engine: Engine) -> Reader:
     """Return a reader of an engine's trace; the engine begins to record if it does not record yet.
 
-    It stops when the last reader is closed, unless other code has set the trace.
+    The engine stops recording when the last reader is closed, unless other code has set the trace.
     """
     runner = engine.runner
     trace = runner.trace

@@ -53,7 +53,7 @@ class ResumableLoader(LoaderInFront):
         return self._before if self._prefetched() else self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that Lightning saved for the wrapped loader; use :meth:`resume` for :meth:`state_dict`'s."""
+        """Load a state of the wrapped loader, as Lightning saves it; :meth:`resume` loads those of this class."""
         if "batches" not in state and is_stateful(self.loader):
             self.loader.load_state_dict(state)
 

@@ -167,7 +167,7 @@ def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]
         entry: entry of the model; not needed if there is only one.
 
     Raises:
-        StorageError: there is no such model, or no ``entry`` tells which of several models is meant.
+        StorageError: there is no such model, or there are several and no ``entry``.
     """
     models = models_in(entries)
     chosen = models if entry is None else {name: model for name, model in models.items() if name == entry}
@@ -196,7 +196,7 @@ def _distinct(content: Any) -> list[Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to one that JSON has."""
+    """Convert a value to a JSON type."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, (list, tuple)):

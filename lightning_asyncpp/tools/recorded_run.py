@@ -53,7 +53,7 @@ class RecordedRun:
 
     Attributes:
         ranks: traces of the ranks, ordered by replica, then by stage.
-        seconds: time from the start of the first forward to the end of the last forward, backward or update.
+        seconds: time from the start of the first forward, backward or update to the end of the last one.
         notes: notes for the reader, such as missing ranks.
     """
 

@@ -1,14 +1,14 @@
 """Callbacks whose ``on_train_batch_end`` is called after the update of its batch.
 
 In an asynchronous pipeline the update of batch t is applied during or after batch t+1, or at the end of batch t if the
-pipeline drains there. At the end of batch t a callback would therefore read or change weights before their update. It
-is called between the updates t and t+1 instead, where the weights are W_{t+1} as in a single process.
+pipeline drains there. At the end of batch t a callback would usually meet weights without update t. So it is called
+between the updates t and t+1, where the weights are W_{t+1}, as in a single process.
 
 With gradient accumulation several batches share update t, and only the hook of the last batch has to wait for it. The
 hooks of the earlier batches are called after update t-1 and may change W_t. This does not matter if all microbatches of
 mini-batch t run on W_{t-1}. If some of them run on W_t (without delay, in the first mini-batches, and with the least
-staleness), those before a hook must use W_t without its change, and those after it W_t with the change. So the pipeline
-drains for such a hook.
+staleness), the microbatches before a hook must run on W_t without the hook's change, and those after the hook on W_t
+with the change. So the pipeline drains before such a hook.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def after_own_update(callback: C) -> C:
 
     Use it for callbacks that read or change weights after every update, such as a mean of weights. In an asynchronous
     pipeline the hook of batch t is then called once update t has been applied, usually in the middle of batch t+1, so
-    the hook may not save or evaluate. Other strategies ignore this mark.
+    the hook may not save or evaluate. Under other strategies nothing changes.
 
     Returns:
         The callback.
@@ -147,7 +147,7 @@ class BatchEnds(Callback):
         """Call the hooks of earlier batches whose updates have just been applied, in the middle of a batch."""
         self._is_late = True
         try:
-            # An evaluation, which disables gradients, may have called a drain.
+            # Gradients may be disabled here, since an evaluation may cause a drain.
             with torch.inference_mode(False), torch.enable_grad():
                 self._call_due()
         finally:

@@ -38,7 +38,7 @@ _OF_STAGES = ("state_dict", _CURRENT, "optimizer_states", PIPELINE)
 
 
 class Progress:
-    """Progress of a rank that Lightning does not save: its position in the data and its random states.
+    """Part of a rank's progress that Lightning does not save: its position in the data and its random states.
 
     A checkpoint has the progress of every rank. If the number of stages has changed, a rank loads the progress of the
     last stage of its replica, which computed the loss.
@@ -126,7 +126,7 @@ class Progress:
         return resumable
 
     def _resume_loader(self, resumable: ResumableLoader, number: int, trainer: Trainer) -> None:
-        """Resume a loader at the position of the checkpoint's loader of the same number."""
+        """Resume a loader at the position that the checkpoint has for loader number ``number``."""
         assert self._state is not None
         _go_on_after_epoch(trainer)
         saved = self._state["loaders"]
@@ -146,7 +146,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     """Strategy that saves the whole run and loads this stage's part of a checkpoint.
 
     Attributes:
-        progress: progress of the run beside its weights.
+        progress: progress of this rank in the run.
     """
 
     progress: Progress
@@ -166,7 +166,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         return True
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return the ``state_dict``: rank 0's is whole, others have this stage's part. A collective call."""
+        """Drain, and return a ``state_dict``; a collective call.
+
+        On rank 0 it has the whole module, on other ranks their stage.
+        """
         return gathered(self.session, self._stage_state())
 
     @override

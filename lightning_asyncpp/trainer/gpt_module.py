@@ -195,8 +195,8 @@ def learning_rate_factor(module: Any) -> Callable[[int], float]:
     """Return a function from the number of an update (from 0) to the factor of the optimizer's learning rate.
 
     Args:
-        module: module with ``warmup_steps``, ``decay``, ``min_lr_ratio``, and ``total_steps``. If that is None, its
-            Trainer gives the end.
+        module: module with ``warmup_steps``, ``decay``, ``min_lr_ratio`` and ``total_steps``. If ``total_steps`` is
+            None, the decay ends with the run of the module's Trainer.
 
     Raises:
         ValueError: the decay has no end.

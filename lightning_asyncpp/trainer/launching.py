@@ -33,10 +33,10 @@ class Launching(PipelineCheckpoints):
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return the ``state_dict``: rank 0's is whole, others have this stage's part. A collective call.
+        """Drain, and return a ``state_dict``; a collective call.
 
-        In the process that forked or spawned the ranks, it returns the state of that process's module, which has the
-        trained weights.
+        On rank 0 it has the whole module, on other ranks their stage. In the process that forked or spawned the ranks,
+        it is that of the process's module, which has the trained weights.
         """
         return dict(self._module.state_dict()) if self._started_others else super().full_state_dict()
 

@@ -113,7 +113,7 @@ def _exit_code(trainer: L.Trainer, signum: int) -> int:
 
 
 def _requeue_signal(trainer: L.Trainer) -> Any:
-    """Return the signal at which a SLURM job is requeued; None if the run is not such a job."""
+    """Return the signal at which the run's SLURM job is requeued; None if the run has none."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return (
         environment.requeue_signal if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None

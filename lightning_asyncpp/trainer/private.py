@@ -35,7 +35,7 @@ def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextMa
     """Run the validations of a training in a context that is entered before their loaders are iterated.
 
     The sanity check needs no context, since Lightning restores the generators after it. A resumed run may skip a
-    validation, but iterates over its loaders in a call of its own, which also gets the context.
+    validation but still iterates over its loaders, in another method, which gets the context, too.
     """
     purpose = "separate the random numbers of validations from those of the training"
     loop = required(trainer.fit_loop.epoch_loop, "val_loop", purpose)
@@ -164,7 +164,7 @@ def current_hook(module: LightningModule) -> str | None:
 
 
 class AtUpdate(NamedTuple):
-    """State of the Trainer at a batch, which hooks and Lightning read when the batch's update is applied.
+    """State of the Trainer at a batch, for hooks and Lightning to read when the batch's update is applied.
 
     Attributes:
         global_step: number of the step.

@@ -124,7 +124,7 @@ Key = tuple[int, str, str]  # update; kind; name of a parameter, another tensor 
 
 
 class Value(NamedTuple):
-    """Digest of a value, which is compared, and the value that is shown; for a tensor, its 2-norm."""
+    """Digest of a value, for comparisons, and what is shown: a tensor's 2-norm, or the value itself."""
 
     digest: Any
     shown: Any

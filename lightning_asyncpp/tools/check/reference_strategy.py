@@ -1,7 +1,7 @@
-"""Strategy for a real Trainer that trains a whole module by the reference, microbatch by microbatch.
+"""Strategy with which a real Trainer trains a whole module as the reference does, microbatch by microbatch.
 
 :mod:`lightning_asyncpp.reference` computes the gradient. The Trainer does the rest: it accumulates, clips, calls hooks,
-and steps the optimizer, for all parameters at once, and the schedulers.
+and steps the schedulers and the optimizer (for all parameters at once).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
         held: name of a parameter -> number of microbatches per update that its stage runs on older weights.
         seed: seed of the run.
         device: device of the training.
-        at_first: whether to compute every gradient on the initial weights and without what depends on the microbatch:
-            random numbers are the same for every sample, there are no auxiliary losses, and BatchNorm is in evaluation
-            mode. With one microbatch, the batch is not split.
+        at_first: whether to compute every gradient on the initial weights, so that it does not depend on the number of
+            microbatches: random numbers are the same for every sample, there are no auxiliary losses, and BatchNorm is
+            in evaluation mode. With one microbatch, the batch is not split.
         zeros: (update, name) of parameters that had a gradient of 0 in the pipeline and get the same here. A pipeline
             sends zeros back for values that the loss does not use, so weight decay applies. Without a pipeline these
             parameters have no gradient, and no weight decay.

@@ -58,8 +58,7 @@ class PipelineMonitor(L.Callback):
     the schedules of all stages.
 
     After each validation and each training epoch of a pipeline on GPUs, the loggers receive ``peak_memory_stage_0``,
-    ...: torch's peak of allocated memory on each stage, the largest over its replicas, in GB. For this, ranks
-    communicate.
+    ...: torch's peak of allocated memory on each stage, the largest over its replicas, in GB. This needs communication.
 
     Throughput, ``mfu`` and ``bubble`` are also shown in the progress bar.
 
