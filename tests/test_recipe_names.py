@@ -52,12 +52,12 @@ def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "quikstart"])
     assert (
-        "there is no recipe quikstart, neither a file nor a name; did you mean quickstart?" in capsys.readouterr().err
+        "there is no recipe quikstart, as a file or in the package; did you mean quickstart?" in capsys.readouterr().err
     )
 
 
 def test_a_recipe_is_copied_over_no_other_file(tmp_path: Path) -> None:
     written = copy_recipe("quickstart", tmp_path / "mine")
     assert written.read_text() == Path(QUICKSTART).read_text()
-    with pytest.raises(ConfigurationError, match=r"quickstart\.yaml: already there, and not written over"):
+    with pytest.raises(ConfigurationError, match=r"quickstart\.yaml exists already; name another folder"):
         copy_recipe("quickstart", tmp_path / "mine")

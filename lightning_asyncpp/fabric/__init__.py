@@ -1,4 +1,4 @@
-"""Fabric strategies for a hand-written training loop over pipeline stages, in one process per stage or in one."""
+"""Fabric strategies for a hand-written training loop over pipeline stages."""
 
 from lightning_asyncpp.fabric.strategy import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 

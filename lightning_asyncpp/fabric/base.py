@@ -1,4 +1,4 @@
-"""Base class of the Fabric strategies: a hand-written training loop over pipeline stages."""
+"""Base class of the Fabric strategies, for a hand-written training loop over pipeline stages."""
 
 from __future__ import annotations
 
@@ -42,16 +42,18 @@ StepFunction = Callable[[Any], Any]
 
 
 class PipelineStrategy(PipelineCheckpoints):
-    """Base class of the asynchronous and the synchronous strategy; launching and the process group are DDP's.
+    """Base class of the Fabric strategies, derived from Lightning's ``DDPStrategy``.
 
-    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
-    to Fabric's calls. The model may define the attributes that describe the batches of a LightningModule:
-    ``split_batch``, ``microbatch_weight``, ``loss_reduction``, ``example_input_array``.
+    The engine, the weight versions and the schedule are in :mod:`lightning_asyncpp.core`; this class connects them
+    to Fabric's calls. Processes and the process group are started as for DDP. The model may have the attributes with
+    which a LightningModule describes its batches: ``split_batch``, ``microbatch_weight``, ``loss_reduction``,
+    ``example_input_array``.
 
     Arguments as for :class:`PipelineStrategyMixin`.
 
     Attributes:
-        gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
+        gradient_norm: 2-norm of the newest update's gradient over all stages, before clipping; ``None`` before the
+            first update.
         layer_metrics: statistics of layers (:class:`StatisticsLayer`) of the newest update, for the logger; the same on
             all ranks.
     """
@@ -68,7 +70,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Build on the meta device if ``empty_init``, else on the CPU; only this rank's stage moves to its device."""
+        """Build on the meta device if ``empty_init``, else on the CPU; this rank's stage moves to its device later."""
         stack = ExitStack()
         stack.enter_context(torch.device("meta" if empty_init else "cpu"))
         stack.enter_context(self.precision.module_init_context())
@@ -76,7 +78,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def module_to_device(self, module: Module) -> None:
-        """Move a module to the device, but leave the pipeline's model, the first with gradients, until it is cut."""
+        """Move a module to the device, except for the pipeline's model, which is moved after it has been cut."""
         on_meta = any(p.is_meta for p in module.parameters())
         to_be_cut = has_layers(module) or any(p.requires_grad for p in module.parameters())
         if not on_meta and not (to_be_cut and self.session.stage is None):
@@ -133,7 +135,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Set up the model, and then its optimizer, which may be made before."""
+        """Set up the model, then its optimizer; the optimizer may have been made before this call."""
         module = self.setup_module(module)
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
@@ -180,8 +182,8 @@ class PipelineStrategy(PipelineCheckpoints):
             batch: the batch, which is cut into microbatches along the first dimension. Middle stages ignore it.
 
         Returns:
-            The mean loss of this replica's batch, detached, on the last stage (which includes rank 0); ``None`` on
-            others.
+            On ranks of the last stage (rank 0 is one), the mean loss of the replica's batch, detached; ``None`` on
+            other ranks.
 
         Raises:
             ConfigurationError: a pipeline cannot run the step; raised at the first call, on every rank.
@@ -197,7 +199,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
-        """Complete this mini-batch with the current hyper-parameters, and apply the update that is due.
+        """Complete this mini-batch with the current hyper-parameters, and apply the updates that are due.
 
         Raises:
             ConfigurationError: no optimizer was set up.
@@ -211,7 +213,7 @@ class PipelineStrategy(PipelineCheckpoints):
             self._recorder.end_batch()
 
     def _drop(self) -> None:
-        """Drop the gradient of the batches since the last step, on every stage."""
+        """Drop the gradient of the batches since the last step."""
         self._trained_engine("optimizer.zero_grad()").drop()
         self._note = MiniBatchNote()
 
@@ -227,7 +229,7 @@ class PipelineStrategy(PipelineCheckpoints):
         """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
 
         Returns:
-            ``None``: the norm is known one mini-batch later, as ``gradient_norm``.
+            ``None``, since the norm is only known one mini-batch later; see ``gradient_norm``.
         """
         check_norm_type(float(norm_type))
         self._clip("max_norm", float(max_norm))
@@ -243,7 +245,8 @@ class PipelineStrategy(PipelineCheckpoints):
     def drain(self) -> None:
         """Finish all microbatches in flight and apply every update; a collective call.
 
-        This changes the run time, never the trajectory. Batches after the last ``optimizer.step()`` are not trained on.
+        This costs time, but does not change what is trained. Batches after the last ``optimizer.step()`` have no
+        update.
         """
         self._drain()
         if self._recorder is not None:
@@ -264,7 +267,7 @@ class PipelineStrategy(PipelineCheckpoints):
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
     def _check_drain(self) -> None:
-        """Refuse a call that drains while an update is applied, and after a failure."""
+        """Raise if the pipeline cannot drain: an update is being applied, or a rank has failed."""
         self.session.check_failure()
         self.session.check_drain()
 
@@ -288,7 +291,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
-        """Let the engine run backwards, and after a failure keep this rank from waiting for others."""
+        """Let the engine run backwards; report an error to the failure watch, so that no rank waits for this one."""
         try:
             with backward_allowed():
                 yield
@@ -299,9 +302,9 @@ class PipelineStrategy(PipelineCheckpoints):
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluation_step(self, step_fn: StepFunction, batch: Any) -> Any:
-        """Run a batch forward on the newest weights, without gradients; the pipeline is drained first. Collective.
+        """Drain, and run a batch forward on the newest weights, without gradients; a collective call.
 
-        The model keeps its mode: call ``model.eval()`` before and ``model.train()`` after.
+        The model keeps its mode, so call ``model.eval()`` before it and ``model.train()`` after it.
 
         Args:
             step_fn: function of a microbatch that calls the model once.
@@ -309,8 +312,8 @@ class PipelineStrategy(PipelineCheckpoints):
 
         Returns:
             On the last stage the result of ``step_fn`` for the whole batch: tensors of the microbatches are joined
-            along the first dimension, tensors of one element averaged with the microbatches' weights. ``None`` on
-            others.
+            along the first dimension, and tensors of one element are averaged with the microbatches' weights. ``None``
+            on other stages.
         """
         self._check_drain()
         engine = self.session.running()
@@ -330,12 +333,12 @@ class PipelineStrategy(PipelineCheckpoints):
         The time between ``optimizer.step()`` and the next ``training_step`` counts as waiting for data.
 
         Args:
-            dirpath: folder of the files, one per process; if it holds a recording, ``<dirpath>-2``, ... is used.
+            dirpath: folder of the files, one per process; if it has a recording already, ``<dirpath>-2``, ... is used.
             first_mini_batch: first mini-batch to record, counted over the run from 0.
-            mini_batches: number of mini-batches to record; ``None`` for all that follow.
+            mini_batches: number of mini-batches to record; ``None``: all that follow.
 
         Returns:
-            The recorder, whose files end with its ``close()``, with a ``with`` block, or with the process.
+            The recorder. It records until ``close()``, the end of its ``with`` block, or the end of the process.
 
         Raises:
             ConfigurationError: a rank cannot write to the folder; raised on every rank.
@@ -363,9 +366,10 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @property
     def stop_agreed(self) -> bool:
-        """Whether all ranks know that one asked to end; it becomes True on all in the same ``optimizer.step()``.
+        """Whether all ranks know that one of them asked to end.
 
-        That is one of the next two mini-batches after :meth:`request_stop`.
+        It becomes True on all ranks in the same ``optimizer.step()``, in one of the two mini-batches after
+        :meth:`request_stop`.
         """
         return self.session.engine is not None and self.session.engine.updates.agreed.interrupted
 
@@ -380,12 +384,12 @@ class PipelineStrategy(PipelineCheckpoints):
 
 
 def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Optimizer]:
-    """Return an optimizer class with another ``zero_grad``, which Fabric takes from the class, not from the object."""
+    """Return an optimizer class with another ``zero_grad``; Fabric looks it up in the class, not in the object."""
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         drop()
 
-    # marked as local, so that the command line does not see two classes of one name and call the name ambiguous
+    # The name marks the class as local. With two public classes of one name, the command line would refuse the name.
     names = {
         "__module__": kind.__module__,
         "__qualname__": f"_with_zero_grad.<locals>.{kind.__name__}",
@@ -396,10 +400,10 @@ def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Opt
 
 @contextmanager
 def backward_allowed() -> Iterator[None]:
-    """Let the engine run backwards; for wrapped models Fabric allows them only in ``fabric.backward``.
+    """Let the engine run backwards, which Fabric allows for wrapped models only in ``fabric.backward``.
 
     Raises:
-        PrivateNameError: Fabric has changed the private name that allows them.
+        PrivateNameError: Fabric has no such private name any more.
     """
     before = required(wrappers, "_in_fabric_backward", "run backward passes")
     wrappers._in_fabric_backward = True

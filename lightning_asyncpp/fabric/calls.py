@@ -1,4 +1,4 @@
-"""Fabric's calls that concern an update one call later, and checks of the model."""
+"""Fabric's calls that take effect with a later update, and checks of the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clipping:
     """Arguments of ``fabric.clip_gradients``.
 
     Attributes:
-        algorithm: ``"max_norm"`` for the 2-norm over all stages, ``"clip_val"`` for every element by itself.
+        algorithm: ``"max_norm"`` limits the 2-norm over all stages, ``"clip_val"`` limits every element.
         limit: largest norm, or largest absolute value.
     """
 
@@ -41,25 +41,25 @@ class Clipping:
 
 @dataclass
 class MiniBatchNote:
-    """Calls for a mini-batch that concern its update, one call later.
+    """Requests of a mini-batch for its update, which is applied later.
 
     Attributes:
-        clipping: clipping of the gradient; None for none.
+        clipping: clipping of the gradient; None: no clipping.
     """
 
     clipping: Clipping | None = None
 
     def clip(self, clipping: Clipping) -> None:
-        """Note a clipping; a second one of the same kind replaces the first.
+        """Request a clipping; a second request with the same algorithm replaces the first.
 
         Raises:
-            ConfigurationError: both kinds of clipping are requested.
+            ConfigurationError: both algorithms are requested.
         """
         before = self.clipping
         if before is not None and before.algorithm != clipping.algorithm:
             raise ConfigurationError(
-                f"clip_gradients was called with {before.algorithm} and with {clipping.algorithm} for the same update:"
-                " the norm over all stages is that of the gradient before either; use one of them"
+                f"clip_gradients was called with {before.algorithm} and with {clipping.algorithm} for the same update,"
+                " but the norm over all stages is computed before any clipping; use only one of them"
             )
         self.clipping = clipping
 
@@ -73,7 +73,7 @@ def not_set_up(caller: str) -> str:
 
 
 def module_problems(session: PipelineSession, module: nn.Module, precision: str, loss_reduction: str) -> list[str]:
-    """Return the problems of a model that is set up, and of the settings of its training."""
+    """Return the problems of a model that is being set up, and of the settings for its training."""
     problems = []
     if session.stage is not None:
         problems.append(

@@ -31,7 +31,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     """Strategy that saves the whole run and loads this stage's part of a checkpoint."""
 
     _note: MiniBatchNote
-    _resumed_at: int | None = None  # next microbatch when an optimizer was loaded
+    _resumed_at: int | None = None  # number of the next microbatch when an optimizer was loaded
 
     @abstractmethod
     def _driving(self) -> AbstractContextManager[None]:
@@ -42,7 +42,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Drain between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return the whole model's ``state_dict`` on rank 0, this stage's part on others; collective."""
+        """Drain, and return a ``state_dict``; a collective call.
+
+        On rank 0 it has the whole model, on other ranks their stage.
+        """
         self._drain()
         with self._driving():
             return gathered(self.session, self._stage_state())
@@ -55,12 +58,12 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write the model, the optimizer and the older weights of all stages, and all else in ``state``; collective.
+        """Write all entries of ``state``, and with an optimizer also the older weight version; a collective call.
 
         Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage writes its part of a folder.
 
         Raises:
-            StorageError: the checkpoint cannot be written; an earlier one of its name is intact.
+            StorageError: the checkpoint cannot be written; an earlier checkpoint at this path is intact.
         """
         parts: dict[str, Any] = {}
         if self.session.stage is not None:
@@ -75,9 +78,9 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self.checkpoints.save(path, content, lambda it: files.save_checkpoint(it, path, storage_options))
 
     def _parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the pipeline's entries of a state: model, optimizer, averages of weights; collective.
+        """Return the entries of a state that belong to the pipeline: model, optimizer, averages of weights.
 
-        With the optimizer comes the rest of the run's state, under ``"pipeline"``.
+        If there is an optimizer, an entry ``"pipeline"`` is added with the rest of the run's state. A collective call.
         """
         session, collected = self.session, self.checkpoints.collected
         parts: dict[str, Any] = {}
@@ -88,7 +91,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
                 parts[name] = collected(session.stage_optimizer.state_dict())
                 parts[PIPELINE] = collected(stage_pipeline_state(session))
             elif isinstance(value, nn.Module) and any(map(whole_of, value.modules())):
-                parts[name] = collected(value.state_dict())  # an average
+                parts[name] = collected(value.state_dict())  # an average of weights
         return parts
 
     @override
@@ -116,7 +119,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         progress = remainder.pop(PIPELINE, None)
         state.update(others)
         if self._has_resumed and any(value is self._trained_model for value in others.values()):
-            load_pipeline_state(self.session, progress)  # the optimizer was loaded before; all versions become equal
+            load_pipeline_state(self.session, progress)  # loading the model overwrote the older weight version
         for name in state.keys() - others.keys():
             if name in remainder:
                 load_pipeline_state(self.session, progress)  # sets the delay before the optimizer is loaded
@@ -129,7 +132,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @property
     def _has_resumed(self) -> bool:
-        """Whether an optimizer was loaded and nothing was trained since; the model may be loaded by another call."""
+        """Whether an optimizer was loaded and nothing was trained since then.
+
+        A separate call may then load the model.
+        """
         return self._resumed_at is not None and self.session.running().next_forward == self._resumed_at
 
     @property
@@ -138,21 +144,21 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a whole model's ``state_dict`` into this stage, or a state into a module outside of the pipeline."""
+        """Load a ``state_dict`` into a module; the pipeline's model takes its stage's part of the whole model's."""
         if module is self._trained_model:
             load_model_state(self.session, module, state_dict, strict)
         else:
-            if any(map(whole_of, module.modules())):  # an average of this stage
+            if any(map(whole_of, module.modules())):  # an average of this stage's weights
                 own = module.state_dict().keys()
                 state_dict = {name: value for name, value in state_dict.items() if name in own}
             super().load_module_state_dict(module, state_dict, strict)
 
 
 class FabricLoader(ResumableLoader):
-    """Loader of a Fabric loop whose position ``fabric.save`` stores if it is part of the state.
+    """Loader for a Fabric loop; ``fabric.save`` stores its position if the loader is part of the state.
 
-    After ``fabric.load`` the next loop over it reads the rest of its epoch, and later loops read the next epochs. It
-    counts epochs itself, since Fabric counts them for samplers from the start of the process.
+    After ``fabric.load`` the next loop over the loader reads the rest of its epoch, and later loops read the next
+    epochs. The loader counts epochs itself, since Fabric counts them from 0 in every process.
 
     Args:
         loader: loader of this replica; on a middle stage a :class:`PlaceholderLoader`.
@@ -169,7 +175,7 @@ class FabricLoader(ResumableLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop received, or between two epochs."""
-        if self._rest is not None:  # loaded, and not iterated since
+        if self._rest is not None:  # loaded, but not iterated yet
             return dict(self._rest)
         if self._resumed is not None:
             return {**self._resumed[0], "is_over": True}
@@ -183,7 +189,7 @@ class FabricLoader(ResumableLoader):
         self._rest = state
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over an epoch, or the rest of the one in which the checkpoint was written."""
+        """Iterate over an epoch, or over the rest of the epoch in which the checkpoint was written."""
         rest, self._rest = self._rest, None
         if rest is not None:
             self._epoch, self._is_over = int(rest["epoch"]), bool(rest["is_over"])
@@ -200,7 +206,7 @@ class FabricLoader(ResumableLoader):
         try:
             yield from self._batches_of_epoch(int(rest["batches"]) if rest is not None and goes_on else 0)
         finally:
-            if newest is self._newest:  # an older iterator may be closed later
+            if newest is self._newest:  # an older iterator may be closed after a newer one has begun
                 self._is_over = True
 
     def _batches_of_epoch(self, begun: int) -> Iterator[Any]:
@@ -234,7 +240,7 @@ def resumable(loader: Any, given: Any) -> FabricLoader:
 
 
 def _converted(state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
-    """Return a state for ``fabric.save``, filtered, with modules and optimizers replaced by their states."""
+    """Replace modules and optimizers in a state by their ``state_dict``, and apply the filter of ``fabric.save``."""
     converted = {name: value.state_dict() if _has_state(value) else value for name, value in state.items()}
     for name, keep in filter.items():
         converted[name] = {key: value for key, value in converted[name].items() if keep(key, value)}

@@ -1,4 +1,4 @@
-"""The Fabric strategies by name."""
+"""Fabric strategies that users choose."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
     """Asynchronous pipeline parallelism without a flush: PipeDream-2BW with only a share of each gradient delayed.
 
     Raises:
-        ConfigurationError: problems were found when Fabric launches or a model is set up; raised on every rank, with
-            all problems.
+        ConfigurationError: the run cannot be trained; raised on every rank when Fabric launches or a model is set up,
+            with all problems.
 
     Example::
 
@@ -58,10 +58,10 @@ class DelayedGradientStrategy(PipelineStrategy):
     other, on one whole model.
 
     Args:
-        stages: number of stages. With one, any module works: it is not cut, and its whole step runs on older weights.
-        delay: 1 to train as an asynchronous pipeline does, 0 as a synchronous one.
+        stages: number of stages. With one stage the model is not cut, so any model works.
+        delay: 1 to train like ``async_pipeline``, 0 like ``sync_pipeline``.
         microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
-        staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
+        staleness: as for ``async_pipeline``; with one stage always ``"uniform"``: every gradient is one update old.
     """
 
     def __init__(

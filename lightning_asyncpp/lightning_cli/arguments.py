@@ -35,8 +35,8 @@ def package_recipe(name: str) -> Path:
     recipes = package_recipes()
     if name not in recipes:
         raise ConfigurationError(
-            f"there is no recipe {name}, neither a file nor a name{did_you_mean(name, recipes)}"
-            " (`asyncpp recipes` lists them)"
+            f"there is no recipe {name}, as a file or in the package{did_you_mean(name, recipes)}"
+            " (`asyncpp recipes` lists those of the package)"
         )
     return recipes[name]
 
@@ -49,7 +49,7 @@ def recipe_path(given: str) -> str:
             documentation. A file takes precedence over a recipe of the same name.
 
     Returns:
-        The path; ``given`` itself if it cannot be a name.
+        The path; ``given`` itself if it is a file or cannot be a name.
 
     Raises:
         ConfigurationError: neither a file nor a recipe has this name.
@@ -64,18 +64,18 @@ STRATEGIES = {
     "sync_pipeline": "lightning_asyncpp.SyncPipelineStrategy",
     "delayed_gradient": "lightning_asyncpp.DelayedGradientStrategy",
 }
-"""The Trainer's names of strategies, mapped to their classes, which accept options."""
+"""Name of a strategy in the Trainer -> its class; only classes accept options."""
 _CLASS_NAME = re.compile(r"(\w+\.)*[A-Z]\w*")
 _CONFIG, _STRATEGY, _OPTIMIZER, _TRACE = ("--config", "-c"), "--trainer.strategy", "--optimizer", "--trace"
 
-# Optimizers named by their algorithm for matrices; torch.optim.Muon accepts only matrices and not a whole model.
+# Short name -> optimizer for a whole model; torch.optim.Muon accepts only matrices.
 _WHOLE_MODEL = {"Muon": "MuonAdamW", "NorMuon": "NorMuonAdamW"}
 
 
 def find_own_modules() -> None:
-    """Add the current folder to the path, as ``python -m`` does, so that recipes can name its classes.
+    """Add the current folder to ``sys.path``, as ``python -m`` does, so that recipes can name classes in its files.
 
-    It comes last, so that it does not shadow installed packages.
+    The folder comes last, so that it does not shadow installed packages.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -85,7 +85,7 @@ def written_out(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a subcommand of LightningCLI with this command's shorthands expanded.
 
     The shorthands are recipes by name and as positional arguments, strategies by name, ``--optimizer`` for the model's
-    optimizer, and ``--trace [FOLDER]`` for a ``PipelineTrace`` among the callbacks.
+    optimizer, and ``--trace [FOLDER]`` for a ``PipelineTrace`` callback.
 
     Raises:
         ConfigurationError: an argument names a recipe that does not exist.
@@ -107,7 +107,7 @@ def written_out(arguments: Sequence[str]) -> list[str]:
         if not equals and left and not (name == _TRACE and left[0].startswith("-")):
             value = left.pop(0)
         if short == _TRACE:
-            # Last, so that no --config replaces the list to which it is added.
+            # The callback is added last: a later --config would replace the list of callbacks.
             trace = trace or ["--trainer.callbacks+=lightning_asyncpp.PipelineTrace"]
             trace += [f"--trainer.callbacks{name.removeprefix(_TRACE) or '.dirpath'}={value}"] if value else []
         else:
@@ -125,8 +125,8 @@ def _written(name: str, value: str) -> str:
 
 
 def class_of_strategy(value: str) -> str | None:
-    """Return the class that a strategy's value names; ``None`` for names that only the Trainer knows.
+    """Return the class for the value of a strategy; ``None`` for names that only the Trainer knows.
 
-    The Trainer accepts names only without options, and jsonargparse takes any text for such a name.
+    With a class, jsonargparse accepts options of the strategy and checks them; with a name, it does not.
     """
     return STRATEGIES.get(value) or (value if _CLASS_NAME.fullmatch(value) else None)

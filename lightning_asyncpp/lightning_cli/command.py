@@ -1,4 +1,4 @@
-"""``asyncpp fit`` and the other subcommands of LightningCLI, and reading of recipes for the tools."""
+"""``asyncpp fit`` and the other subcommands of LightningCLI, and the reading of recipes for the tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_asyncpp.trainer.base import PipelineStrategy
 from lightning_asyncpp.trainer.callbacks.terminal import PipelineProgressBar
 from lightning_asyncpp.trainer.set_up import trainer_problems
 
-_FILE = re.compile(r"(?!(best|last|hpc|registry.*)$)(?!.*://).*")  # neither a word that Lightning knows nor a URL
+_FILE = re.compile(r"(?!(best|last|hpc|registry.*)$)(?!.*://).*")  # not a URL or one of Lightning's keywords
 
 
 def check_start(trainer: L.Trainer, data: L.LightningDataModule | None, ckpt_path: str | None) -> None:
@@ -64,12 +64,12 @@ def processes_of(trainer: L.Trainer) -> str:
 
 
 class AsyncppCLI(LightningCLI):
-    """LightningCLI with short error messages for recipes, and a line on checkpoint and logs after a training."""
+    """LightningCLI with short error messages for recipes, and a final line about the checkpoint and the logs."""
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Make the parser of the requested subcommand only: all of them would take four times as long."""
+        """Make only the parser of the requested subcommand; those of all would take four times as long."""
         asked = {name: skipped for name, skipped in self.subcommands().items() if [name] == sys.argv[1:2]}
         if asked:
             self.subcommands = lambda: asked  # type: ignore[method-assign]
@@ -81,10 +81,10 @@ class AsyncppCLI(LightningCLI):
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
-        """Do not read the model's class from a checkpoint: Lightning would import and call what the file names."""
+        """Do nothing: Lightning would read the model's class from a checkpoint, and import what the file names."""
 
     def before_instantiate_classes(self) -> None:
-        """Keep errors that classes raise: if a key has several types, jsonargparse may report the wrong one."""
+        """Keep the errors that classes raise; if a key has several types, jsonargparse may report another error."""
         self._raised: list[Exception] = []
         self.parser.add_instantiator(self._instantiated, object)
 
@@ -100,7 +100,7 @@ class AsyncppCLI(LightningCLI):
 
         Raises:
             ConfigurationError: a class of this package refused its arguments.
-            Exception: another class raised it; jsonargparse's report of all types that it tried is left out.
+            Exception: error of another class, without jsonargparse's report of all types that it tried.
         """
         try:
             super().instantiate_classes()
@@ -203,7 +203,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         **how: further arguments of ``LightningCLI``; with ``run=False`` it only makes module, data and Trainer.
     """
     _quiet()
-    # Docstrings of attributes are read from the sources, which adds a third to the time of reading a recipe.
+    # Only help needs the docstrings of attributes; reading them from the sources takes a third more time.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=_shows_docstrings(sys.argv[1:]))
     return cli(
         LightningModule,
@@ -217,7 +217,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
 
 
 def _shows_docstrings(arguments: Sequence[str]) -> bool:
-    """Return whether the arguments may request a help screen or a recipe with comments."""
+    """Return whether the arguments may ask for help or for a recipe with comments."""
     return any("help" in argument or "print_config" in argument or argument == "-h" for argument in arguments)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion for a name that does not exist, after a semicolon; empty if no known name is similar.
+    """Return ``"; did you mean NAME?"`` for a name that does not exist; empty if no known name is similar.
 
     Args:
-        name: the given name; only the last part of dotted names is compared, with hyphens equal to underscores.
-        known: all known names; of equally similar ones the first is suggested.
+        name: the given name. Only the last part of dotted names is compared; hyphens equal underscores.
+        known: all known names. Of several with the same last part, the first may be suggested.
     """
     ends: dict[str, str] = {}
     for candidate in known:
@@ -34,21 +34,21 @@ GROUPS: dict[str, dict[str, str]] = {
     "before you train": {
         "recipes": "list the recipes that come with the package, or copy one",
         "check": "verify that a pipeline trains a recipe's model as a single process does",
-        "plan": "say what a recipe needs on a kind of device, and how fast it would be",
+        "plan": "estimate a recipe's memory and speed on a kind of device",
         "prepare": "tokenise documents into shards to train on",
-        "doctor": "examine the installation, with GPUs or without",
+        "doctor": "report versions and devices, and test a training of two stages",
     },
     "look": {
-        "trace": "show where the time of a run went that `asyncpp fit --trace` recorded",
+        "trace": "show how a run spent its time, recorded by `asyncpp fit --trace`",
     },
     "models in and out": {
-        "export": "write a model as a folder of Hugging Face transformers",
-        "import": "read such a folder: its config, and its weights as a checkpoint",
-        "generate": "let a checkpoint write",
-        "checkpoint": "look into one (info), write it in another form (convert)",
+        "export": "write a model as a folder that Hugging Face transformers loads",
+        "import": "read a folder of Hugging Face transformers",
+        "generate": "continue a prompt with a trained model",
+        "checkpoint": "describe a checkpoint (info), or write it in another form (convert)",
     },
 }
-"""Titles, mapped to subcommands and their descriptions."""
+"""Title -> subcommand -> its description."""
 SUBCOMMANDS = GROUPS["train"]
 """Subcommands of LightningCLI."""
 FULL_HELP = "--help=full"
@@ -60,7 +60,7 @@ usage: asyncpp COMMAND ...
 Asynchronous pipeline parallelism for PyTorch Lightning.
 """
 _FIRST_STEPS = """\
-`asyncpp COMMAND --help` says what a command takes. To begin with:
+`asyncpp COMMAND --help` lists the arguments of a command. First steps:
   asyncpp recipes
   asyncpp check quickstart
   asyncpp fit quickstart
@@ -69,27 +69,27 @@ _FIRST_STEPS = """\
 _TRAINING = """\
 usage: asyncpp {name} RECIPE [--KEY VALUE ...]
 
-{does}. A recipe is a YAML file; --config RECIPE names it, too, and further ones change the first.
+{does}. A recipe is a YAML file, also given as --config RECIPE; a second recipe overrides the first.
 
 Arguments override the values of the recipe; the last one wins:
   --trainer.max_steps 100             any argument of Lightning's Trainer
   --trainer.strategy async_pipeline   or sync_pipeline, delayed_gradient, or one of Lightning's
   --trainer.strategy.microbatches 8  any argument of the strategy
-  --model.config.num_layers 12        any argument of the model's class; --model CLASS takes another
-  --data.batch_size 32                any argument of the data's class; --data CLASS takes another
+  --model.config.num_layers 12        any argument of the model's class; --model CLASS changes the class
+  --data.batch_size 32                any argument of the data's class; --data CLASS changes the class
   --optimizer AdamW                   class of the optimizer; --optimizer.lr 0.001 is one of its arguments
   --seed_everything 42                seed of weights, data order and dropout
   --ckpt_path CKPT                    {checkpoint}
 {trace}
 To see more:
-  --print_config                      the recipe with all that overrides it and all defaults, and nothing else
-  --model.help CLASS                  arguments of a class; as well --data.help, --trainer.strategy.help, ...
+  --print_config                      print the recipe with overrides and defaults, without running it
+  --model.help CLASS                  arguments of a class; also --data.help, --trainer.strategy.help, ...
   --help=full                         all options (some hundred)
 
 Examples:
 {examples}"""
 _TRACE = """\
-  --trace [FOLDER]                    record where the time goes, for `asyncpp trace`; --trace.mini_batches N: how long
+  --trace [FOLDER]                    record a trace for `asyncpp trace`; --trace.mini_batches N limits it
 """
 _FIT_EXAMPLES = """\
   asyncpp fit quickstart
@@ -101,7 +101,7 @@ _OTHER_EXAMPLE = "  asyncpp {name} quickstart --ckpt_path last.ckpt\n"
 
 
 def overview() -> str:
-    """Return the help of the command: its subcommands in groups, a line each."""
+    """Return the help of the command, with one line per subcommand."""
     blocks = [
         "\n".join([f"{title}:", *(f"  {name:<12}{text}" for name, text in commands.items())])
         for title, commands in GROUPS.items()
@@ -110,7 +110,7 @@ def overview() -> str:
 
 
 def help_of(name: str) -> str:
-    """Return the help of a subcommand of LightningCLI, without the options that Lightning finds."""
+    """Return a short help of a subcommand of LightningCLI, without the list of all options."""
     is_fit = name == "fit"
     does = SUBCOMMANDS[name]
     return _TRAINING.format(

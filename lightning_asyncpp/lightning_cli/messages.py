@@ -17,7 +17,7 @@ _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
 
 
 def is_first_process() -> bool:
-    """Return whether this process is the first of those that the user, torchrun, Slurm or Lightning started."""
+    """Return whether this is the first process of the run, under torchrun, Slurm or Lightning's launcher."""
     return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 
@@ -34,7 +34,7 @@ class _SayHandler(logging.Handler):
 
 
 def say_what_is_logged() -> None:
-    """Print what the package logs as information, such as the preparation of data."""
+    """Print the package's log messages of level INFO, such as those on the preparation of data."""
     logger = logging.getLogger("lightning_asyncpp")
     if logger.handlers or logger.level:
         return  # the caller has configured the logger
@@ -44,11 +44,11 @@ def say_what_is_logged() -> None:
 
 _PACKAGE = "lightning_asyncpp."
 _ARGUMENTS = (ValueError, TypeError, ImportError)
-"""Exceptions for wrong arguments and missing packages, which Python also raises."""
+"""Exceptions for wrong arguments and missing packages; code outside of this package raises them, too."""
 
 
 def end_with(error: Exception) -> None:
-    """End the process with a short message for an error of the package; return for others, or to show a traceback.
+    """End the process with a short message if this package raised the error; return if a traceback is to be shown.
 
     Raises:
         SystemExit: code 2 for wrong arguments, 1 for a failure of the run.
@@ -67,12 +67,12 @@ def end_with(error: Exception) -> None:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End with the message only: tracebacks through Lightning's frames on every rank would hide it."""
+    """End the process with only the message; tracebacks through Lightning's frames on every rank would hide it."""
     _end(_shortened(str(error)) if _rank() else str(error), 2)  # all ranks raise the same error
 
 
 def is_raised_by(error: BaseException, package: str = _PACKAGE) -> bool:
-    """Return whether code of the package raised an error itself, and not code that it calls."""
+    """Return whether code of the package itself raised an error, and not code that it calls."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith(package)
 

@@ -26,7 +26,7 @@ _SECTIONS = {
     "model.": "lightning_asyncpp.GPTModule",
     "data.": "lightning_asyncpp.data.TextDataModule",
 }
-"""Sections to which a name without a section may belong, with the class that most recipes have there."""
+"""Section of a recipe -> class that most recipes have there, for names that are given without their section."""
 _PLACES = (
     "lightning_asyncpp", "lightning_asyncpp.data", "lightning_asyncpp.optim", "torch.optim",
     "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
@@ -34,7 +34,7 @@ _PLACES = (
 
 
 def explained(message: str, keys: Iterable[str]) -> str:
-    """Return a message with a line before it for each unknown name that is similar to a known one.
+    """Return a message of jsonargparse, after a suggestion for each unknown name that is similar to a known one.
 
     Args:
         message: message of jsonargparse.
@@ -68,7 +68,7 @@ def _class_names() -> Iterator[str]:
 
 
 def _arguments_of(class_path: str) -> list[str]:
-    """Return the arguments of a class, with the fields of dataclasses; none if they cannot be found."""
+    """Return the arguments of a class, with the fields of dataclasses; an empty list if they cannot be found."""
     parser = ArgumentParser(exit_on_error=False)
     try:
         parser.add_class_arguments(pkgutil.resolve_name(class_path), fail_untyped=False)
@@ -85,7 +85,7 @@ class RecipeParser(LightningArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End with the message only: the usage, a screen of options, would hide it."""
+        """End the process with only the message; the usage, a screen full of options, would hide it."""
         if not self.exit_on_error:
             super().error(message, ex)
         parser: RecipeParser = getattr(ex, "subcommand_parser", None) or self
@@ -93,7 +93,7 @@ class RecipeParser(LightningArgumentParser):
         self.exit(2, f"asyncpp: error: {explained(message, known)}\n")
 
     def parse_string(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Read a recipe, and replace a strategy's name by its class, which accepts options; arguments as the base's."""
+        """Read a recipe, and replace the name of a strategy by its class, which accepts options."""
         configuration: Namespace = super().parse_string(*args, **kwargs)
         strategy = configuration.get("trainer.strategy")
         if isinstance(strategy, str) and (found := class_of_strategy(strategy)):
@@ -102,13 +102,13 @@ class RecipeParser(LightningArgumentParser):
 
 
 def instantiated(parser: ArgumentParser, key: str, value: Mapping[str, Any]) -> Any:
-    """Return the object that ``value``, a class and its arguments, describes.
+    """Make the object of a class and its arguments.
 
     Args:
         parser: parser of ``key``.
         key: key of the recipe.
-        value: value that the parser accepts.
+        value: class and arguments, as in the recipe.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer versions of jsonargparse call it `instantiate`
+        warnings.simplefilter("ignore")  # the method is deprecated in newer versions of jsonargparse
         return parser.instantiate_classes(parser.parse_object({key: dict(value)}))[key]

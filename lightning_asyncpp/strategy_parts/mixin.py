@@ -34,7 +34,7 @@ from lightning_asyncpp.storage import is_sharded, load, local_path, remove_shard
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Checkpoint IO whose files replace earlier ones only when they are complete, and that reads sharded ones, too.
+    """Checkpoint IO that replaces a file only by a complete one, and also reads sharded checkpoints.
 
     URLs (``s3://...``) are left to :class:`TorchCheckpointIO`.
     """
@@ -44,7 +44,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Write a file.
 
         Raises:
-            StorageError: the file cannot be written; an earlier one of its name is intact.
+            StorageError: the file cannot be written; an earlier file at this path is intact.
         """
         if storage_options is None and (local := local_path(path)) is not None:
             save_file(checkpoint, local)
@@ -59,11 +59,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: the path does not exist.
-            StorageError: it is not a checkpoint, is damaged, or holds code and ``weights_only`` is not False.
+            StorageError: the path is not a checkpoint, is damaged, or contains code while ``weights_only`` is not
+                False.
         """
         local = local_path(path)
         if local is None or not local.exists():
-            # By default Lightning would run code that a file at a URL holds.
+            # By default Lightning would run code in a file at a URL.
             return super().load_checkpoint(path, map_location, weights_only is not False)
         content: dict[str, Any] = load(local, weights_only)
         return content
@@ -86,45 +87,46 @@ class PipelineStrategyMixin:
 
     Args:
         microbatches: number of microbatches per batch, at least the number of stages P. Default: 2 P (1 for one stage).
-            A batch with fewer samples leaves the last ones empty: nothing is computed for them.
-        staleness: microbatches of a mini-batch that run on the weights before the newest update. ``"least"``, the
-            default: those that start before that update can be made, P - 1 - s on stage s. Stages then step before all
-            know the norm of a gradient, so they clip it by the norm one mini-batch earlier, and the first mini-batch
-            has no delay. ``"uniform"`` (PipeDream-2BW): all microbatches, so that gradients are one update old.
-        slack: with ``staleness="least"``, number of further microbatches on the older weights, during which a reduction
-            over replicas can run; ``"exact"``: as many on all stages as on the first, so that clipping is exact, and
-            non-finite gradients can be skipped.
+            If a batch has fewer samples, the last microbatches are empty, and nothing is computed for them.
+        staleness: choice of the microbatches of a mini-batch that run on the weights before the newest update.
+            ``"least"`` (default): those that start before this update can be made, the first P - 1 - s on stage s. A
+            stage then steps before the norm over all stages is known. So it clips by the norm of the previous
+            mini-batch, and the first mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all microbatches, so that
+            gradients are one update old.
+        slack: with ``staleness="least"``, number of further microbatches on the older weights; a reduction over
+            replicas can run during them. ``"exact"``: all stages run as many microbatches on the older weights as the
+            first stage, so that clipping is exact and non-finite gradients can be skipped.
         lookahead: extra microbatches in flight, up to ``microbatches`` - P + 1, one less with replicas. They hide
             latency and jitter, cost activation memory, and run on the older weights with ``staleness="least"``.
-            Default: 0; with ``staleness="uniform"`` 1 where it fits.
+            Default: 0; with ``staleness="uniform"`` 1 if that is not too many.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
-        partition: layers of each stage. ``"auto"`` minimises the largest cost of a stage, by the model's
-            ``pipeline_costs()``, or else by the times of its layers on its ``example_input_array``, or else by numbers
-            of parameters. ``"uniform"`` gives all stages the same number of layers. A list holds the number of layers
-            of each stage, first stage first.
-        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, with the optimizer's parameters as fp32 masters
-            beside them. This takes as much memory as two versions in fp32 and computes faster; it needs precision
-            ``"bf16-mixed"``. Checkpoints then hold the weights in bf16, and the masters beside them.
+        partition: layers of each stage. ``"auto"`` minimises the largest cost of a stage. Costs are the model's
+            ``pipeline_costs()``; without that method the times of its layers on ``example_input_array``; without an
+            example the numbers of parameters. ``"uniform"`` gives all stages the same number of layers. A list has the
+            number of layers of each stage, first stage first.
+        weight_dtype: ``"bf16"`` keeps both weight versions in bf16, in addition to fp32 masters for the optimizer. This
+            takes as much memory as two versions in fp32 and computes faster; it needs precision ``"bf16-mixed"``.
+            Checkpoints then have both the bf16 weights and the masters.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
         state_dict_type: ``"full"`` writes a checkpoint as one file, on rank 0; ``"sharded"`` as a folder with a part of
             every stage.
         async_checkpoints: write checkpoints while training continues; costs a copy of the saved state on the host.
         timeout: timeout of blocking communication.
-        process_group_backend: backend of ``torch.distributed``; ``None`` for NCCL on GPUs with one rank each, else
-            gloo.
+        process_group_backend: backend of ``torch.distributed``; ``None``: NCCL if every rank has a GPU to itself, gloo
+            if not.
         start_method: way in which Lightning starts the processes. ``"popen"`` runs the script again, ``"fork"`` works
-            in notebooks, ``"spawn"`` where everything can be pickled. With the last two, the process that starts the
-            others is not a rank: after ``fit`` its module is the whole trained one, and ``fabric.launch(function)``
-            returns only the function's result on rank 0.
-        parallel_devices: devices of this machine's ranks, to put several on one GPU; ``None`` for those of the Trainer
-            or Fabric.
+            in notebooks, ``"spawn"`` needs objects that can be pickled. With ``"fork"`` and ``"spawn"`` the process
+            that starts the ranks is not one of them: it has the whole trained module after ``fit``, and
+            ``fabric.launch(function)`` returns to it only the function's result on rank 0.
+        parallel_devices: devices of this machine's ranks, for instance to put several ranks on one GPU; ``None``: those
+            of the Trainer or Fabric.
 
     Raises:
         ConfigurationError: arguments are wrong for any number of processes; the message names all of them.
 
     Attributes:
         delay: delay of the gradients in updates: 1 or 0.
-        num_stages: number of stages in this process, on one device; ``None`` if every rank runs one.
+        num_stages: number of stages if all of them run in this process; ``None`` if every rank runs one stage.
         session: the pipeline.
         checkpoints: writer of the checkpoints.
     """
@@ -183,7 +185,7 @@ class PipelineStrategyMixin:
         self._begin()
 
     def _begin(self) -> None:
-        """Initialise the state of a strategy beside its session."""
+        """Initialise the other attributes of a strategy, once it has its session."""
 
     def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
         return (
@@ -196,7 +198,7 @@ class PipelineStrategyMixin:
 
     @property
     def local_rank(self) -> int:
-        """Local rank; 0 if all stages are in this process, even if others were launched with it."""
+        """Local rank; 0 if all stages are in this process, even if other processes were launched with it."""
         rank: int = super().local_rank if self.num_stages is None else 0  # type: ignore[misc]
         return rank
 
@@ -214,7 +216,7 @@ class PipelineStrategyMixin:
         if self.num_stages is not None:
             self._set_up_one_process()
             return
-        # Checked before ranks wait for each other: a rank that failed later would leave the others waiting.
+        # Checked before ranks wait for each other, since the others would wait for a rank that fails later.
         self.session.settings.resolved(strategy.num_nodes * strategy.num_processes)
         if strategy.num_nodes == 1 and strategy.cluster_environment.world_size() <= strategy.num_processes:
             use_loopback()
@@ -225,8 +227,8 @@ class PipelineStrategyMixin:
         mesh = self.session.connect(strategy.global_rank, strategy.world_size)
         if mesh.num_stages == 1:
             rank_zero_warn(
-                f"{type(self).__name__} has one stage, and cuts nothing: devices={mesh.world_size} was given or found"
-                f" for data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
+                f"{type(self).__name__} has a single stage, since there are devices={mesh.world_size} for"
+                f" data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
             )
 
     def _get_process_group_backend(self) -> str:
@@ -240,12 +242,12 @@ class PipelineStrategyMixin:
         self.session.connect(0, strategy.num_nodes * strategy.num_processes)
         assert strategy.accelerator is not None
         strategy.accelerator.setup_device(strategy.root_device)
-        if hasattr(strategy, "set_world_ranks"):  # the Trainer's; in Fabric ranks follow from the environment
+        if hasattr(strategy, "set_world_ranks"):  # only the Trainer's; Fabric takes ranks from the environment
             strategy.set_world_ranks()
         reset_seed()  # as launchers do, so that the process's generators draw the same numbers as in a pipeline
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, in a group that failed ranks leave (``core/failure_watch.py``)."""
+        """Wait for all ranks; raise an error if one of them has failed (``core/failure_watch.py``)."""
         self.session.check_failure()
         if (group := self._host_group()) is None:
             super().barrier(*args, **kwargs)  # type: ignore[misc]
@@ -254,7 +256,7 @@ class PipelineStrategyMixin:
             dist.barrier(group=group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank ``src`` on all ranks; like :meth:`barrier`, do not wait for a failed rank."""
+        """Return the object of rank ``src`` on all ranks; raise an error if a rank has failed."""
         self.session.check_failure()
         if self._host_group() is None:
             result: T = super().broadcast(obj, src)  # type: ignore[misc]
@@ -287,13 +289,14 @@ class PipelineStrategyMixin:
     ) -> None:
         """Reduce the model to this rank's stage; an error on one rank is raised on all.
 
-        Rank 0 chooses the number of layers of each stage, and the run's seed: that of ``seed_everything`` or a new one.
+        Rank 0 chooses the number of layers of each stage and the run's seed (that of ``seed_everything``, or a new
+        one).
 
         Args:
             model: model that is cut.
-            root: module around the model.
-            example: input to measure the layers with, if the partition needs that.
-            averages: averages of the model that are not part of ``root``.
+            root: module that contains the model.
+            example: input with which layers may be measured.
+            averages: averages of the model's weights that ``root`` does not contain.
         """
         seed, partition, error = seed_of_run(), None, None
         if self._mesh.rank == 0:
@@ -321,9 +324,10 @@ class PipelineStrategyMixin:
 
 
 def register(registry: Any, **strategies: type) -> None:
-    """Add strategies to one of Lightning's registries under their keywords' names.
+    """Add strategies to one of Lightning's registries; the keywords are their names.
 
-    Strategies that start processes get a second name with ``_notebook``, which forks them as ``ddp_notebook`` does.
+    Strategies that start processes get a second name that ends in ``_notebook``. It forks the processes, as
+    ``ddp_notebook`` does.
     """
     for name, strategy in strategies.items():
         description = (strategy.__doc__ or "").partition("\n")[0]
@@ -335,11 +339,11 @@ def register(registry: Any, **strategies: type) -> None:
 
 
 def expect_early_schedulers() -> None:
-    """Keep torch from warning that a scheduler stepped before the optimizer: the first mini-batch has no update yet."""
+    """Suppress torch's warning that a scheduler stepped before the optimizer: the first update comes a batch later."""
     warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
 
 
 def launched_processes(launcher: Any) -> list[subprocess.Popen]:
-    """Return the launcher's list of the processes that it started; empty if others start them."""
+    """Return the launcher's list of the processes that it started; empty if the launcher starts none."""
     processes: list[Any] = getattr(launcher, "procs", [])
     return processes if all(isinstance(process, subprocess.Popen) for process in processes) else []

@@ -1,4 +1,4 @@
-"""Recording of a run: every rank writes the spans of some mini-batches, and of the pauses between them, to a file.
+"""Recording of a run: every rank writes its spans (timed activities) in some mini-batches, and between them, to a file.
 
 The files are in Chrome's trace format, which ui.perfetto.dev loads.
 """
@@ -41,7 +41,7 @@ def thread_of(kind: SpanKind) -> int:
 
 @dataclass(frozen=True)
 class Meta:
-    """Description of the rank whose spans a file holds.
+    """Description of the rank that wrote a file.
 
     Attributes:
         rank: rank in the world of all processes.
@@ -61,7 +61,7 @@ class Meta:
 
     @property
     def process(self) -> int:
-        """Number of the stage's process in the picture, from 1."""
+        """Number of the rank's process in the picture, from 1."""
         return self.replica * self.schedule.num_stages + self.schedule.stage + 1
 
     @property
@@ -89,12 +89,12 @@ def about(meta: Meta) -> list[dict[str, Any]]:
 
 
 def event(span: Span, process: int, mini_batch_of: Callable[[int], tuple[int, int]], offset: float = 0.0) -> str:
-    """Return a span as an event; formatted by hand, because the json module takes ten times as long.
+    """Return a span as an event in JSON, without the json module, which takes ten times as long.
 
     Args:
         span: the span.
         process: number of the process that recorded the span.
-        mini_batch_of: function of a microbatch that returns its mini-batch and its position there.
+        mini_batch_of: microbatch -> (its mini-batch, its position in the mini-batch).
         offset: seconds to add to the span's times.
     """
     mini_batch, place = mini_batch_of(span.index) if span.kind in PER_MICROBATCH else (span.index, 0)
@@ -128,7 +128,7 @@ class TraceFile:
 
         Args:
             spans: spans that have ended.
-            mini_batch_of: function of a microbatch that returns its mini-batch and its position there.
+            mini_batch_of: microbatch -> (its mini-batch, its position in the mini-batch).
         """
         if self._file is not None:
             process, offset = self._meta.process, self._offset
@@ -142,20 +142,21 @@ class TraceFile:
             self._file = None
 
 
-_WRITE_EVERY = 0.25  # seconds between writes; a killed run may lose as many
-_END_SECONDS = 1.0  # seconds that the end of a recording waits for a device to finish its work
+_WRITE_EVERY = 0.25  # seconds between writes; a killed run may lose the spans of this time
+_END_SECONDS = 1.0  # longest wait at the end of a recording for a device to finish its work, in seconds
 
 
 class Recorder:
-    """Recorder of this rank's spans into a file of a folder that all ranks share; its constructor is a collective call.
+    """Recorder that writes this rank's spans to a file; its constructor is a collective call.
 
-    The training loop calls :meth:`begin_batch` and :meth:`end_batch`; between two batches the next one is fetched.
+    The training loop calls :meth:`begin_batch` and :meth:`end_batch`. The time between two batches counts as a wait for
+    data.
 
     Args:
         session: the started pipeline.
-        folder: folder of the files; if it holds another recording, ``<folder>-2``, ... is used.
+        folder: folder of all ranks' files; if it has a recording already, ``<folder>-2``, ... is used.
         first: first mini-batch to record.
-        count: number of mini-batches to record; ``None`` for all that follow.
+        count: number of mini-batches to record; ``None``: all that follow.
 
     Attributes:
         folder: folder of this recording's files.
@@ -178,7 +179,7 @@ class Recorder:
         self._closed = False
 
     def begin_batch(self) -> None:
-        """Note that the next training batch, now here, begins."""
+        """Record the start of a training batch, and the end of the wait for its data."""
         self.end_pause()
         mini_batch = self._engine.mini_batch
         if self._closed or mini_batch < self._first:
@@ -187,17 +188,17 @@ class Recorder:
             self.close()
         elif self._reader is None:
             self._reader = follow(self._engine)
-            self._note_starts()  # of mini-batches whose backwards may still come
+            self._note_starts()  # backwards of earlier mini-batches may still run
 
     def end_batch(self) -> None:
-        """Note that the training batch is over and the next fetch begins."""
+        """Record the end of a training batch, and the start of the wait for the next one."""
         self.begin_pause(Wait.DATA)
         self._note_starts()
         if self._reader is not None and time.perf_counter() - self._written >= _WRITE_EVERY:
             self.write()
 
     def note_checkpoint(self) -> None:
-        """Count the pause until the next batch as the saving of a checkpoint."""
+        """Record the pause until the next batch as a checkpoint."""
         if self._pause is not None:
             self._pause = Activity.CHECKPOINT, self._pause[1]
 
@@ -269,7 +270,7 @@ class Recorder:
             file = TraceFile(self.folder / f"rank-{mesh.rank:05d}.json", meta, offset)
         except OSError as caught:
             error = ConfigurationError(
-                f"the trace cannot be written to {str(self.folder)!r} ({caught.strerror}): name a folder that every"
+                f"the trace cannot be written to {str(self.folder)!r} ({caught.strerror}); choose a folder that every"
                 " process may write to"
             )
         agree_on_error(mesh, error)
@@ -278,9 +279,9 @@ class Recorder:
 
 
 def follow(engine: Engine) -> Reader:
-    """Return a reader of an engine's trace, which begins to record unless it already does.
+    """Return a reader of an engine's trace; the engine begins to record if it does not record yet.
 
-    The engine stops recording when the last such reader is closed; a trace set by other code stays.
+    The engine stops recording when the last reader is closed, unless other code has set the trace.
     """
     runner = engine.runner
     trace = runner.trace
@@ -297,7 +298,7 @@ def follow(engine: Engine) -> Reader:
 
 
 def unused(folder: Path) -> Path:
-    """Return ``folder``, or ``folder`` with the first number under which nothing was recorded yet."""
+    """Return the first of ``folder``, ``<folder>-2``, ``<folder>-3``, ... that has no recording."""
     number, free = 2, folder
     while any(free.glob(PATTERN)):
         free, number = folder.with_name(f"{folder.name}-{number}"), number + 1

@@ -1,4 +1,4 @@
-"""Training loader that resumes from a checkpoint, with the batch after the last one that was trained on."""
+"""Training loader that resumes from a checkpoint, with the batch after the last trained one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
 
 _END = object()
 _INEXACT = (
-    "the checkpoint was written after batch {} of an epoch, and its rest is not read as without the interruption: {}."
-    " Some batches may be read twice and others not at all; the next epoch is whole again. To resume exactly, use a"
-    " checkpoint of an epoch's end, or a loader with a state, such as torchdata's StatefulDataLoader or litdata's"
-    " StreamingDataLoader"
+    "the checkpoint was written after batch {} of an epoch, and the rest of the epoch is not resumed exactly: {}."
+    " Some batches may be read twice or not at all; the next epoch is complete. To resume exactly, use a checkpoint of"
+    " an epoch's end, or a loader with a state, such as torchdata's StatefulDataLoader or litdata's StreamingDataLoader"
 )
 
 
 class ResumableLoader(LoaderInFront):
     """Wrapper that makes a training loader resumable.
 
-    Stateful loaders follow torchdata's protocol: a state saved after an epoch's last batch begins the next epoch.
+    Stateful loaders follow torchdata's protocol: a state saved after the last batch of an epoch begins the next epoch.
 
     Args:
         loader: loader of this replica.
@@ -48,13 +47,13 @@ class ResumableLoader(LoaderInFront):
         return sized_len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that training received, even if that was before a resume."""
+        """Return the position after the last batch that training received, also if that was in an earlier run."""
         if self._resumed is not None:
             return dict(self._resumed[0])
         return self._before if self._prefetched() else self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the wrapped loader's own state, as Lightning saves it; for our states use :meth:`resume`."""
+        """Load a state of the wrapped loader, as Lightning saves it; :meth:`resume` loads those of this class."""
         if "batches" not in state and is_stateful(self.loader):
             self.loader.load_state_dict(state)
 
@@ -68,10 +67,10 @@ class ResumableLoader(LoaderInFront):
         self._resumed = (state, ended)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over an epoch; reading begins with the first batch that is requested."""
+        """Iterate over an epoch; nothing is read before the first batch is requested."""
         resumed, self._resumed = self._resumed, None
         state, ended = resumed or ({}, True)
-        if not ended and state.get("exhausted"):  # one of several loaders, which had ended before the others
+        if not ended and state.get("exhausted"):  # of several loaders, this one had ended before the epoch
             self._resumed = (state, True)
             return
         self._batches, self._exhausted = 0 if ended else int(state["batches"]), False
@@ -81,25 +80,29 @@ class ResumableLoader(LoaderInFront):
         yield from self._read(self._iterate(begun=not ended))
 
     def _take_up(self, state: Mapping[str, Any], ended: bool) -> None:
-        """Restore the loader's position, or begin the epoch after it."""
+        """Restore the loader's position, or the start of the next epoch if the epoch has ended."""
         loader, inner = self.loader, state["loader"]
         if ended and isinstance(loader, classes_of_litdata("StreamingDataLoader")):
             loader.current_epoch = inner["current_epoch"]
             return
         loader.load_state_dict(inner)
         if ended:
-            with isolate_rng():  # the next epoch draws as if there had been no interruption
+            with isolate_rng():  # random numbers of the next epoch must not depend on the interruption
                 if state["exhausted"]:
                     loader.state_dict()  # makes torchdata's loader create its iterator, which has ended
                 else:
                     next(iter(loader), _END)  # drops the rest of an epoch that was cut short
 
     def _iterate(self, begun: bool) -> Iterator[Any]:
-        """Return an iterator; an epoch that had begun has already drawn the seed of its workers."""
+        """Return an iterator over the loader, which draws the seed of the epoch's workers.
+
+        If the epoch had begun before the interruption, the process's generators do not advance, since the seed had
+        been drawn before.
+        """
         if getattr(self.loader, "generator", _END) in (None, self._generator):
             self.loader.generator = self._generator.set_state(torch.get_rng_state())
             if not begun:
-                torch.empty((), dtype=torch.int64).random_()  # the loader now draws this from its own generator
+                torch.empty((), dtype=torch.int64).random_()  # advances torch's generator as the loader would have
         with isolate_rng() if begun else nullcontext():
             iterator: Iterator[Any] = iter(self.loader)
         return iterator
@@ -108,13 +111,13 @@ class ResumableLoader(LoaderInFront):
         length, begin = self.length, self._batches
         try:
             while True:
-                if length is None and self._batches > begin:  # loaders without a length are read one batch ahead
-                    self._before = self._state()  # not before the first batch: litdata would lose its position
+                if length is None and self._batches > begin:  # Lightning reads loaders without a length one batch ahead
+                    self._before = self._state()  # before the first batch, litdata would lose its position
                 if (batch := next(iterator, _END)) is _END:
                     self._exhausted = True
                     return
                 self._batches += 1
-                if self._batches == length:  # tells the loader itself that its epoch has ended
+                if self._batches == length:  # one more step tells the loader that its epoch has ended
                     self._exhausted = next(iterator, _END) is _END
                 yield batch
         finally:
@@ -154,7 +157,7 @@ def warn_if_inexact(loader: Any, state: Mapping[str, Any], reasons: Sequence[str
 
 
 def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:
-    """Return whether a loader can load the state of the loader in a checkpoint; arguments as above."""
+    """Return whether a loader can load its state in a checkpoint; arguments as for :func:`warn_if_inexact`."""
     if not is_stateful(loader) or state.get("loader") is None:
         return False
     written_by = state["class"], state["workers"]
@@ -162,7 +165,7 @@ def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the number of the epoch in the samplers of a loader, which order the data by it."""
+    """Set the number of the epoch in the samplers of a loader; the order of the data depends on it."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         if callable(tell := getattr(getattr(owner, "sampler", None), "set_epoch", None)):
             tell(epoch)

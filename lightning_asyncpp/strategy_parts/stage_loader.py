@@ -35,11 +35,11 @@ class Next(IntEnum):
 
     END = 0
     BATCH = 1
-    NOTHING = 2  # None, as a collate_fn returns if no sample is valid: the batch is skipped
+    NOTHING = 2  # None in place of a batch, which is skipped; a collate_fn may return it if no sample is valid
 
 
 class LoaderInFront:
-    """Wrapper of a loader that passes on its attributes.
+    """Wrapper of a loader, with the attributes and the length of the loader.
 
     Args:
         loader: loader of this replica.
@@ -58,11 +58,11 @@ class LoaderInFront:
 
 
 class AnnouncingLoader(LoaderInFront):
-    """Loader of a first stage that announces the result of every step, which middle stages follow.
+    """Loader of a first stage that announces the result of each step of its iteration to the middle stages.
 
     Args:
         loader: loader of this replica.
-        announce: function that receives every result at once.
+        announce: function that is called with each result, before the batch is used.
     """
 
     def __init__(self, loader: Any, announce: Callable[[Next], None]) -> None:
@@ -77,14 +77,14 @@ class AnnouncingLoader(LoaderInFront):
 
 
 class PlaceholderLoader(LoaderInFront):
-    """Loader that yields a placeholder for every batch of a loader, which itself is never iterated.
+    """Loader that yields a placeholder for every batch of another loader, without iterating over that loader.
 
-    It has no state: the ranks that read save the loader's.
+    It has no state, since the ranks that read data save the state of the loader.
 
     Args:
         loader: loader of this replica.
-        follow: function that waits for the result of the first stage's next step; None to yield as many placeholders as
-            the loader has batches.
+        follow: function that waits for the result of the first stage's next step; None: there are as many placeholders
+            as batches in the loader.
     """
 
     def __init__(self, loader: Any, follow: Callable[[], Next] | None = None) -> None:
@@ -116,9 +116,9 @@ def stage_loader(
         num_replicas: number of replicas.
         replica: index of this rank's replica.
         needs_data: whether this is the first or the last stage.
-        follow: function that returns the first stage's next step on middle stages. Without it they iterate placeholders
-            if the loader's length is reliable (a ``DataLoader`` over a map-style dataset, a litdata loader), and
-            otherwise the loader itself, since only it knows when an epoch ends.
+        follow: function for :class:`PlaceholderLoader`. Without it, a middle stage gets placeholders only if the
+            loader's length is reliable (a ``DataLoader`` over a map-style dataset, or a litdata loader). Otherwise it
+            gets the loader itself, since it must see when an epoch ends.
     """
     if reads_streams(loader):
         use_replica(loader, num_replicas, replica)
@@ -140,17 +140,17 @@ def shuffles(loader: object) -> bool:
 def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
     """Shuffle a ``StatefulDataLoader(shuffle=True)`` as Lightning shuffles a ``DataLoader(shuffle=True)``.
 
-    Lightning replaces torch's random sampler by one whose order follows from the epoch. It wraps torchdata's sampler
-    instead, which hides the sampler's position from the loader, so that the loader could not resume within an epoch.
+    Lightning replaces torch's random sampler by one whose order depends on the epoch, but it only wraps torchdata's.
+    The wrapper hides the position of torchdata's sampler, so that the loader could not resume within an epoch.
 
     Args:
         loader: loader of training data with the sampler that Lightning chose.
-        shuffle: whether to shuffle; None for the choice of Lightning, which Fabric gets wrong for torchdata's sampler.
+        shuffle: whether to shuffle; None: as Lightning's wrapper says. Under Fabric, the wrapper is wrong.
     """
     wrapper = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if not isinstance(wrapper, DistributedSamplerWrapper):
         return
-    if not _shuffles(required(wrapper.dataset, "_sampler", "find the training data's own sampler")):
+    if not _shuffles(required(wrapper.dataset, "_sampler", "find the sampler of the training data")):
         return
     shuffled = wrapper.shuffle if shuffle is None else shuffle
     sampler: DistributedSampler[Any] = DistributedSampler(

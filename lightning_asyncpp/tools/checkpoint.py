@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _info(arguments)
         return
     if arguments.entry is not None and arguments.to != "weights":
-        parser.error(f"--entry {arguments.entry}: only weights are taken from one entry; give --to weights")
+        parser.error(f"--entry {arguments.entry} works only with --to weights")
     _convert(arguments)
 
 
@@ -50,10 +50,10 @@ def _convert(arguments: Namespace) -> None:
     source, output = Path(arguments.checkpoint).expanduser(), Path(arguments.output).expanduser()
     with _reported("convert"):
         if os.path.lexists(output) and not arguments.force:
-            raise StorageError(f"{output} exists already; name another, or give --force to replace it")
+            raise StorageError(f"{output} exists already; name another file, or replace it with --force")
         content = load(source)
         if not isinstance(content, Mapping):
-            raise StorageError(f"{source} is no checkpoint: it holds a {type(content).__name__}")
+            raise StorageError(f"{source} is not a checkpoint: it contains a {type(content).__name__}")
         if arguments.to == "full":
             save_file(content, output)
         else:
@@ -69,12 +69,12 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
         # The format does not allow tensors that share memory.
         own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
         save_safetensors(own, partial)
-        partial.chmod(0o644)  # safetensors denies access to other users
+        partial.chmod(0o644)  # other users cannot read files of safetensors
 
 
 @contextmanager
 def _reported(command: str) -> Iterator[None]:
-    """End the command with the message of an error, without a traceback, and code 2."""
+    """Print the message of a StorageError, without a traceback, and exit with code 2."""
     try:
         yield
     except StorageError as error:
@@ -83,7 +83,7 @@ def _reported(command: str) -> Iterator[None]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return facts on a checkpoint as values for JSON, None if unknown; tensors are not read.
+    """Return facts about a checkpoint as JSON values, without reading tensors; unknown facts are None.
 
     Args:
         path: a file, or a folder with an index.
@@ -130,7 +130,10 @@ def size_on_disk(path: Path) -> int:
 
 
 def writer_of(entries: Mapping[str, Any]) -> str | None:
-    """Return ``"Trainer"``, ``"Fabric"`` (under a strategy of this package), or ``"weights"`` for tensors only."""
+    """Return the writer of a checkpoint; None if it is unknown.
+
+    It is ``"Trainer"``, ``"Fabric"`` (with a strategy of this package), or ``"weights"`` if there are only tensors.
+    """
     if _LIGHTNING in entries:
         return "Trainer"
     if PIPELINE in entries:
@@ -139,7 +142,7 @@ def writer_of(entries: Mapping[str, Any]) -> str | None:
 
 
 def models_in(entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return each model's ``state_dict`` by its entry, which is empty if there are only tensors."""
+    """Return entry -> ``state_dict`` of each model; the entry is ``""`` for a checkpoint that has only tensors."""
     writer = writer_of(entries)
     if writer == "weights":
         return {"": entries}
@@ -161,10 +164,10 @@ def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]
 
     Args:
         entries: entries of a checkpoint.
-        entry: entry of the model, if there are several.
+        entry: entry of the model; not needed if there is only one.
 
     Raises:
-        StorageError: there is no such model, or several.
+        StorageError: there is no such model, or there are several and no ``entry``.
     """
     models = models_in(entries)
     chosen = models if entry is None else {name: model for name, model in models.items() if name == entry}
@@ -173,7 +176,7 @@ def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]
     if len(chosen) != 1:
         asked = "" if entry is None else f" called {entry!r}"
         raise StorageError(
-            f"no single model{asked} in checkpoint; its models are: {', '.join(models)}; name one: --entry NAME"
+            f"the checkpoint has {len(chosen) or 'no'} models{asked}; choose one with --entry: {', '.join(models)}"
         )
     (state,) = chosen.values()
     weights = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
@@ -182,7 +185,7 @@ def model_in(entries: Mapping[str, Any], entry: str | None) -> dict[str, Tensor]
 
 
 def _distinct(content: Any) -> list[Tensor]:
-    """Return the tensors of nested containers, shared ones once."""
+    """Return the tensors in nested containers; a shared tensor is returned once."""
     found: dict[Any, Tensor] = {}
     for tensor in tensors_of(content):
         key: Any = id(tensor)
@@ -193,7 +196,7 @@ def _distinct(content: Any) -> list[Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON."""
+    """Convert a value to a JSON type."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, (list, tuple)):

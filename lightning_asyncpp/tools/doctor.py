@@ -1,6 +1,6 @@
 """``asyncpp doctor``: report the installation on one screen, and test that a pipeline trains correctly.
 
-Two stages train for a few updates in separate processes, and are compared with the reference.
+The test trains two stages for a few updates in separate processes, and compares their weights with the reference.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PARTITION = [4, 3]
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a trial."""
+    """Result of the test."""
 
     route: str
     """Route of tensors between the stages, in words."""
     seconds: float
     """Duration of the training."""
     difference: float
-    """Largest difference of a weight from the reference, as a share of the largest change in its tensor."""
+    """Largest difference between a weight and the reference, divided by the largest change in the same tensor."""
     backend: str
     """Backend of the process group."""
 
@@ -71,12 +71,12 @@ class Small(L.LightningModule):
         return F.mse_loss(self.model(batch), batch.sum(1, keepdim=True))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW with an eps that keeps rounding errors from acting as gradients."""
+        """Return AdamW; its large eps makes steps insensitive to rounding errors in small gradients."""
         return torch.optim.AdamW(self.model.named_parameters(), lr=0.01, eps=1e-3)
 
 
 def train() -> Found | None:
-    """Train on one GPU per stage, one GPU for both stages, or the CPU; return the result on rank 0."""
+    """Train on two GPUs, on a single one for both stages, or on the CPU; return the result on rank 0."""
     gpus = torch.cuda.device_count()
     shared = [torch.device("cuda", 0)] * 2 if gpus == 1 else None  # Lightning refuses more devices than there are
     strategy = AsyncPipelineStrategy(microbatches=MICROBATCHES, partition=PARTITION, parallel_devices=shared)
@@ -100,7 +100,7 @@ def train() -> Found | None:
 
 
 def expected(rules: Sequence[StalenessRule]) -> Mapping[str, Tensor]:
-    """Return the final weights of the reference, each stage by its staleness rule."""
+    """Return the final weights of the reference, which trains each stage by its staleness rule."""
     module = Small()
     stages = [module.model[: PARTITION[0]], module.model[PARTITION[0] :]]
     train_reference(
@@ -113,10 +113,7 @@ def expected(rules: Sequence[StalenessRule]) -> Mapping[str, Tensor]:
 
 
 def largest_difference(state: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of a weight as a share of its tensor's largest change; infinite for NaN.
-
-    It is also infinite if names differ.
-    """
+    """Return :attr:`Found.difference`; infinity if a weight is NaN or if the names of weights differ."""
     if state.keys() != reference.keys():
         return float("inf")
     start = Small().state_dict()
@@ -140,26 +137,26 @@ _TRIAL = "lightning_asyncpp.tools.doctor"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the report; a training that fails or differs ends with code 1."""
+    """Print the report; exit with code 1 if the training fails or differs from the reference."""
     limit = doctor_parser().parse_args(argv).timeout
     for name, value in [*_versions(), *_devices(), *_environment()]:
         _say(name, value)
-    print(f"two stages train for a few updates, which takes {limit} s at most", file=sys.stderr)
+    print(f"two stages train for a few updates, for {limit} s at most", file=sys.stderr)
     found, log = run_trial(limit)
     if found is None:
-        _say("training", f"FAILED, or did not end within {limit} s; the end of its log:\n")
+        _say("training", f"FAILED, or did not end within {limit} s. The last lines of its log:\n")
         print("\n".join(log.splitlines()[-_LOG_LINES:]))
         raise SystemExit(1)
     _say("training", f"2 stages, {UPDATES} updates in {found.seconds:.1f} s; {found.route}, over {found.backend}")
     share = f"{found.difference:.1g} of the largest change"
     if not found.is_equal:
-        _say("result", f"WRONG: differs from the reference by {share}; do not train so, and report it with this text")
+        _say("result", f"WRONG: differs from the reference by {share}. Do not train here, and report this output")
         raise SystemExit(1)
-    _say("result", f"equal to the reference {f'to rounding, {share}' if found.difference else 'to the last bit'}")
+    _say("result", f"equal to the reference {f'up to rounding, {share}' if found.difference else 'to the last bit'}")
 
 
 def run_trial(limit: float) -> tuple[Found | None, str]:
-    """Run the trial in separate processes, which may hang; return its result, or None, and its log."""
+    """Run the test in separate processes, since it may hang; return its result, None if it failed, and its log."""
     with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-") as folder:
         result, log = Path(folder) / "found.json", Path(folder) / "log"
         command = [sys.executable, "-X", "faulthandler", "-m", _TRIAL, str(result)]
@@ -208,7 +205,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         properties = torch.cuda.get_device_properties(index)
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
         peers = [other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)]
-        reaches = f"; reaches the memory of {', '.join(map(str, peers)) or 'no other'}" if count > 1 else ""
+        reaches = f"; can access the memory of GPU {', '.join(map(str, peers)) or 'none'}" if count > 1 else ""
         yield f"GPU {index}", f"{properties.name}, {free:.0f} of {total:.0f} GiB free{reaches}"
 
 
@@ -221,7 +218,7 @@ def _say(name: str, value: str) -> None:
     print(f"{name:<10} {value}", flush=True)
 
 
-if __name__ == "__main__":  # the trial, on each of its ranks
+if __name__ == "__main__":  # the test, on each of its ranks
     torch.set_num_threads(1)
     if (found := train()) is not None:
         Path(sys.argv[1]).write_text(json.dumps(asdict(found)))

@@ -1,4 +1,4 @@
-"""``asyncpp export`` and ``import``: from a checkpoint to a folder of `transformers`, and back."""
+"""``asyncpp export`` and ``import``: convert a checkpoint to a folder that `transformers` loads, and back."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True)
 class TrainedHF:
-    """Model of `transformers` trained by an ``HFModule``; its tensors are mapped from their files."""
+    """Model of `transformers` that an ``HFModule`` has trained; its tensors are memory-mapped from files."""
 
     origin: str
     """Path of the checkpoint, for messages."""
     task: str
-    """Name of the auto class."""
+    """Name of the model's auto class in `transformers`."""
     config: Mapping[str, Any]
     """Config of the model, in plain values."""
     lora: Mapping[str, Any] | None
-    """Settings of its adapters; ``None`` without adapters."""
+    """Settings of the LoRA adapters; ``None`` without adapters."""
     model_id: str
-    """Model with which the training began."""
+    """Folder or name of the pretrained model with which the training began."""
     weights: Mapping[str, Tensor]
     """Tensors by their names in the model's ``state_dict``."""
 
 
 def read_trained(path: Path) -> TrainedHF | None:
-    """Read a checkpoint of ``HFModule``; return ``None`` if it is something else, or cannot be read."""
+    """Read a checkpoint of ``HFModule``; return ``None`` if the path is something else or cannot be read."""
     if not path.is_file() and not is_sharded(path):
         return None
     try:
@@ -62,24 +62,25 @@ def read_trained(path: Path) -> TrainedHF | None:
 def export_hf(
     trained: TrainedHF, folder: Path, dtype: torch.dtype | None, tokenizer: str | None, lora: str
 ) -> tuple[str, bool]:
-    """Write the folder: config, weights in safetensors under the names of the hub, tokenizer.
+    """Write a folder with config, weights in safetensors, and tokenizer.
 
     Args:
         trained: the model.
         folder: new or empty folder; it appears when it is complete.
-        dtype: dtype of the weights; ``None`` for their own.
-        tokenizer: folder or name of the tokenizer; ``None`` for that of the model with which the training began, if it
-            is on this machine.
-        lora: ``"merged"`` adds adapters to the weights that they adapt, ``"adapter"`` writes only the adapters.
+        dtype: dtype of the weights; ``None``: as in the checkpoint.
+        tokenizer: folder or name of the tokenizer; ``None``: the tokenizer of ``trained.model_id`` if it is on this
+            machine.
+        lora: ``"merged"`` merges adapters into the model's weights, ``"adapter"`` writes only the adapters.
 
     Returns:
-        The class of the model, and whether there is a tokenizer.
+        Name of the model's class, and whether a tokenizer was written.
 
     Raises:
-        WeightsError: the weights are not those of the config, the folder is in use, or there is no such tokenizer.
+        WeightsError: the weights do not fit the config, the folder is not empty, there is no such tokenizer, or the
+            model has no adapters to write.
     """
     if lora == ADAPTER and trained.lora is None:
-        raise WeightsError(f"--lora adapter: {trained.origin} was trained without adapters; leave it out")
+        raise WeightsError(f"--lora adapter: {trained.origin} was trained without adapters; leave the option out")
     with new_folder(folder) as temporary:
         model = build(trained, merge=lora != ADAPTER)
         if dtype is not None:
@@ -90,14 +91,14 @@ def export_hf(
 
 
 def build(trained: TrainedHF, merge: bool = True) -> nn.Module:
-    """Return the model with its weights, in this process's memory.
+    """Build the model and load its weights.
 
     Args:
         trained: config and weights of the model.
-        merge: whether to merge adapters into the weights that they adapt.
+        merge: whether to merge adapters into the model's weights.
 
     Raises:
-        WeightsError: the weights are not those of its config.
+        WeightsError: the weights do not fit the config.
     """
     transformers = transformers_package()
     values = {name: value for name, value in trained.config.items() if name != "model_type"}
@@ -113,10 +114,10 @@ def build(trained: TrainedHF, merge: bool = True) -> nn.Module:
         if trained.lora is not None and not problems:
             model = _adapted(model, trained, merge)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise WeightsError(f"{trained.origin} does not hold the weights of its config: {error}") from error
+        raise WeightsError(f"the weights in {trained.origin} do not fit its config: {error}") from error
     if problems:
         raise WeightsError(
-            f"{trained.origin} does not hold the weights of its config: {', '.join(problems[:6])} differ"
+            f"the weights in {trained.origin} do not fit its config; for example: {', '.join(problems[:6])}"
         )
     with suppress(OSError, ValueError):
         generation = transformers.GenerationConfig
@@ -133,7 +134,7 @@ def _adapted(model: nn.Module, trained: TrainedHF, merge: bool) -> Any:
 
 
 def _without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of the base model, under its own names."""
+    """Return the base model's weights, under the names that they have without adapters."""
     found = {}
     for name, tensor in weights.items():
         plain = name.removeprefix(_ADAPTED).replace(_BASE, ".")
@@ -149,7 +150,7 @@ def _dtype_of(weights: Mapping[str, Tensor]) -> torch.dtype:
 def _save_tokenizer(trained: TrainedHF, given: str | None, folder: Path) -> bool:
     auto = transformers_package().AutoTokenizer
     try:
-        # Nothing that a checkpoint names is downloaded: the file may come from someone else.
+        # A checkpoint may come from someone else, so a tokenizer that only the checkpoint names is not downloaded.
         tokenizer = auto.from_pretrained(given or trained.model_id, local_files_only=given is None)
     except (OSError, ValueError) as error:
         if given is not None:
@@ -160,7 +161,7 @@ def _save_tokenizer(trained: TrainedHF, given: str | None, folder: Path) -> bool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the folder, and print what it holds."""
+    """Write the folder, and print the model's class and size."""
     arguments = export_parser().parse_args(argv)
     folder = Path(arguments.output).expanduser()
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
@@ -168,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, has_tokenizer = export_hf(trained, folder, dtype, arguments.tokenizer, arguments.lora)
         print(f"{name} of {sum(t.numel() for t in trained.weights.values()):,} parameters: {folder}")
         if not has_tokenizer:
-            print(f"No tokenizer written: that of {trained.model_id} is not on this machine; give --tokenizer.")
+            print(f"No tokenizer written: {trained.model_id} has none on this machine. Name one with --tokenizer.")
         return
     saved = open_saved(arguments.model)
     tokenizer = find_tokenizer(saved, arguments.tokenizer)
@@ -177,17 +178,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     architecture = write_hf(saved, folder, dtype, end=end, files=files)
     print(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {folder}")
     if tokenizer is None:
-        print("No tokenizer written: the checkpoint has none; give --tokenizer.")
+        print("No tokenizer written: the checkpoint has none. Name one with --tokenizer.")
 
 
 def import_folder(argv: Sequence[str] | None = None) -> None:
-    """Print the config for a recipe, and write a checkpoint if requested."""
+    """Print the model section of a recipe, and write a checkpoint if requested."""
     arguments = import_parser().parse_args(argv)
     saved = read_hf(Path(arguments.folder).expanduser())
     saved.check()
     if arguments.output is not None:
         write_checkpoint(saved, Path(arguments.output).expanduser())
-    print("# What the model of a recipe needs; `initial_weights` takes the folder or the checkpoint.")
+    print("# The model of a recipe; `initial_weights` may be the folder or the checkpoint.")
     config = asdict(saved.config)
     shown = {"config": config, "initial_weights": arguments.output or arguments.folder}
     print(yaml.safe_dump({"model": {"class_path": "lightning_asyncpp.GPTModule", "init_args": shown}}, sort_keys=False))

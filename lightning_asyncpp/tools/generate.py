@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     saved = open_saved(arguments.model)
     tokenizer = find_tokenizer(saved, arguments.tokenizer)
     if tokenizer is None:
-        raise WeightsError(f"{saved.origin} holds no tokenizer; name it: --tokenizer byte, or a tokenizer.json")
+        raise WeightsError(f"{saved.origin} has no tokenizer; name one with --tokenizer: byte, or a tokenizer.json")
     prompt = prompt_tokens(tokenizer, arguments.prompt)
     if len(prompt) > saved.config.context_length:
         raise WeightsError(
-            f"--prompt has {len(prompt)} tokens, and the model sees context_length={saved.config.context_length};"
+            f"--prompt has {len(prompt)} tokens, more than the model's context_length={saved.config.context_length};"
             " shorten it"
         )
     tokens = generate_tokens(
@@ -55,7 +55,7 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
         given: tokenizer named by the user, in place of the saved one.
 
     Raises:
-        WeightsError: the tokenizer's vocabulary is not the model's; the message has both sizes.
+        WeightsError: the tokenizer's vocabulary does not fit the model.
     """
     if given is not None:
         tokenizer = load_tokenizer(given)
@@ -63,12 +63,12 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
         tokenizer = tokenizer_of_definition(saved.tokenizer, end_of_text_in(Path(saved.origin)))
     else:
         return None
-    # A model's vocabulary may be padded, but only a saved tokenizer shows that it is.
+    # A model's vocabulary may be padded, but then the tokenizer must have been saved with the model.
     needed, has = tokenizer.vocab_size, saved.config.vocab_size
     if needed > has or (saved.tokenizer is None and needed != has):
         raise WeightsError(
-            f"the tokenizer has {needed} token ids, and {saved.origin} has vocab_size={has}: it was trained on other"
-            " tokens"
+            f"the tokenizer has {needed} tokens, but {saved.origin} has vocab_size={has}; name the tokenizer of its"
+            " training with --tokenizer"
         )
     return tokenizer
 
@@ -79,7 +79,8 @@ def stream(tokenizer: Tokenizer, tokens: Iterator[int], prompt: Sequence[int] = 
     Args:
         tokenizer: tokenizer of the tokens.
         tokens: tokens to show.
-        prompt: tokens before them, which are not shown; some tokenizers drop the first space of a text.
+        prompt: tokens before them, which are not shown. They matter because some tokenizers drop the first space of a
+            text.
     """
     known = list(prompt)
     shown = _text(tokenizer, known)

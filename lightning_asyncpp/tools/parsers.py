@@ -1,6 +1,6 @@
 """Parsers of the tools of ``asyncpp``.
 
-``asyncpp TOOL --help`` needs only this module, so it imports nothing that imports torch or Lightning, which take
+``asyncpp TOOL --help`` needs only this module. To be quick, the module does not import torch or Lightning, which takes
 seconds.
 """
 
@@ -19,7 +19,7 @@ _UNRECOGNIZED = "unrecognized arguments: "
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parser whose errors are one message with the most similar option; the usage would hide it."""
+    """Parser whose errors suggest the most similar option, without the usage, which would hide the message."""
 
     def __init__(self, **how: Any) -> None:
         self._names: list[str] = []
@@ -32,7 +32,7 @@ class ToolParser(argparse.ArgumentParser):
         return action
 
     def error(self, message: str) -> NoReturn:
-        """End with code 2."""
+        """Print the message with a suggestion, and exit with code 2."""
         words = message.removeprefix(_UNRECOGNIZED).split() if message.startswith(_UNRECOGNIZED) else []
         hints = [did_you_mean(word.partition("=")[0], self._names) for word in words]
         hint = next(filter(None, hints), "")
@@ -40,7 +40,7 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return rows as lines of aligned columns, some columns flush left and the others flush right."""
+    """Return rows as lines of aligned columns; columns in ``left`` are flush left, all others flush right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -52,7 +52,7 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def count(text: str) -> int:
-    """Return a text as a whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
@@ -63,9 +63,7 @@ def _add_model(parser: ToolParser) -> None:
     parser.add_argument(
         "model", help="a checkpoint of the Trainer or of Fabric, or a folder with config.json and safetensors"
     )
-    parser.add_argument(
-        "--tokenizer", help="'byte' or a tokenizer.json, for a checkpoint that does not hold its tokenizer"
-    )
+    parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json, if the checkpoint has no tokenizer")
 
 
 def export_parser() -> ToolParser:
@@ -76,13 +74,13 @@ def export_parser() -> ToolParser:
         " generation_config.json and the tokenizer.",
     )
     _add_model(parser)
-    parser.add_argument("output", help="folder to write; it must not exist, or be empty")
+    parser.add_argument("output", help="folder to write, which must be new or empty")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype of the weights (default: as saved)")
     parser.add_argument(
         "--lora",
         default="merged",
         choices=("merged", "adapter"),
-        help="adapters of an HFModule: merged into the weights, or written alone, as peft loads them",
+        help="merge an HFModule's adapters into the weights, or write only the adapters, for peft (default: merged)",
     )
     return parser
 
@@ -92,7 +90,7 @@ def generate_parser() -> ToolParser:
     parser = ToolParser(
         prog="asyncpp generate",
         description="Continue a prompt with a saved model, in one process, until the model ends the document. The model"
-        " sees the last tokens that fit its context.",
+        " sees as many of the last tokens as fit its context.",
     )
     _add_model(parser)
     parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
@@ -100,8 +98,8 @@ def generate_parser() -> ToolParser:
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="divisor of the logits; 0 is --greedy (default: 1)"
     )
-    parser.add_argument("--top-k", type=int, help="number of most likely tokens to draw from")
-    parser.add_argument("--top-p", type=float, help="total probability of the most likely tokens to draw from")
+    parser.add_argument("--top-k", type=int, help="draw from this number of most likely tokens")
+    parser.add_argument("--top-p", type=float, help="draw from the most likely tokens with this total probability")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token every time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     parser.add_argument("--device", default="cpu", help="device of the model: cpu, cuda, cuda:1, ... (default: cpu)")
@@ -115,10 +113,11 @@ def import_parser() -> ToolParser:
     """Return the parser of ``asyncpp import``."""
     parser = ToolParser(
         prog="asyncpp import",
-        description="Read a model folder of Hugging Face transformers (Llama, Qwen3, Mixtral, Qwen3-MoE, GLM-4-MoE"
-        " without what a GPT lacks): print the config that a recipe needs, and write the weights as a checkpoint.",
+        description="Read a model folder of Hugging Face transformers: Llama, Qwen3, Mixtral, Qwen3-MoE, GLM-4-MoE, if"
+        " GPTModule has all features in config.json. Print the config for a recipe; with --output, write the weights"
+        " as a checkpoint.",
     )
-    parser.add_argument("folder", help="folder with config.json and model.safetensors, or shards and their index")
+    parser.add_argument("folder", help="folder with config.json and model.safetensors (or its shards and their index)")
     parser.add_argument(
         "--output", help="checkpoint to write, in fp32 (default: none; training can start from the folder itself)"
     )
@@ -130,11 +129,11 @@ def check_parser() -> ToolParser:
     parser = ToolParser(
         prog="asyncpp check",
         usage="asyncpp check RECIPE [options]",
-        description="Train the first updates of a recipe several ways, as a pipeline and as a single process does, and"
-        " print where they differ: a difference ends with code 1.",
-        epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer...), as for"
-        " `asyncpp fit`; --config RECIPE names it, too. The model is trained on the"
-        " CPU, in this process: make it small if it is not.",
+        description="Train a recipe for a few updates, as a pipeline and as a single process does, and print where the"
+        " results differ. Ends with code 1 if they do.",
+        epilog="More options override the recipe (--model..., --data..., --trainer...), as for `asyncpp fit`; --config"
+        " RECIPE may be written instead of RECIPE. The model is trained on the CPU, in this process, so it should be"
+        " small.",
     )
     parser.add_argument("--stages", type=int, help="number of stages (default: the recipe's)")
     parser.add_argument("--microbatches", type=int, help="pieces of a batch (default: the recipe's)")
@@ -145,21 +144,21 @@ def check_parser() -> ToolParser:
 
 def checkpoint_parser() -> ToolParser:
     """Return the parser of ``asyncpp checkpoint``."""
-    parser = ToolParser(prog="asyncpp checkpoint", description="Look into a checkpoint, or write it in another form.")
+    parser = ToolParser(prog="asyncpp checkpoint", description="Describe a checkpoint, or write it in another form.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{info,convert}")
-    does = "what it is, who wrote it, and what is in it"
-    info = commands.add_parser("info", help=does, description=f"Print of a checkpoint {does}.")
-    does = "write it as one file, or its weights alone"
-    convert = commands.add_parser("convert", help=does, description=f"Of a checkpoint, sharded or not: {does}.")
+    does = "print facts about a checkpoint: its form, writer, pipeline and size"
+    info = commands.add_parser("info", help=does, description=f"{does.capitalize()}.")
+    does = "write a checkpoint, sharded or not, as one file, or write only its weights"
+    convert = commands.add_parser("convert", help=does, description=f"{does.capitalize()}.")
     for command in (info, convert):
         command.add_argument("checkpoint", help="file, or folder with an index.json")
     info.add_argument("--json", action="store_true", help="print JSON in place of a table")
     convert.add_argument("output", help="file to write")
     convert.add_argument(
-        "--to", required=True, choices=("full", "weights"), help="all in one file, or the model's state_dict alone"
+        "--to", required=True, choices=("full", "weights"), help="everything, or only the model's state_dict"
     )
-    convert.add_argument("--entry", help="entry of the model in a checkpoint of Fabric with several")
-    convert.add_argument("--force", action="store_true", help="write over a checkpoint that is there")
+    convert.add_argument("--entry", help="entry of the model, if a checkpoint of Fabric has several models")
+    convert.add_argument("--force", action="store_true", help="replace the output if it exists")
     return parser
 
 
@@ -167,9 +166,9 @@ def doctor_parser() -> ToolParser:
     """Return the parser of ``asyncpp doctor``."""
     parser = ToolParser(
         prog="asyncpp doctor",
-        description="Examine this installation: versions, devices, and a training of two"
-        " stages (on GPUs over NCCL if there are two, else over gloo) that is compared with the reference. Ends with"
-        " code 1 if that fails or differs.",
+        description="Report versions and devices of this installation, and compare a training of two stages with the"
+        " reference. It runs on two GPUs over NCCL if there are two, otherwise over gloo. Ends with code 1 if the"
+        " training fails or differs.",
     )
     parser.add_argument("--timeout", type=count, default=300, help="seconds that the training may take (default: 300)")
     return parser
@@ -180,16 +179,18 @@ def plan_parser() -> ToolParser:
     parser = ToolParser(
         prog="asyncpp plan",
         usage="asyncpp plan RECIPE [options]",
-        description="Say whether a recipe fits on a kind of device, stage by stage, and how fast it would be under"
-        " several schedules. Nothing is trained, and no memory is taken.",
-        epilog="Beside these: whatever overrides the recipe (--model..., --data..., --trainer..., --optimizer...), as"
-        " for `asyncpp fit`; --config RECIPE names it, too.",
+        description="Estimate whether each stage of a recipe fits on a kind of device, and how fast the recipe would be"
+        " under several schedules. Nothing is trained, and no memory is allocated for the model.",
+        epilog="More options override the recipe (--model..., --data..., --trainer..., --optimizer...), as for"
+        " `asyncpp fit`; --config RECIPE may be written instead of RECIPE.",
     )
     parser.add_argument("--devices", type=int, help="number of devices, on all nodes (default: the recipe's)")
     parser.add_argument("--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone or in a file")
-    parser.add_argument("--memory", type=float, help="GiB that a stage may take, in place of the kind's")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached (default: 0.4)")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print JSON in place of tables, or write it to FILE"
+    )
+    parser.add_argument("--memory", type=float, help="GiB of a device (default: as much as the kind has)")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s reached (default: 0.4)")
     return parser
 
 
@@ -197,9 +198,9 @@ def prepare_parser() -> ToolParser:
     """Return the parser of ``asyncpp prepare``."""
     parser = ToolParser(
         prog="asyncpp prepare",
-        description="Tokenise documents into a dataset that a training streams: parquet files,"
-        " JSON lines (.jsonl, .ndjson, also .gz and .zst) and text (.txt, .md), from this machine or from the Hugging"
-        " Face Hub. The same command, run again, goes on where it was interrupted.",
+        description="Tokenise documents into a dataset that a training streams. The documents are in parquet files,"
+        " JSON lines (.jsonl, .ndjson, also .gz and .zst) or text (.txt, .md), on this machine or on the Hugging Face"
+        " Hub. After an interruption, the same command goes on where it was.",
     )
     parser.add_argument(
         "sources",
@@ -214,14 +215,14 @@ def prepare_parser() -> ToolParser:
     parser.add_argument("--end-of-text", help="token that ends a document, if unusual")
     parser.add_argument("--text-key", default="text", help="column or field with the text (default: text)")
     parser.add_argument(
-        "--val-fraction", type=float, default=0.001, help="share of the pieces kept for validation (default: 0.001)"
+        "--val-fraction", type=float, default=0.001, help="share of the pieces used for validation (default: 0.001)"
     )
     parser.add_argument("--num-workers", type=count, default=_cores(), help="processes (default: as many as cores)")
     return parser
 
 
 def _cores() -> int:
-    """Return the number of cores that this process may use, in a job often fewer than the machine has."""
+    """Return the number of cores that this process may use; a job often has fewer than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -229,8 +230,8 @@ def recipes_parser() -> ToolParser:
     """Return the parser of ``asyncpp recipes``."""
     parser = ToolParser(
         prog="asyncpp recipes",
-        description="List the recipes that come with the package, or copy one for editing. Commands take their names"
-        " as they take files: asyncpp fit quickstart",
+        description="List the recipes that come with the package, or copy one for editing. Commands accept the name of"
+        " a recipe in place of a file: asyncpp fit quickstart",
     )
     parser.add_argument("--copy", metavar="NAME", help="write this recipe to a file")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where --copy writes (default: here)")
@@ -241,12 +242,12 @@ def trace_parser() -> ToolParser:
     """Return the parser of ``asyncpp trace``."""
     parser = ToolParser(
         prog="asyncpp trace",
-        description="Show where the time of a run went that PipelineTrace, `asyncpp fit --trace`"
-        " or Fabric's strategy.record_trace() recorded.",
+        description="Show how a run spent its time, from a recording by `asyncpp fit --trace`, PipelineTrace or"
+        " Fabric's strategy.record_trace().",
     )
-    parser.add_argument("run", help="folder of the recording, or one above it (the newest below is taken)")
+    parser.add_argument("run", help="folder of the recording, or a folder above it, whose newest recording is shown")
     parser.add_argument("--html", metavar="FILE", help="write a page with a timeline, for any browser")
-    parser.add_argument("--perfetto", metavar="FILE", help="write it for https://ui.perfetto.dev")
+    parser.add_argument("--perfetto", metavar="FILE", help="write the timeline for https://ui.perfetto.dev")
     parser.add_argument("--json", metavar="FILE", help="write the table's figures for other programs")
     return parser
 

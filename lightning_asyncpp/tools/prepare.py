@@ -1,4 +1,4 @@
-"""``asyncpp prepare SOURCE... --output FOLDER``: tokenise documents into a dataset, by ``litdata.optimize``."""
+"""``asyncpp prepare SOURCE... --output FOLDER``: tokenise documents into a dataset, with ``litdata.optimize``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PIECES, _LEAST_BYTES, _MOST_BYTES = (
     200,
     2**16,
     2**24,
-)  # number of pieces of a file of lines, and the least and the most bytes of a piece
+)  # number of pieces of a file of lines, and the limits of their size in bytes
 _REQUEST = ".prepared.json"
 
 
@@ -41,13 +41,13 @@ class Piece(Named):
 
     url: str
     start: int = 0
-    """Row group of a parquet file, or first byte of a file of lines."""
+    """Number of a row group in a parquet file, or of the first byte in a file of lines."""
     stop: int = sys.maxsize
-    """Byte after the last one."""
+    """Number of the byte after the last one in a file of lines."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepare a dataset; errors of sources or tokenizer end with code 2."""
+    """Prepare a dataset; exit with code 2 after an error of a source or the tokenizer."""
     given = prepare_parser().parse_args(argv)
     output = Path(given.output).expanduser()
     try:
@@ -83,13 +83,13 @@ def prepare(
         if chosen and not (output / name / INDEX).is_file():
             optimize(
                 _Tokens(tokenizer.definition, text_key),
-                [json.dumps(astuple(piece)) for piece in chosen],  # as text: litdata would download paths
+                [json.dumps(astuple(piece)) for piece in chosen],  # as JSON, since litdata would download a path
                 str(output / name),
                 chunk_bytes=CHUNK_BYTES,
                 num_workers=num_workers,
                 use_checkpoint=True,
                 item_loader=TokensLoader(),
-                start_method="fork" if sys.platform == "linux" else None,  # other methods take seconds to import
+                start_method="fork" if sys.platform == "linux" else None,  # with other methods imports take seconds
             )
     found = finish_token_dataset(output, tokenizer)
     print(
@@ -103,7 +103,7 @@ def find_pieces(source: str, text_key: str) -> list[Piece]:
     """List the pieces of a source, in the order of the files' names.
 
     Raises:
-        DataError: the source has no files, or a parquet file has no such column.
+        DataError: the source has no files, or a parquet file has no column ``text_key``.
     """
     system, path = fsspec.core.url_to_fs(os.path.expanduser(source))
     paths = system.glob(path) if set("*?[") & set(path) else system.find(path)
@@ -131,7 +131,7 @@ def _pieces_of(system: Any, text_key: str, path: str) -> list[Piece]:
 
 
 def read_documents(piece: Piece, text_key: str) -> Iterator[str]:
-    """Yield the texts of a piece; in a file of lines, those of the lines that begin in it."""
+    """Yield the documents of a piece; a line belongs to the piece in which it begins."""
     kind = piece.url.removesuffix(".gz").removesuffix(".zst")
     with fsspec.open(piece.url, "rb", compression="infer") as file:
         if kind.endswith(".parquet"):
@@ -154,7 +154,7 @@ def _parquet() -> Any:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Function that tokenises a piece, sent to the workers."""
+    """Function that tokenises a piece in a worker process."""
 
     definition: str
     text_key: str
@@ -162,7 +162,7 @@ class _Tokens:
     def __call__(self, piece: str) -> Tensor:
         tokenizer = _tokenizer(self.definition)
         documents = read_documents(Piece(*json.loads(piece)), self.text_key)
-        # A piece without text gives a blank, as litdata resumes by counting results.
+        # litdata counts results to resume, so every piece must have one: without text it is a blank.
         return torch.cat(list(token_groups(documents, tokenizer)) or [joined([" "], tokenizer)])
 
 
@@ -170,7 +170,7 @@ _tokenizer = lru_cache(maxsize=1)(tokenizer_of_definition)
 
 
 def _begin(output: Path, request: dict[str, Any]) -> None:
-    """Save the arguments in the folder, or compare them with those that it was begun with."""
+    """Save the arguments in the folder; if an earlier call has saved some, they must be the same."""
     path = output / _REQUEST
     if path.is_file() and json.loads(path.read_text()) != request:
         raise DataError(f"--output {output} was begun with other arguments or files. Delete it, or name another folder")

@@ -19,14 +19,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the list, or the path of the copy.
 
     Raises:
-        ConfigurationError: the recipe does not exist, or the file to write does.
+        ConfigurationError: there is no such recipe, or the file to write exists already.
     """
     parser = recipes_parser()
     arguments = parser.parse_args(argv)
     if arguments.copy is not None:
         print(f"wrote {copy_recipe(arguments.copy, Path(arguments.folder or '.'))}")
     elif arguments.folder is not None:
-        parser.error(f"FOLDER={arguments.folder} is for --copy NAME")
+        parser.error(f"FOLDER={arguments.folder} works only with --copy NAME")
     else:
         print(_listed())
 
@@ -42,13 +42,13 @@ def copy_recipe(name: str, folder: Path) -> Path:
         The path of the copy.
 
     Raises:
-        ConfigurationError: the recipe does not exist, or a file of its name does.
+        ConfigurationError: there is no such recipe, or the folder has a file of that name.
         OSError: the folder is not writable.
     """
     recipe = package_recipe(name)
     path = folder / recipe.name
     if path.exists():
-        raise ConfigurationError(f"{path}: already there, and not written over; name another folder")
+        raise ConfigurationError(f"{path} exists already; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(recipe, path)
     return path

@@ -1,4 +1,4 @@
-"""Recorded runs, read from the files of their ranks."""
+"""Recorded runs, read from the files that the ranks wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS: dict[str, SpanKind] = {kind.value: kind for kinds in (Kind, Wait, Activi
 
 
 class TraceError(ValueError):
-    """Error of a recording that cannot be read or does not exist."""
+    """Error: a recording does not exist or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RankTrace:
     Attributes:
         meta: description of the rank.
         spans: spans in the order of their start, in seconds since the start of the recording.
-        places: mini-batch of each microbatch, and its position there.
+        places: microbatch -> (its mini-batch, its position in the mini-batch).
     """
 
     meta: Meta
@@ -35,7 +35,7 @@ class RankTrace:
 
     @cached_property
     def microbatches(self) -> int:
-        """Number of microbatches per mini-batch, accumulated ones included."""
+        """Number of microbatches per mini-batch, including those of accumulated batches."""
         return 1 + max((place for _, place in self.places.values()), default=0)
 
     def mini_batch(self, span: Span) -> int:
@@ -52,8 +52,8 @@ class RecordedRun:
     """Spans of all ranks.
 
     Attributes:
-        ranks: ranks in the order of replica and stage.
-        seconds: seconds from the first to the last work.
+        ranks: traces of the ranks, ordered by replica, then by stage.
+        seconds: time from the start of the first forward, backward or update to the end of the last one.
         notes: notes for the reader, such as missing ranks.
     """
 
@@ -73,7 +73,7 @@ class RecordedRun:
         return range(min(begun), max(begun) + 1) if begun else range(0)
 
     def replicas(self) -> list[list[RankTrace]]:
-        """Return the stages of each replica."""
+        """Return, for each replica, the traces of its stages."""
         numbers = sorted({rank.meta.replica for rank in self.ranks})
         return [[rank for rank in self.ranks if rank.meta.replica == number] for number in numbers]
 
@@ -82,7 +82,7 @@ def read_run(path: Path) -> RecordedRun:
     """Read a recorded run.
 
     Args:
-        path: folder with the files of the ranks, or a folder above it; of several recordings the newest is read.
+        path: folder with the files of the ranks, or a folder above it, whose newest recording is read.
 
     Raises:
         TraceError: there is no recording, or a file cannot be read.
@@ -120,7 +120,7 @@ def find_recording(path: Path) -> Path:
         return path
     if not found:
         raise TraceError(
-            f"{path} is no folder with a recording ({PATTERN}); record one with: asyncpp fit --trace, or PipelineTrace"
+            f"{path} has no recording (files {PATTERN}); make one with `asyncpp fit --trace` or PipelineTrace"
         )
     return max(found, key=lambda folder: max(file.stat().st_mtime for file in folder.glob(PATTERN)))
 
@@ -129,7 +129,7 @@ def read_rank(path: Path) -> RankTrace:
     """Read the file of one rank.
 
     Raises:
-        TraceError: a line cannot be read; the message names file and line.
+        TraceError: a line cannot be read or is missing; the message names file and line.
     """
     meta: Meta | None = None
     spans: list[Span] = []
@@ -146,9 +146,9 @@ def read_rank(path: Path) -> RankTrace:
                 if span.kind in PER_MICROBATCH:
                     places[span.index] = mini_batch, place
         except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{path}:{number} is no line of a recording ({error!r}): {line[:100]!r}") from None
+            raise TraceError(f"{path}:{number} is not a line of a recording ({error!r}): {line[:100]!r}") from None
     if meta is None:
-        raise TraceError(f"{path} does not say whose recording it is: the first lines are missing")
+        raise TraceError(f"{path} is incomplete: its first lines, which describe the rank, are missing")
     return RankTrace(meta, sorted(spans, key=lambda span: (span.start, -span.end)), places)
 
 

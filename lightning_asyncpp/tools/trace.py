@@ -1,4 +1,4 @@
-"""``asyncpp trace RUN``: show the use of time in a recorded run as a table and as timelines."""
+"""``asyncpp trace RUN``: show how a recorded run spent its time, as a table and as timelines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_html(run: RecordedRun, summary: Summary, path: Path) -> None:
 
 
 def picture(run: RecordedRun) -> str:
-    """Return the timeline as SVG, with a lane per rank and a unit of width per microsecond."""
+    """Return the timeline as SVG, with one lane per rank and one unit of width per microsecond."""
     width, height = run.seconds * _MICROSECONDS, _LANE * len(run.ranks)
     bars = [_bar(run, rank, span, lane) for lane, rank in enumerate(run.ranks) for span in _by_depth(rank.spans)]
     box = f'viewBox="0 0 {width:.0f} {height}" height="{height}" preserveAspectRatio="none"'

@@ -1,4 +1,4 @@
-"""Use of time in a recorded run by stage, compared with the schedule's ideal."""
+"""Time that each stage of a recorded run spent on its activities, compared with an ideal run of the schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAUSES = {
     "checkpoint": "saving",
     "rest": "what no span covers",
 }
-"""Causes of time in which a stage runs neither a forward nor a backward, with their meanings."""
+"""Cause of time without forwards and backwards -> its meaning."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Row:
     Attributes:
         name: name of the stage, or ``"all"``.
         shares: share of the elapsed time by cause; shares add up to 1.
-        ideal: share of forwards and backwards if the schedule ran without any other cost; None if it is unknown.
+        ideal: share of forwards and backwards in an ideal run, in which nothing else takes time; None if unknown.
         forward_ms: median time of a forward.
         backward_ms: median time of a backward.
-        bytes_sent: bytes of activations, gradients and other messages that this stage sent.
+        bytes_sent: bytes of all messages that this stage sent.
         staleness: mean delay of gradients in updates, once the delay has begun.
     """
 
@@ -67,8 +67,8 @@ class Summary:
         mini_batches: first and last mini-batch that began in this time.
         rows: rows of the stages.
         total: row of all stages: means of shares, sums of bytes.
-        ideal_step: seconds per mini-batch of the schedule with the stages' median times and no other cost.
-        balance: time of the busiest stage in forwards and backwards over the mean of all stages; 1 is even.
+        ideal_step: seconds per mini-batch in an ideal run: the stages' median times, and nothing else takes time.
+        balance: time in forwards and backwards, of the busiest stage divided by the mean of all stages; 1 is even.
         layers: number of layers of each stage.
         notes: notes on the recording.
     """
@@ -223,7 +223,7 @@ def _percent(share: float | None) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Return a readable size, in which 1.5 MB is 1 500 000 bytes."""
+    """Return a size in decimal units: 1.5 MB is 1,500,000 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Trainer strategies, and the base classes of modules made for them."""
+"""Trainer strategies, their callbacks, and LightningModules for them."""
 
 from lightning_asyncpp.trainer.callbacks.pipeline_monitor import PipelineMonitor
 from lightning_asyncpp.trainer.callbacks.pipeline_trace import PipelineTrace

@@ -1,4 +1,4 @@
-"""Base class of the Trainer strategies: an ordinary LightningModule, cut over pipeline stages."""
+"""Base class of the Trainer strategies, which cut an ordinary LightningModule into pipeline stages."""
 
 from __future__ import annotations
 
@@ -49,18 +49,19 @@ from lightning_asyncpp.trainer.step_log import StepLog
 
 
 class PipelineStrategy(EvaluationSteps):
-    """Base class of the asynchronous and the synchronous strategy; launching and the process group are DDP's.
+    """Base class of the Trainer strategies, derived from Lightning's ``DDPStrategy``.
 
-    The engine, the weight versions and the schedule live in :mod:`lightning_asyncpp.core`; this class connects them
-    to the Trainer's hooks.
+    The engine, the weight versions and the schedule are in :mod:`lightning_asyncpp.core`; this class connects them
+    to the Trainer's hooks. Processes and the process group are started as for DDP.
 
     Arguments as for :class:`PipelineStrategyMixin`.
 
     Attributes:
-        gradient_norm: 2-norm over all stages, before clipping, of the newest update; ``None`` before the first.
+        gradient_norm: 2-norm of the newest update's gradient over all stages, before clipping; ``None`` before the
+            first update.
     """
 
-    # PipelineModule leaves its layers on the meta device for a strategy that says so.
+    # PipelineModule leaves its layers on the meta device if the strategy has this attribute.
     materializes_stages = True
 
     @override
@@ -124,7 +125,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Make the optimizer of the whole model; if one rank fails, all of them report it."""
+        """Make the optimizer of the whole model; an error on one rank is raised on all."""
         error: Exception | None = None
         assert self.session.stage is not None
         try:
@@ -133,7 +134,7 @@ class PipelineStrategy(EvaluationSteps):
             if problem := optimizer_problem(self.optimizers):
                 error = ConfigurationError(problem)
         except Exception as caught:
-            # Lightning advises manual optimization for several optimizers, which a pipeline would refuse next.
+            # With several optimizers Lightning advises manual optimization, which a pipeline refuses, too.
             error = ConfigurationError(ONE_OPTIMIZER) if "multiple optimizers" in str(caught) else caught
         agree_on_error(self._mesh, error)
 
@@ -156,7 +157,7 @@ class PipelineStrategy(EvaluationSteps):
         return network
 
     def _network_name(self) -> str:
-        """Return the user's name of the network."""
+        """Return the name that the network has in the user's module."""
         return name_in_steps(self._module)
 
     @property
@@ -168,7 +169,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @property
     def batch_weight(self) -> float | None:
-        """Sum of the weights of the newest batch's microbatches, on the last stage; None on others."""
+        """Sum of the microbatches' weights in the newest batch; None unless this is the last stage."""
         return self.step_log.batch_weight if self._mesh.is_last else None
 
     @override
@@ -178,7 +179,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the module's own hooks do not see placeholders."""
+        """Move a batch to the device with the module's hooks; a placeholder on a middle stage is left as it is."""
         engine = self.session.engine
         if engine is not None and not (engine.mesh.is_first or engine.mesh.is_last) and has_placeholder(batch):
             return batch
@@ -189,11 +190,11 @@ class PipelineStrategy(EvaluationSteps):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the batch; stages before the last one, which do not know the loss, return a stand-in for it."""
+        """Run the batch. Only the last stage knows the loss; the other stages return a stand-in for it."""
         engine, module, batch_ends = self._running(), self._module, self._batch_ends
         assert batch_ends is not None
         if private.begins_accumulation(module.trainer):
-            engine.drop()  # the closure ran without a step: zero_grad() would clear its gradient now
+            engine.drop()  # if an earlier closure ran without a step, zero_grad() would clear its gradient now
         afterwards = batch_ends.call_late if batch_ends.kinds else _nothing
         output = engine.run(args[0], self._user_step("training_step", args, kwargs), afterwards)
         mesh = engine.mesh
@@ -202,7 +203,7 @@ class PipelineStrategy(EvaluationSteps):
             self.step_log.log_batch(output.weight)
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
             returned = {**output.extras(), "loss": or_nan(loss, self.root_device)}
-        # Up to the end of the closure, hooks draw random numbers of this stage's own, as the hooks of the update do.
+        # Until the closure ends, hooks draw from a seed of this stage, as the hooks of the update do.
         seed = engine.runner.seed
         self._draws = drawing_from(seed, self.root_device, "closure", mesh.stage, engine.next_forward)
         self._draws.__enter__()
@@ -227,7 +228,7 @@ class PipelineStrategy(EvaluationSteps):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the batch, and apply the update of the batch before."""
+        """Run the batch, and apply the updates that are due: usually that of the previous batch."""
         result, engine = closure(), self._running()
         if not engine.accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)
@@ -240,15 +241,17 @@ class PipelineStrategy(EvaluationSteps):
         return result
 
     def _running(self) -> Engine:
-        """Return the engine, or raise the error that ended the run."""
+        """Return the engine; raise if the run has failed."""
         session = self.session
         return session.running() if session.engine is None or session.watch.failure is not None else session.engine
 
     def drain(self) -> None:
-        """Finish all microbatches in flight and apply every update; this changes the run time, never the trajectory.
+        """Finish all microbatches in flight and apply every update.
+
+        This costs time, but does not change what is trained.
 
         Raises:
-            RuntimeError: it was called while an update is applied.
+            RuntimeError: an update is being applied.
         """
         self._drain()
         self.step_log.share_metrics()
@@ -267,7 +270,7 @@ class PipelineStrategy(EvaluationSteps):
         self.step_log.receive(updates)
 
     def _step_optimizer(self, update: Update) -> None:
-        """Clip and step inside the user's hooks, which see the Trainer's state as of the gradient's batch."""
+        """Step the optimizer inside the user's hooks, for which the Trainer has the state of the gradient's batch."""
         self._running()
         with private.at_update(self._module.trainer, update.note):
             self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=_nothing)
@@ -287,7 +290,7 @@ class PipelineStrategy(EvaluationSteps):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._started_others:
-            return  # no rank failed in this process, and the next launch starts new ranks
+            return  # this process is not a rank, and the next launch starts new ranks
         # After a preemption all ranks end together.
         if self._pipeline_callback is None or not self._pipeline_callback.preemption.ended:
             self.session.watch.fail(exception)
@@ -332,4 +335,4 @@ NO_LOSS = _NoLoss()
 
 
 def _nothing() -> None:
-    """Do nothing where a closure is wanted."""
+    """Do nothing, as a closure."""

@@ -1,14 +1,14 @@
-"""Callbacks whose ``on_train_batch_end`` is called after the batch's own update.
+"""Callbacks whose ``on_train_batch_end`` is called after the update of its batch.
 
-In an asynchronous pipeline the update of batch t is applied in or after batch t+1, or at the end of batch t if the
-pipeline drains there. A callback that reads or changes weights could thus be called before or after the update. Called
-between update t and update t+1, it does to W_{t+1} what it does in a single process.
+In an asynchronous pipeline the update of batch t is applied during or after batch t+1, or at the end of batch t if the
+pipeline drains there. At the end of batch t a callback would usually meet weights without update t. So it is called
+between the updates t and t+1, where the weights are W_{t+1}, as in a single process.
 
-With gradient accumulation several batches share update t, and only the hook of the last one has to wait for it. The
-earlier hooks come after update t-1 and change W_t, to which update t is then applied. Mini-batch t runs at W_{t-1}, so
-none of its gradients sees the change. Without delay, and in the first mini-batches, mini-batch t runs at W_t itself:
-the batches after the hook see the change and those before it do not, so the pipeline drains in between. It also drains
-with the least staleness, under which the later microbatches of mini-batch t run at W_t.
+With gradient accumulation several batches share update t, and only the hook of the last batch has to wait for it. The
+hooks of the earlier batches are called after update t-1 and may change W_t. This does not matter if all microbatches of
+mini-batch t run on W_{t-1}. If some of them run on W_t (without delay, in the first mini-batches, and with the least
+staleness), the microbatches before a hook must run on W_t without the hook's change, and those after the hook on W_t
+with the change. So the pipeline drains before such a hook.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _MAY_CHANGE = "hooks that may change weights"
 
 
 def after_own_update(callback: C) -> C:
-    """Call a callback's ``on_train_batch_end`` with the weights of its batch's own update, as in a single process.
+    """Have a callback's ``on_train_batch_end`` called after the update of its batch, as in a single process.
 
     Use it for callbacks that read or change weights after every update, such as a mean of weights. In an asynchronous
-    pipeline the hook of batch t is then called once update t has been applied, which is in the middle of batch t+1
-    unless the pipeline drained; the hook may not save or evaluate. Under other strategies the call is unchanged.
+    pipeline the hook of batch t is then called once update t has been applied, usually in the middle of batch t+1, so
+    the hook may not save or evaluate. Under other strategies nothing changes.
 
     Returns:
         The callback.
@@ -56,9 +56,9 @@ class _BatchEnd(NamedTuple):
     """End of a batch.
 
     Attributes:
-        updates: number of updates that a single process applies before it.
-        first: number of the first microbatch after it.
-        arguments: arguments of the hooks, after the trainer and the module.
+        updates: number of updates to apply before its hooks are called.
+        first: number of the first microbatch after the batch.
+        arguments: arguments of the hooks, without trainer and module.
     """
 
     updates: int
@@ -67,20 +67,20 @@ class _BatchEnd(NamedTuple):
 
 
 class BatchEnds(Callback):
-    """Queue of ``on_train_batch_end`` calls, each made in order and exactly once when its update has been applied.
+    """Callback that queues calls of ``on_train_batch_end`` until the update of their batch has been applied.
 
-    Until :meth:`release`, it calls these hooks in place of the trainer: the module's own, those of callbacks marked by
-    :func:`after_own_update`, and those of Lightning's callbacks that average weights. They come before the callbacks
-    that save.
+    Until :meth:`release`, it calls these hooks in place of the trainer, in order and before the callbacks that save:
+    the module's hook, those of callbacks marked by :func:`after_own_update`, and those of Lightning's callbacks that
+    average weights.
 
     Args:
         module: module that is trained.
         session: the pipeline.
-        trainer: owner of the callbacks.
+        trainer: trainer of the run.
 
     Attributes:
         waiting: ends of batches whose hooks are still to be called.
-        kinds: kinds of the callbacks on all ranks: they read weights, or may change them.
+        kinds: kinds of the hooks on all ranks: they read weights, or may change them.
     """
 
     def __init__(self, module: LightningModule, session: PipelineSession, trainer: L.Trainer) -> None:
@@ -101,7 +101,7 @@ class BatchEnds(Callback):
             vars(owner)[HOOK] = _nothing
         reads_only = all(isinstance(owner, WeightAveraging) for owner in self._called)
         own = "" if not self._called else _READS if reads_only else _MAY_CHANGE
-        # A callback may exist on some ranks only, but all ranks must drain alike.
+        # A callback may exist on some ranks only, but all ranks must drain after the same batches.
         self.kinds = {*exchange(session.running().mesh, own)} - {""}
 
     def release(self) -> None:
@@ -114,25 +114,25 @@ class BatchEnds(Callback):
     def meets_gradients(self) -> bool:
         """Return whether the pipeline drains for the hooks after this batch.
 
-        It drains if the hooks may change weights at which the mini-batch is still running. It also drains if one
-        process runs all stages: they apply an update one after the other, but the hooks are called once. A drain costs
-        no time there.
+        It drains if the hooks may change weights on which the rest of the mini-batch runs. It also drains if one
+        process runs all stages, since the stages apply an update one after the other, but the hooks are called once. A
+        drain costs no time in one process.
         """
         engine, trainer = self._session.running(), self._trainer
-        # Not this rank's own gradient: a rank that skipped a step would drain alone, for a gradient that is discarded.
+        # The Trainer's count decides, since it is the same on all ranks; a rank may have skipped a step.
         goes_on = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches != 0
         return len(engine.parts) > 1 or (_MAY_CHANGE in self.kinds and goes_on and engine.at_newest)
 
     def check_drain(self) -> None:
-        """Refuse a drain inside a hook that is called in the middle of the next batch.
+        """Refuse a drain while a hook of an earlier batch is called in the middle of a batch.
 
         Raises:
             ConfigurationError: such a hook is running.
         """
         if self._is_late:
             raise ConfigurationError(
-                f"{HOOK} of a callback after its own update saves a checkpoint, gathers weights or evaluates: it runs"
-                " between two updates, in the middle of the next batch; do that in another callback's"
+                f"a hook {HOOK} that is called after its own update saves a checkpoint, gathers weights or evaluates,"
+                " which is impossible in the middle of the next batch. Do that in another callback's"
                 " on_train_batch_end (ModelCheckpoint saves every_n_train_steps), or in on_train_epoch_end"
             )
 
@@ -144,10 +144,10 @@ class BatchEnds(Callback):
         self._call_due()
 
     def call_late(self) -> None:
-        """Call, in the middle of a later batch, the hooks of batches whose updates have just been applied."""
+        """Call the hooks of earlier batches whose updates have just been applied, in the middle of a batch."""
         self._is_late = True
         try:
-            # A drain may be called by an evaluation, which disables gradients.
+            # Gradients may be disabled here, since an evaluation may cause a drain.
             with torch.inference_mode(False), torch.enable_grad():
                 self._call_due()
         finally:
@@ -156,8 +156,8 @@ class BatchEnds(Callback):
     def _call_due(self) -> None:
         while self.waiting and self.waiting[0].updates <= self._session.running().updates.applied:
             end = self.waiting.popleft()
-            # Hooks do not use the process's generators: their state depends on when the hook is called and on whether
-            # the stage reads data. All ranks draw the same numbers, since a hook may write them into weights.
+            # Hooks draw from a seed of the batch, since the state of the process's generators depends on when the hook
+            # is called. The seed is the same on all ranks, since a hook may write random numbers into weights.
             engine = self._session.running()
             draws = drawing_from(self._session.seed, engine.runner.device, "batch end", end.first)
             with draws, private.running_hook(self._module, HOOK):

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints of a pipeline, in one file or sharded, and resuming from them."""
+"""Checkpoints of a pipeline under the Trainer, as one file or sharded, and resuming from them."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, w
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader, shuffle_by_epoch
 from lightning_asyncpp.trainer import private
 
-_CURRENT = "current_model_state"  # the trained weights, where a callback of Lightning saves averages as "state_dict"
+_CURRENT = "current_model_state"  # entry of the trained weights if Lightning's callback saves averages as "state_dict"
 PROGRESS = "progress"
 """Entry of the strategy's state in a checkpoint: the :meth:`Progress.state` of each rank."""
 _OF_STAGES = ("state_dict", _CURRENT, "optimizer_states", PIPELINE)
 
 
 class Progress:
-    """Progress of a training beside its weights and Lightning's loops: position in the data and random states.
+    """Part of a rank's progress that Lightning does not save: its position in the data and its random states.
 
-    Every rank has its own progress, and a checkpoint holds that of each rank. After a change of the stages a rank loads
-    the progress of its replica's last stage, which computed the loss.
+    A checkpoint has the progress of every rank. If the number of stages has changed, a rank loads the progress of the
+    last stage of its replica, which computed the loss.
     """
 
     def __init__(self) -> None:
         self._loaders: list[ResumableLoader] = []
         self._loaders_before: list[ResumableLoader] = []  # made before the checkpoint was read
-        self._epoch_of_loaders = -1  # epoch in which they were made; Lightning may make them anew every few epochs
-        self._state: Mapping[str, Any] | None = None  # of a checkpoint, until training starts
+        self._epoch_of_loaders = -1  # in which the loaders were made; Lightning may make new ones every few epochs
+        self._state: Mapping[str, Any] | None = None  # from a checkpoint, until training starts
         self._loops: Mapping[str, Any] = {}
         self._same_replicas, self._has_warned = True, False
-        self._training: Mapping[str, Any] | None = None  # its random numbers, while a validation runs
+        self._training: Mapping[str, Any] | None = None  # random states of the training, while a validation runs
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the state that this rank saves, with the newest metrics: a learning rate may depend on them."""
+        """Return the state that this rank saves; it has the newest metrics, since a learning rate may follow one."""
         draws = self._training or (random_states() if self._state is None else self._state["random"])
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return {"random": draws, "loaders": [loader.state_dict() for loader in self._loaders], "metrics": metrics}
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Run a validation whose random numbers do not change those of the training.
+        """Run a validation, and restore the random states of the training at the end.
 
-        Otherwise a training that shuffles or augments its data from the process's generators would depend on when it is
-        validated. Stages would also draw different numbers, as not all of them run validation steps to their end.
+        Without this, data that is shuffled or augmented with the process's generators would depend on the times of
+        validations. Stages would also draw different numbers afterwards, since only some run the whole validation step.
         """
         self._training = random_states()
         try:
@@ -74,21 +74,21 @@ class Progress:
             self._training = None
 
     def resume(self, state: Mapping[str, Any], loops: Mapping[str, Any], same_replicas: bool) -> None:
-        """Resume from a checkpoint when training starts.
+        """Keep the state of a checkpoint until training starts and loads it.
 
         Args:
             state: state of this rank.
             loops: state of the Trainer's loops in the checkpoint.
-            same_replicas: whether as many replicas wrote the checkpoint; otherwise replicas read other parts of the
-                data.
+            same_replicas: whether the checkpoint was written with the same number of replicas. With another number,
+                each replica reads another part of the data.
         """
         self._state, self._loops, self._same_replicas = state, loops, same_replicas
         self._loaders_before, self._loaders = self._loaders, []
 
     def resume_loaders(self, trainer: Trainer) -> None:
-        """Resume loaders that ``configure_optimizers`` asked for (by ``trainer.estimated_stepping_batches``).
+        """Resume loaders that were made before the checkpoint was read; Lightning loads no state into them.
 
-        Lightning makes loaders once, and loads no state into those that were made before it read the checkpoint.
+        This happens if ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``.
         """
         if self._state is None or not self._loaders_before:
             return
@@ -99,7 +99,7 @@ class Progress:
         private.read_again(trainer)
 
     def start_training(self, trainer: Trainer) -> None:
-        """Restore the checkpoint's random states, after the set-up of the run has drawn its numbers."""
+        """Restore the checkpoint's random states and metrics; call it after the set-up, which draws random numbers."""
         state, self._state = self._state, None
         if state is not None:
             set_random_states(state["random"])
@@ -110,9 +110,9 @@ class Progress:
         self._state, self._loaders, self._loaders_before = None, [], []
 
     def training_loader(self, loader: Any, trainer: Trainer) -> Any:
-        """Return a loader that reads ``loader``, resumed at the checkpoint's position if there is a checkpoint."""
+        """Wrap a training loader in a resumable one, at the checkpoint's position if there is a checkpoint."""
         if isinstance(loader, PlaceholderLoader):
-            # A placeholder loader keeps the length and attributes of the loader that other stages read.
+            # A placeholder loader gives middle stages the length and attributes of the loader that other stages read.
             loader.loader = self.training_loader(loader.loader, trainer)
             return loader
         shuffle_by_epoch(loader)
@@ -126,13 +126,13 @@ class Progress:
         return resumable
 
     def _resume_loader(self, resumable: ResumableLoader, number: int, trainer: Trainer) -> None:
-        """Resume a loader at the position of the checkpoint's loader of the same number."""
+        """Resume a loader at the position that the checkpoint has for loader number ``number``."""
         assert self._state is not None
         _go_on_after_epoch(trainer)
         saved = self._state["loaders"]
         state = saved[number] if number < len(saved) else {"batches": 0}
         if self._in_mid_epoch and not self._has_warned:
-            reasons = [] if self._same_replicas else ["data_parallel_size is another one"]
+            reasons = [] if self._same_replicas else ["data_parallel_size has changed"]
             self._has_warned = warn_if_inexact(resumable.loader, state, reasons)
         resumable.resume(state, ended=not self._in_mid_epoch)
 
@@ -146,7 +146,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     """Strategy that saves the whole run and loads this stage's part of a checkpoint.
 
     Attributes:
-        progress: progress of the run beside its weights.
+        progress: progress of this rank in the run.
     """
 
     progress: Progress
@@ -166,7 +166,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         return True
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return the whole module's ``state_dict`` on rank 0, this stage's part on others; collective."""
+        """Drain, and return a ``state_dict``; a collective call.
+
+        On rank 0 it has the whole module, on other ranks their stage.
+        """
         return gathered(self.session, self._stage_state())
 
     @override
@@ -188,13 +191,13 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Write the whole run as one file on rank 0, or as a folder with a part of each stage; a collective call.
 
         Raises:
-            StorageError: the checkpoint cannot be written; an earlier one of its name is intact.
+            StorageError: the checkpoint cannot be written; an earlier checkpoint at this path is intact.
         """
         # Lightning's entry has the loaders of rank 0 only; the pipeline's entry has those of all ranks.
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
         if _CURRENT in checkpoint and self._averages_weights():  # the callback saved the averages of this stage
             checkpoint["state_dict"] = self.checkpoints.collected(checkpoint["state_dict"])
-        if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # else weights only
+        if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # not weights only
             mesh = self.session.running().mesh
             of_ranks = gather(mesh, self.progress.state(self._module.trainer), range(mesh.world_size))
             state = self.checkpoints.collected(stage_pipeline_state(self.session))
@@ -217,7 +220,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self._resume_progress(content)
         if self._averages_weights():
             for name in {"state_dict", _CURRENT} & content.keys():
-                content[name] = self._of_this_stage(content[name])  # the callback loads every entry
+                content[name] = self._of_this_stage(content[name])  # the callback would load all stages' entries
         return content
 
     def _averages_weights(self) -> bool:
@@ -226,11 +229,11 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         return self.session.optimizer is not None and any(isinstance(c, WeightAveraging) for c in callbacks)
 
     def _entry_of_weights(self, content: Mapping[str, Any]) -> str:
-        """Return the entry of the trained weights; an averaging callback saves the averages in their usual place."""
+        """Return the name of the entry with the trained weights; their usual entry may have averages of weights."""
         return _CURRENT if self._averages_weights() and _CURRENT in content else "state_dict"
 
     def _of_this_stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without the entries of layers that other stages hold."""
+        """Return a state without the entries of other stages' layers."""
         gone = self.session.whole_model.pruned.names
         return {name: value for name, value in state.items() if name not in gone}
 
@@ -239,7 +242,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if state is None:
             return
         mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
-        of_ranks = state[PROGRESS]  # one, if all stages were in one process
+        of_ranks = state[PROGRESS]  # a single one if all stages were in one process
         own = of_ranks[rank_to_follow(mesh, state) if len(of_ranks) > 1 else 0]
         self.progress.resume(own, content["loops"]["fit_loop"], same_replicas=replicas == mesh.num_replicas)
 
@@ -253,13 +256,14 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.session.stage_optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-        self.progress.resume_loaders(self._module.trainer)  # by now the loops have their state
+        self.progress.resume_loaders(self._module.trainer)  # the loops' state was restored before
 
 
 def _go_on_after_epoch(trainer: Trainer) -> None:
-    """Begin with the next epoch if the checkpoint was written at the end of one: Lightning would end that one twice.
+    """Begin with the next epoch if the checkpoint was written at the end of an epoch.
 
-    Call this after the state of the loops was restored and before any of them runs.
+    Lightning would run the end of that epoch a second time. Call this after the loops' state was restored and before
+    any loop runs.
     """
     epochs = trainer.fit_loop.epoch_progress
     counts = epochs.state_dict()["total"]

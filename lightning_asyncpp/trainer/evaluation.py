@@ -1,4 +1,4 @@
-"""The batches of a rank, their transfer to its device, and the steps of validation, test and prediction."""
+"""Base classes of the Trainer strategies for a rank's batches, and for validation, test and prediction steps."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ReplicaBatches(Launching):
     _only_moves_batches = True
 
     def take_batch_hooks(self, owners: list[Any], until: ExitStack) -> None:
-        """Hide placeholders from the hooks that are called with each batch.
+        """Hide the placeholder batches of middle stages from the users' hooks.
 
         Args:
-            owners: module and data module, or None.
+            owners: the module, and the data module or None.
             until: stack that restores the hooks when it is closed.
         """
         # Without transfer hooks, the batch on the host equals the one on the device.
@@ -48,7 +48,7 @@ class ReplicaBatches(Launching):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning gives samplers the number of the replica; always true."""
+        """Whether Lightning makes samplers distributed (over replicas); always true."""
         return True
 
     @property
@@ -111,18 +111,18 @@ class EvaluationSteps(ReplicaBatches):
         return merge_outputs(output.results, output.weights)
 
     def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Run a batch forward on the newest weights, without gradients; the pipeline is drained first. Collective.
+        """Drain, and run a batch forward on the newest weights, without gradients; a collective call.
 
         Use it for forwards outside of the module's ``*_step`` methods, such as text that a callback samples. The model
         keeps its mode (``train`` or ``eval``).
 
         Args:
             step_fn: function of a microbatch that calls ``self.model(...)`` once.
-            batch: the batch, on the device of the first and of the last stage; middle stages ignore it.
+            batch: the batch, on this rank's device on the first and the last stage; middle stages ignore it.
 
         Returns:
             On the last stage the result of ``step_fn`` for the whole batch, joined as in Fabric's ``evaluation_step``;
-            ``None`` on the others.
+            ``None`` on other stages.
         """
         engine = self.session.running()
         self.drain()

@@ -39,28 +39,28 @@ class GPTModule(PipelineModule):
 
     Tokens of -100 are padding: they are read as token 0 and do not count as targets.
 
-    With experts, their auxiliary losses are added to the loss that is differentiated, but not to ``train_loss``. The
-    biases of the router learn once per update, and the router's statistics are logged (docs/guides/moe.md). The
-    strategies of this package do both; under other strategies this module does.
+    With a mixture of experts, auxiliary losses are added to the loss that is differentiated, but not to
+    ``train_loss``. The router's biases change once per update, and its statistics are logged (docs/guides/moe.md).
+    Strategies of this package do both; under other strategies this module does it itself.
 
     Args:
         config: shape of the model, or a mapping of its fields.
-        optimizer: function that makes the optimizer from the named parameters of this process's stage; ``None`` for
+        optimizer: function that makes the optimizer from the named parameters of this process's stage; ``None``:
             ``MuonAdamW`` with its defaults.
         warmup_steps: number of updates in which the learning rate rises linearly to the optimizer's.
-        decay: learning rate after the warmup. ``"cosine"`` falls to ``min_lr_ratio``. ``"wsd"`` (warmup, stable, decay;
-            arXiv 2404.06395) stays constant, and falls to it linearly in the last fifth of the rest. ``"constant"``
-            stays constant.
-        min_lr_ratio: last learning rate of the decay, as a share of the highest one.
-        total_steps: number of the last update of the decay; ``None`` for the end of the run (``max_steps``, or else
+        decay: learning rate after the warmup. ``"cosine"`` falls along a cosine, ``"wsd"`` (warmup, stable, decay;
+            arXiv 2404.06395) is constant and falls linearly in the last fifth of the updates after the warmup,
+            ``"constant"`` does not fall.
+        min_lr_ratio: learning rate at the end of the decay, as a share of the highest one.
+        total_steps: number of the last update of the decay; ``None``: the end of the run (``max_steps``, or
             ``max_epochs`` times the batches of an epoch).
         activation_checkpointing: activations that the blocks keep for the backward: ``"none"`` keeps all of them,
             ``"block"`` the inputs of the blocks, ``"selective"`` the results of matrix products and of attention. The
             rest is recomputed.
         compile_blocks: compile each block with ``torch.compile``; a mapping holds its arguments.
-        initial_weights: weights to start training from instead of random ones: a folder of Hugging Face `transformers`
-            (config.json and safetensors) or a checkpoint of this package. Every stage reads only its own tensors, in
-            fp32. The sizes of ``config`` must be theirs; ``context_length`` and ``dropout`` may differ.
+        initial_weights: weights with which training starts, in a folder of Hugging Face `transformers` (config.json and
+            safetensors) or a checkpoint of this package; ``None``: random ones. Every stage reads only its own tensors,
+            in fp32. ``config`` must describe the same model, but its ``context_length`` and ``dropout`` may differ.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class GPTModule(PipelineModule):
         self._counted = Collected()
         if initial_weights is not None and (problems := start_problems(self.config, initial_weights)):
             raise WeightsError.from_problems(f"initial_weights={initial_weights!r}", problems)
-        # A checkpoint holds only plain values, so that reading it does not unpickle code. It leaves out how the blocks
-        # are computed, which does not change the model, and the initial weights, as it holds the trained ones.
+        # A checkpoint has only plain values, so that reading it does not unpickle code. Arguments that do not define
+        # the trained model are left out.
         self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])
         self.hparams["config"] = asdict(self.config)
 
@@ -126,7 +126,7 @@ class GPTModule(PipelineModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Take the step, and update the routers' biases from the batches of the applied update."""
+        """Step the optimizer, then update the routers' biases from the statistics since the previous update."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self._counts_itself:
             counted, self._counted = self._counted, Collected()
@@ -151,15 +151,16 @@ class GPTModule(PipelineModule):
         return losses.sum(dim=1) / counts.clamp_min(1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer over this stage's named parameters, and the schedule, stepped per update."""
+        """Build the optimizer over this stage's named parameters, and the learning-rate schedule."""
         assert self.model is not None
         return scheduled(self.optimizer(self.model.named_parameters()), self)
 
     @property
     def _counts_itself(self) -> bool:
-        """Whether this module collects the routers' statistics and updates them, as the Trainer's strategy does not.
+        """Whether this module updates the routers itself, because the Trainer's strategy does not.
 
-        Without a Trainer nobody calls this module's ``optimizer_step``, so the caller of the steps collects them.
+        It is false without a Trainer. Then nothing calls :meth:`optimizer_step`, and whoever calls the steps must
+        collect the statistics.
         """
         if self.config.moe is None or self._trainer is None:
             return False
@@ -167,7 +168,7 @@ class GPTModule(PipelineModule):
 
     def _mean_loss(self, batch: Tensor) -> Tensor:
         losses, counts = self._losses(batch)
-        # Without any target the mean is 0, and not 0 / 0, which would reach the gradient.
+        # Without any target the mean is 0, since the NaN of 0 / 0 would reach the gradient.
         return losses.sum() / counts.sum().clamp_min(1)
 
     def _losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +183,7 @@ class GPTModule(PipelineModule):
 
 
 def scheduled(optimizer: Optimizer, module: Any) -> OptimizerLRScheduler:
-    """Return an optimizer with the schedule of a module's arguments, stepped per update."""
+    """Return an optimizer, and the schedule of the module's arguments, in the form that Lightning expects."""
     scheduler = LambdaLR(optimizer, learning_rate_factor(module))
     return {
         "optimizer": optimizer,
@@ -191,10 +192,11 @@ def scheduled(optimizer: Optimizer, module: Any) -> OptimizerLRScheduler:
 
 
 def learning_rate_factor(module: Any) -> Callable[[int], float]:
-    """Return a function of an update's number, from 0, to its learning rate as a share of the optimizer's.
+    """Return a function from the number of an update (from 0) to the factor of the optimizer's learning rate.
 
     Args:
-        module: module with ``warmup_steps``, ``decay``, ``min_lr_ratio``, and ``total_steps`` or a Trainer with an end.
+        module: module with ``warmup_steps``, ``decay``, ``min_lr_ratio`` and ``total_steps``. If ``total_steps`` is
+            None, the decay ends with the run of the module's Trainer.
 
     Raises:
         ValueError: the decay has no end.

@@ -1,8 +1,8 @@
 """Models of Hugging Face `transformers`: reading, preparation for training, and loss.
 
-The loss is computed from the logits and not by the model's forward. Labels then need not travel from stage to stage, a
-microbatch without any target has a loss of 0 and not of 0 / 0, and the mean is over the targets that
-``microbatch_weight`` counts, whatever a release of `transformers` does with ``num_items_in_batch``.
+The loss is computed here from the logits, not by the model's forward. This has three advantages. Labels need not be
+sent from stage to stage. A microbatch without targets has the loss 0 in place of 0 / 0. The mean is over the targets
+that ``microbatch_weight`` counts; releases of `transformers` differ in what they count.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def read_config(model_id: str, overrides: Mapping[str, Any]) -> Any:
 def load_model(
     config: Any, model_id: str, task: str, pretrained: bool, dtype: str, attn_implementation: str | None
 ) -> nn.Module:
-    """Build the model in this process's memory, with pretrained or random weights.
+    """Build the model on the host, with pretrained or random weights.
 
     Args:
         config: result of :func:`read_config`.
         model_id: folder or repository of the weights.
         task: name of the auto class.
-        pretrained: whether to read the weights; otherwise they are drawn from torch's generator.
+        pretrained: whether to read the weights; if not, they are drawn from torch's generator.
         dtype: dtype of the weights.
-        attn_implementation: attention of `transformers`: "sdpa", "eager", ...; ``None`` for its default.
+        attn_implementation: attention of `transformers`: "sdpa", "eager", ...; ``None``: its default.
 
     Raises:
         ConfigurationError: `transformers` has no such model, or weights are missing.
@@ -107,13 +107,13 @@ def load_model(
         raise ConfigurationError(f"model_id={model_id!r}: {_first_line(error)}") from error
     mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})
-    if task == CLASSIFICATION:  # the head may be new: the weights may be a language model's or have other labels
+    if task == CLASSIFICATION:  # the head may be random, if the weights are a language model's or have other labels
         missing = [name for name in missing if name in mismatched and not _HEAD.match(name)]
     if missing:
         raise ConfigurationError(
-            f"model_id={model_id!r} has no weights, or some of other shapes, for {', '.join(map(str, missing[:4]))}"
-            f" of {type(model).__name__}: they would be random; name another task, or pretrained=False to train all"
-            " from scratch"
+            f"model_id={model_id!r} has no weights of the right shapes for {', '.join(map(str, missing[:4]))}"
+            f" of {type(model).__name__}, so these would be random; choose another task, or pretrained=False to train"
+            " all weights from scratch"
         )
     return model
 
@@ -137,10 +137,10 @@ def lora_config(lora: Mapping[str, Any], task: str) -> Any:
 
 
 def with_adapters(model: nn.Module, lora: Mapping[str, Any], task: str) -> nn.Module:
-    """Put adapters into a model and freeze the rest of it.
+    """Put adapters into a model and freeze its other parameters.
 
     Raises:
-        ConfigurationError: the model has no such modules.
+        ConfigurationError: the model has no modules that ``lora`` selects.
     """
     config = lora_config(lora, task)
     try:
@@ -163,8 +163,8 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     parameters = dict(model.named_parameters())
     if useless := [pattern for pattern in patterns if not fnmatch.filter(parameters, pattern)]:
         raise ConfigurationError(
-            f"freeze: no parameter fits {', '.join(map(repr, useless))};"
-            f" the first are {', '.join(list(parameters)[:4])}"
+            f"freeze: no parameter matches {', '.join(map(repr, useless))};"
+            f" the model's first parameters are {', '.join(list(parameters)[:4])}"
         )
     for name, parameter in parameters.items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
@@ -174,14 +174,14 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def targets_of(batch: Any, task: str) -> Tensor:
-    """Return a batch's targets, (batch, time) int64 with -100 for none; for a classifier, its labels.
+    """Return the targets of a batch, (batch, time) int64 with -100 where there is none; for a classifier, the labels.
 
     Args:
         batch: a mapping with ``labels``; or tokens, (batch, time + 1) int64, for a causal model.
         task: name of the auto class.
 
     Raises:
-        ConfigurationError: the batch is neither.
+        ConfigurationError: the batch has another form.
     """
     if isinstance(batch, Tensor) and task == CAUSAL:
         return batch[:, 1:]
@@ -189,7 +189,7 @@ def targets_of(batch: Any, task: str) -> Tensor:
     if not isinstance(labels, Tensor):
         takes = "a mapping with input_ids, attention_mask and labels" + (" or tokens" if task == CAUSAL else "")
         raise ConfigurationError(
-            f"HFModule(task={task!r}) takes {takes} as a batch, and the data gives a {type(batch).__name__}"
+            f"HFModule(task={task!r}) takes {takes} as a batch, but the data has a {type(batch).__name__}"
             f"{' with ' + ', '.join(map(str, batch)) if isinstance(batch, Mapping) else ''}"
         )
     if task == CAUSAL:
@@ -211,7 +211,7 @@ def inputs_of(batch: Any, task: str, config: Any) -> dict[str, Any]:
 
 
 def number_of_targets(batch: Any, task: str) -> float:
-    """Return the number of a batch's counted targets; for a classifier, the number of samples."""
+    """Return the number of targets that count; for a classifier, the number of samples."""
     targets = targets_of(batch, task)
     if targets.is_floating_point():
         return float(len(targets))
@@ -219,7 +219,7 @@ def number_of_targets(batch: Any, task: str) -> float:
 
 
 def mean_loss(output: Any, batch: Any, task: str) -> Tensor:
-    """Return the mean loss over counted targets, in nats (0 if none); for a classifier, its own loss."""
+    """Return the mean loss over the targets that count, in nats (0 if none); for a classifier, the model's loss."""
     if task == CLASSIFICATION:
         loss: Tensor = output.loss
         return loss
@@ -248,8 +248,8 @@ def _shifted_right(labels: Tensor, config: Any) -> Tensor:
     start, padding = config.decoder_start_token_id, config.pad_token_id
     if start is None or padding is None:
         raise ConfigurationError(
-            "config.json has no decoder_start_token_id or no pad_token_id: give them in config_overrides, or"
-            " decoder_input_ids in the batches"
+            "config.json has no decoder_start_token_id or no pad_token_id: set them in config_overrides, or put"
+            " decoder_input_ids into the batches"
         )
     return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1], (1, 0)) == IGNORED, padding)
 

@@ -34,7 +34,7 @@ from lightning_asyncpp.trainer.hf_model import (
 )
 
 SAVED = "hf"
-"""Entry of a checkpoint with the data that ``asyncpp export`` needs beside the weights."""
+"""Entry of a checkpoint that ``asyncpp export`` needs in addition to the weights."""
 
 
 class HFModule(LightningModule):
@@ -47,14 +47,14 @@ class HFModule(LightningModule):
     Every process reads the whole model into its host memory before the pipeline cuts it: 4 bytes per parameter and
     process with ``dtype="float32"``, 2 with ``"bfloat16"`` (7 billion parameters in 8 processes: 224 GB or 112).
 
-    Experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained by the loss over tokens alone. The auxiliary loss of
-    `transformers`, ``output_router_logits=True``, is refused, as it is not collected over stages; `transformers` has it
-    off by default. Nothing then keeps the experts equally busy: they begin as balanced as pretraining left them, and a
-    long training may unbalance them. ``freeze: ["*.gate.weight"]`` keeps the weights of the routers.
+    Mixtures of experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained without an auxiliary loss. That of `transformers`
+    (``output_router_logits=True``, off by default) is refused, since it is not collected over stages. Nothing then
+    balances the experts: a long training may use some of them more and more. ``freeze: ["*.gate.weight"]`` keeps the
+    routers as they were pretrained.
 
     Args:
         model_id: a folder of ``save_pretrained``, or the name of a repository of models on the Hugging Face Hub.
-        pretrained: whether to start from the pretrained weights; otherwise from random ones.
+        pretrained: whether to start from the pretrained weights; if not, from random ones.
         task: auto class of `transformers`, which chooses the class of the model.
         dtype: dtype of the weights as they are read. With ``"bfloat16"`` small updates are lost to rounding, so use it
             for a model that ``lora`` freezes. To train all weights in bf16, keep the default and use
@@ -67,12 +67,12 @@ class HFModule(LightningModule):
         freeze: globs of names of parameters that are not trained, such as ``"model.embed_tokens.*"``.
         gradient_checkpointing: keep only the inputs of blocks, and recompute the rest in the backward.
         optimizer: function that makes the optimizer from the trained, named parameters of this process's stage;
-            ``None`` for ``MuonAdamW`` with its defaults.
+            ``None``: ``MuonAdamW`` with its defaults.
         warmup_steps: number of updates in which the learning rate rises linearly to the optimizer's.
         decay: learning rate after the warmup: ``"cosine"``, ``"wsd"`` or ``"constant"``, as in
             :class:`~lightning_asyncpp.GPTModule`.
-        min_lr_ratio: last learning rate of the decay, as a share of the highest one.
-        total_steps: number of the last update of the decay; ``None`` for the end of the run.
+        min_lr_ratio: learning rate at the end of the decay, as a share of the highest one.
+        total_steps: number of the last update of the decay; ``None``: the end of the run.
 
     Attributes:
         model: the network; ``None`` until :meth:`configure_model` ran.
@@ -145,16 +145,16 @@ class HFModule(LightningModule):
         own = self._own_tokenizer()
         if own is None:
             rank_zero_warn(
-                f"model_id={self.model_id!r} has no tokenizer.json: the data's tokenizer cannot be compared with it"
+                f"model_id={self.model_id!r} has no tokenizer.json, so the data's tokenizer cannot be checked"
             )
         elif own.backend.to_str() != tokenizer_of_definition(definition).backend.to_str():
             raise ConfigurationError(
-                f"the data has another tokenizer than the weights of model_id={self.model_id!r}: give the data"
-                f" tokenizer={self.model_id!r}, or prepare it with that one; pretrained=False works with any tokenizer"
+                f"the data's tokenizer is not that of model_id={self.model_id!r}. Give the data the argument"
+                f" tokenizer={self.model_id!r}, or prepare it with that one; with pretrained=False any tokenizer works"
             )
 
     def microbatch_weight(self, microbatch: Any) -> float:
-        """Return the number of targets in ``microbatch`` that count; of a classifier the number of samples."""
+        """Return the number of targets in ``microbatch`` that count; for a classifier, the number of samples."""
         return number_of_targets(microbatch, self.task)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -176,7 +176,7 @@ class HFModule(LightningModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer over this stage's trained, named parameters, and the schedule, stepped per update."""
+        """Build the optimizer over this stage's trained, named parameters, and the learning-rate schedule."""
         assert self.model is not None
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return scheduled(self.optimizer(trained), self)
@@ -201,7 +201,7 @@ class HFModule(LightningModule):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Draw the same random numbers on every process, and restore its generator afterwards."""
+        """Draw the same random numbers in every process; restore the generator at the end."""
         seed = torch.initial_seed() % 2**63
         if self._trainer is not None:
             seed = self.trainer.strategy.broadcast(seed)

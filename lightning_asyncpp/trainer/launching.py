@@ -1,4 +1,4 @@
-"""Start of a Trainer strategy's processes, and the calls that work in the process that started them."""
+"""Base class of the Trainer strategies that starts processes, and serves calls in the process that started them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_asyncpp.trainer.checkpoint import PipelineCheckpoints
 
 
 class Launching(PipelineCheckpoints):
-    """Strategy that starts processes, and answers for the process that started them.
+    """Strategy that starts processes.
 
     Attributes:
         start_method: way in which processes are started.
@@ -33,9 +33,10 @@ class Launching(PipelineCheckpoints):
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return the whole module's ``state_dict`` on rank 0, this stage's part on others; collective.
+        """Drain, and return a ``state_dict``; a collective call.
 
-        The process that forked or spawned the ranks returns the state of its own module, which has the trained weights.
+        On rank 0 it has the whole module, on other ranks their stage. In the process that forked or spawned the ranks,
+        it is that of the process's module, which has the trained weights.
         """
         return dict(self._module.state_dict()) if self._started_others else super().full_state_dict()
 
@@ -43,9 +44,9 @@ class Launching(PipelineCheckpoints):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._started_others:
             raise ConfigurationError(
-                f"start_method={self.start_method!r}: this process started those that train and has their weights, but"
-                " neither optimizer nor progress; let a ModelCheckpoint save during the training, and to keep the"
-                " weights alone, torch.save(module.state_dict(), path)"
+                f"start_method={self.start_method!r}: this process only started the ranks. It has the trained weights,"
+                " but neither optimizer nor progress. Let a ModelCheckpoint save during the training; to save only the"
+                " weights, use torch.save(module.state_dict(), path)"
             )
         return super().lightning_module_state_dict()
 
@@ -62,7 +63,7 @@ def _launch(
     trainer: L.Trainer | None = kwargs.get("trainer")
     if trainer is not None:
         if trainer.state.fn == TrainerFn.FITTING:
-            trainer.lightning_module.configure_model()  # the whole model, in memory that no rank shares
+            trainer.lightning_module.configure_model()  # the whole model, whose memory no rank shares
         function = functools.partial(_run_in_child, strategy, trainer, function)
     return launch(function, *args, **kwargs)
 
@@ -70,7 +71,7 @@ def _launch(
 def _run_in_child(
     strategy: Launching, trainer: L.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a function on a rank and report errors to the strategy, which Lightning does not do under a launcher."""
+    """Run a function on a rank and report errors to the strategy; Lightning does not report them under a launcher."""
     try:
         results = function(*args, **kwargs)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -1,4 +1,4 @@
-"""First callback of the Trainer: it prepares the weights and metrics that others read after a batch."""
+"""First callback of the Trainer, which prepares weights and metrics for the callbacks after it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lightning_asyncpp.trainer.step_log import StepLog
 class PipelineCallback(Callback):
     """Callback that drains the pipeline and shares metrics before other callbacks read weights or metrics.
 
-    After a signal (SIGTERM, SIGUSR1) the run ends on all ranks after the same batch. Ranks agree on that batch by the
-    control message in training and by flags in an evaluation.
+    After a signal (SIGTERM, SIGUSR1) the run ends on all ranks after the same batch. In training, ranks agree on the
+    batch by the control message (an all-reduce for each update); in an evaluation, by :class:`StopRounds`.
 
     Args:
-        trainer: owner of the callbacks in front of which :meth:`install` puts this one.
+        trainer: trainer of the run.
         session: the started pipeline.
         step_log: values that the steps log.
         drain: function that finishes all microbatches in flight and applies every update.
-        batch_ends: hooks that are called after their own update.
+        batch_ends: queue of the hooks that are called after the update of their batch.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class PipelineCallback(Callback):
         self.preemption = Preemption(trainer, self.request_stop)
         mesh, settings = session.running().mesh, session.running().settings
         self._rounds = StopRounds(mesh, batches_behind(mesh.num_stages, settings.microbatches))
-        self._is_preempted = False  # all ranks know
+        self._is_preempted = False  # whether all ranks know of a signal
         self._stopping = False
 
     def install(self, trainer: L.Trainer) -> None:
-        """Go first among the trainer's callbacks, and replace what Lightning does per batch and on signals."""
+        """Become the trainer's first callback, and replace what Lightning does per batch and on signals."""
         callbacks = [c for c in trainer.callbacks if not isinstance(c, (PipelineCallback, BeforeSaves))]  # type: ignore[attr-defined]
         place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
         callbacks.insert(place, BeforeSaves(self))
@@ -62,7 +62,7 @@ class PipelineCallback(Callback):
         private.at_end_of_epoch(trainer, lambda: self._before_end_of_epoch(trainer), self.step_log.share_epoch)
 
     def request_stop(self) -> None:
-        """Ask all ranks to end after a common batch; safe to call in a signal handler."""
+        """Ask all ranks to end after the same batch; safe to call in a signal handler."""
         if self.session.engine is not None:
             self.session.engine.updates.requested.interrupted = True
 
@@ -84,7 +84,7 @@ class PipelineCallback(Callback):
         self.step_log.end_batch()
         if must_drain:
             self.step_log.share_metrics()
-        if engine.accumulating:  # a stop that an update within the batch agreed on waits for the mini-batch's end
+        if engine.accumulating:  # a stop waits for the end of the mini-batch
             return
         if engine.updates.agreed.interrupted:
             self._is_preempted = True
@@ -94,7 +94,7 @@ class PipelineCallback(Callback):
             self._stopping = trainer.should_stop = True
 
     def before_saves(self, trainer: L.Trainer) -> None:
-        """Share the values logged so far in this batch if a checkpoint may be chosen by them."""
+        """Share the values logged so far in this batch if a checkpoint callback may use them now."""
         if _checkpoint_is_due(trainer) or any(map(private.saves_by_time, trainer.checkpoint_callbacks)):
             self.step_log.share_metrics()
 
@@ -105,13 +105,13 @@ class PipelineCallback(Callback):
             self.step_log.share_metrics()
 
     def _hold_back_stop(self, trainer: L.Trainer) -> None:
-        """Turn a stop that may be this rank's alone into a request; the run stops when all ranks know of it."""
+        """Replace ``trainer.should_stop`` by a request to all ranks, since only this rank may have set it."""
         if trainer.should_stop and not self._stopping:
             trainer.should_stop = False
             self.session.running().updates.requested.finished = True
 
     def _before_end_of_epoch(self, trainer: L.Trainer) -> None:
-        """Drain, as ``on_train_batch_start`` may have skipped the last batch; end an evaluation if all ranks do."""
+        """Drain, since a hook may have ended the epoch early; end an evaluation if the ranks have agreed to."""
         if trainer.training:
             self.drain()
             self.step_log.log_counted()
@@ -134,13 +134,13 @@ class PipelineCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """End after this batch if all ranks do."""
+        """End the evaluation after this batch if the ranks have agreed to."""
         self._stop_evaluation_if_agreed(after_batch=True)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """End the prediction if all ranks do."""
+        """End the prediction if the ranks have agreed to."""
         self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -159,11 +159,15 @@ class PipelineCallback(Callback):
             raise
 
     def _stop_evaluation_if_agreed(self, after_batch: bool) -> None:
-        """End the evaluation if all ranks do, after one of its batches or at the end of a loader."""
+        """End the evaluation if the ranks have agreed to.
+
+        Args:
+            after_batch: whether this is after a batch, and not at the end of a loader.
+        """
         engine = self.session.running()
         interrupted = engine.updates.requested.interrupted
         if not after_batch:
-            engine.end_evaluation()  # before this rank waits for all others
+            engine.end_evaluation()  # must come before this rank waits for the other ranks
         if self._rounds.after_batch(interrupted) if after_batch else self._rounds.finish(interrupted):
             self._is_preempted = True
             raise SIGTERMException
@@ -180,7 +184,7 @@ class PipelineCallback(Callback):
 
 
 class BeforeSaves(Callback):
-    """Callback that shares what callbacks logged after a batch, before some of them choose checkpoints by it.
+    """Callback that shares what earlier callbacks logged after a batch, before checkpoint callbacks use it.
 
     Args:
         pipeline_callback: callback that shares the values.
@@ -192,7 +196,7 @@ class BeforeSaves(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Share the logged values after all callbacks but those that save."""
+        """Share the logged values; only callbacks that save come later."""
         self._pipeline_callback.before_saves(trainer)
 
 

@@ -15,7 +15,7 @@ from lightning_asyncpp.core.microbatch import number_of_samples, split_batch
 
 
 class PipelineModule(L.LightningModule):
-    """LightningModule whose ``self.model`` is built layer by layer, by each stage only its own layers.
+    """LightningModule whose ``self.model`` is built layer by layer; each stage builds only its own layers.
 
     A plain LightningModule works under the pipeline strategies too, as long as its ``training_step`` calls
     ``self.model(...)`` once. This class adds the construction on the meta device: implement :meth:`build_model`, and
@@ -30,8 +30,8 @@ class PipelineModule(L.LightningModule):
 
     loss_reduction: str = "mean"
 
-    # Strategies recognise this very function as one that draws no random numbers, and may call it again for the batch
-    # on the host.
+    # Strategies recognise this function, and may call it once more with the batch on the host, since it draws no random
+    # numbers.
     split_batch = staticmethod(split_batch)
     """Cut a batch into ``parts`` microbatches along the first dimension; ``None`` stands for an empty slot."""
 
@@ -50,13 +50,12 @@ class PipelineModule(L.LightningModule):
     def microbatch_weight(self, microbatch: Any) -> float:
         """Return the weight of a microbatch in the mini-batch's mean loss: by default its number of samples.
 
-        Where possible, strategies of this package call it with the microbatch on the host, before its transfer to a
-        GPU.
+        Strategies of this package call it before the transfer to a GPU, if possible.
         """
         return float(number_of_samples(microbatch))
 
     def configure_model(self) -> None:
-        """Build ``self.model`` on the meta device, and materialise it unless a pipeline strategy will."""
+        """Build ``self.model`` on the meta device, and materialise it unless a pipeline strategy does so later."""
         if self.model is not None:
             return
         with torch.device("meta"):

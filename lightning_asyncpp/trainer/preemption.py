@@ -20,8 +20,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 class Preemption:
     """Replacement of Lightning's signal handlers that ends a run when all ranks have agreed on it.
 
-    A signal, which may come at any point, is only noted. Lightning's handlers, which send to
-    other ranks or save, are called when all ranks are between the same two batches.
+    A signal may come at any point, so its handler only records it. Lightning's handlers, which communicate or save,
+    are called later, when all ranks are between the same two batches.
 
     Args:
         trainer: trainer of the run.
@@ -29,7 +29,7 @@ class Preemption:
 
     Attributes:
         received: first signal that this process received; 0 if none.
-        ended: whether the run was ended here, with everything saved.
+        ended: whether :meth:`end` has ended the run.
     """
 
     def __init__(self, trainer: L.Trainer, on_signal: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class Preemption:
         self._handlers: dict[int, Any] = {}  # Lightning's
 
     def install(self) -> None:
-        """Receive signals from here on; Lightning restores the earlier handlers after the run."""
+        """Install the signal handlers; Lightning restores the earlier ones after the run."""
         for number in {signal.SIGTERM, _requeue_signal(self._trainer) or signal.SIGTERM}:
             handlers = getattr(signal.getsignal(number), "signal_handlers", None)  # Lightning's, then the user's
             if handlers and threading.current_thread() is threading.main_thread():
@@ -47,7 +47,7 @@ class Preemption:
                 signal.signal(number, lambda received, _: self.receive(received))
 
     def receive(self, signum: int) -> None:
-        """Note the first signal; later ones are ignored."""
+        """Record a signal; only the first one counts."""
         self.received = self.received or signum
         self._on_signal()
 
@@ -79,7 +79,7 @@ class Preemption:
         """Write the checkpoint that ``ckpt_path="last"`` finds; return its path, or None without a ModelCheckpoint."""
         trainer = self._trainer
         if trainer.validating:
-            # The validation is not run again after the restart.
+            # Mark the validation as run, so that the restarted run does not repeat it.
             trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end()
             trainer.training = True  # Lightning's teardown expects it
         full = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and not c.save_weights_only]
@@ -94,7 +94,7 @@ class Preemption:
 
 
 def save_nothing_on_exception(trainer: L.Trainer) -> None:
-    """Keep callbacks from saving a failed run: they would wait for ranks that do not answer, and hide the error."""
+    """Disable callbacks that save a failed run: they would wait for ranks that do not answer, and hide the error."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
             rank_zero_info(f"{type(callback).__name__} saves nothing: the ranks of a failed pipeline do not answer")
@@ -104,8 +104,8 @@ def save_nothing_on_exception(trainer: L.Trainer) -> None:
 def _exit_code(trainer: L.Trainer, signum: int) -> int:
     """Return the exit code of a process whose run a signal ended: 128 + the signal's number, as in shells.
 
-    Processes that Lightning launched return 0. At their first error Lightning's launcher would kill all others, among
-    them the first process, which gives the run its exit code and may still be writing logs.
+    Processes that Lightning launched return 0. If one returned an error, Lightning's launcher would kill the others.
+    The first process must not be killed: its exit code is that of the run, and it may still be writing logs.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
@@ -113,7 +113,7 @@ def _exit_code(trainer: L.Trainer, signum: int) -> int:
 
 
 def _requeue_signal(trainer: L.Trainer) -> Any:
-    """Return the signal at which the SLURM job is requeued; None without requeueing or outside of SLURM."""
+    """Return the signal at which the run's SLURM job is requeued; None if the run has none."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return (
         environment.requeue_signal if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None

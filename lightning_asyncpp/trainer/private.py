@@ -1,7 +1,7 @@
-"""Private names of Lightning that the strategies need, each used by one function that fails loudly without it.
+"""Private names of Lightning that the strategies need, each used in one function, which raises if the name is gone.
 
-Lightning has no public way to replace its signal handling, to ask whether validation is due, or to give all ranks the
-metrics of one.
+Lightning has no public way to replace its signal handling, to ask whether validation is due, or to send the metrics of
+one rank to all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_asyncpp.dependencies import required
 
 
 def drop_sigterm_broadcast(trainer: Trainer) -> None:
-    """Drop the blocking broadcast before every training batch."""
+    """Remove Lightning's blocking broadcast before every training batch."""
     loop = trainer.fit_loop.epoch_loop
     required(loop, "_broadcast_sigterm_tensor", "agree on SIGTERM without a broadcast in every batch")
     loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
@@ -34,10 +34,10 @@ def validation_is_due(trainer: Trainer) -> bool:
 def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Run the validations of a training in a context that is entered before their loaders are iterated.
 
-    The sanity check needs none, as Lightning restores the generators after it. A resumed run iterates over the loaders
-    of a validation that it then skips, so that call is wrapped, too.
+    The sanity check needs no context, since Lightning restores the generators after it. A resumed run may skip a
+    validation but still iterates over its loaders, in another method, which gets the context, too.
     """
-    purpose = "keep the random numbers of validations apart from those of the training"
+    purpose = "separate the random numbers of validations from those of the training"
     loop = required(trainer.fit_loop.epoch_loop, "val_loop", purpose)
 
     def run_in_context(run: Callable[[Any], Any]) -> Any:
@@ -73,19 +73,19 @@ def before_step_logging(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def at_end_of_epoch(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call functions after the last batch of an epoch, or of an evaluation's loader, before its hooks.
+    """Call functions after the last batch of an epoch or of an evaluation's loader, before the hooks of its end.
 
     Args:
         trainer: trainer that runs the loop.
-        before: function called while values are still those of steps.
-        after: function called when values are those of the epoch.
+        before: function called while Lightning still has the values of steps.
+        after: function called when Lightning has the values of the epoch.
     """
-    purpose = "let replicas put together what they logged in an epoch"
+    purpose = "combine what replicas logged in an epoch"
     connector = required(trainer, "_logger_connector", purpose)
     end = required(type(connector), "epoch_end_reached", purpose)
 
     def end_once() -> None:
-        if connector._first_loop_iter is None:  # an evaluation ends with its last loader
+        if connector._first_loop_iter is None:  # an evaluation, which ended with its last loader
             return
         before()
         end(connector)
@@ -95,14 +95,14 @@ def at_end_of_epoch(trainer: Trainer, before: Callable[[], None], after: Callabl
 
 
 class EpochValue(NamedTuple):
-    """Value that a last stage logged for an epoch under a name.
+    """Value that a last stage has logged for an epoch.
 
     Attributes:
         key: key of the value in Lightning's results.
         options: options of the call of ``self.log``.
         value: value so far; for a mean, the weighted sum.
-        weight: sum of the weights of a mean; 1 for other reductions; None for a torchmetrics object, which replicas
-            computed together.
+        weight: sum of the weights of a mean; 1 for other reductions; None for a torchmetrics object, whose value is
+            over all replicas already.
     """
 
     key: str
@@ -115,7 +115,7 @@ def epoch_values(trainer: Trainer, hook: str) -> list[EpochValue]:
     """Return this rank's values for the epoch, logged in hooks whose names begin with ``hook``."""
     results, rows = trainer._results, []
     assert results is not None
-    for key, metric in sorted(results.valid_items()):  # replicas compute metrics together, in one order
+    for key, metric in sorted(results.valid_items()):  # computing torchmetrics is collective, so the order matters
         meta = metric.meta
         if not meta.on_epoch or not meta.fx.startswith(hook):
             continue
@@ -140,7 +140,7 @@ def set_epoch_value(trainer: Trainer, row: EpochValue, value: Tensor) -> None:
 
 
 def set_step_values(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
-    """Set Lightning's newest values of steps, in place of this rank's own."""
+    """Replace Lightning's newest values of steps on this rank."""
     if trainer.training:
         for metric in (trainer._results or {}).values():
             if metric.meta.on_step:
@@ -149,7 +149,7 @@ def set_step_values(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def running_hook(module: LightningModule, name: str) -> Iterator[None]:
-    """Run code that ``module.log`` takes for the hook ``name``."""
+    """Run code for which ``module.log`` uses the rules of the hook ``name``."""
     before = current_hook(module)
     module._current_fx_name = name
     try:
@@ -164,10 +164,10 @@ def current_hook(module: LightningModule) -> str | None:
 
 
 class AtUpdate(NamedTuple):
-    """State of the Trainer, as of the batch, that Lightning reads when the batch's update is applied.
+    """State of the Trainer at a batch, for hooks and Lightning to read when the batch's update is applied.
 
     Attributes:
-        global_step: number of the step, by which hooks decide.
+        global_step: number of the step.
         clip_val: limit of the gradient clipping.
         clip_algorithm: algorithm of the gradient clipping.
     """
@@ -185,7 +185,7 @@ def state_at_update(module: LightningModule) -> AtUpdate:
 
 @contextmanager
 def at_update(trainer: Trainer, state: AtUpdate) -> Iterator[None]:
-    """Set the trainer's state back to that of an earlier batch while the batch's update is applied."""
+    """Give the trainer the state of an earlier batch while the update of that batch is applied."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     counts = loop.optim_progress.optimizer.step.total
     present = counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
@@ -197,8 +197,8 @@ def at_update(trainer: Trainer, state: AtUpdate) -> Iterator[None]:
 
 
 def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
-    """Shuffle only the training loaders for which ``shuffles`` is true: Lightning's sampler would shuffle all."""
-    purpose = "read a loader that does not shuffle in its own order"
+    """Shuffle only the training loaders for which ``shuffles`` is true; Lightning's sampler would shuffle all."""
+    purpose = "keep the order of a training loader that does not shuffle"
     connector = required(trainer, "_data_connector", purpose)
     prepare = required(type(connector), "_prepare_dataloader", purpose)
 
@@ -210,12 +210,12 @@ def shuffle_only(trainer: Trainer, shuffles: Callable[[object], bool]) -> None:
 
 
 def begins_accumulation(trainer: Trainer) -> bool:
-    """Return whether the current batch begins a new accumulation, as Lightning's closure decides."""
+    """Return whether the current batch begins a new accumulation, by the rule of Lightning's closure."""
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 def read_again(trainer: Trainer) -> None:
-    """Begin to iterate over the training loaders once more."""
+    """Start a new iteration over the training loaders."""
     iter(required(trainer.fit_loop, "_data_fetcher", "go on with data where a checkpoint was"))
 
 
@@ -224,5 +224,5 @@ def batches_ahead(trainer: Trainer) -> int:
     purpose = "know where the training data is"
     fetcher = required(trainer.fit_loop, "_data_fetcher", purpose)
     progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
-    waiting = [] if fetcher is None else required(fetcher, "batches", purpose)  # none after the training
+    waiting = [] if fetcher is None else required(fetcher, "batches", purpose)  # no fetcher after the training
     return len(waiting) + int(progress["ready"]) - int(progress["processed"])

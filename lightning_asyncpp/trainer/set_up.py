@@ -32,8 +32,8 @@ ONE_OPTIMIZER = (
     " mini-batch; use one optimizer with parameter groups (MuonAdamW splits its parameters by itself)"
 )
 NOTHING_TO_STEP = (
-    "optimizer.step() came without a gradient: no closure has run since the step before; call"
-    " optimizer.step(closure=optimizer_closure), or the closure first"
+    "optimizer.step() was called without a gradient: no closure has run since the previous step; call"
+    " optimizer.step(closure=optimizer_closure), or call the closure first"
 )
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (StochasticWeightAveraging, "it averages a whole model and swaps weights, but each rank holds one stage"),
@@ -46,16 +46,16 @@ _CALLBACKS: tuple[tuple[type, str], ...] = (
 
 
 def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> list[str]:
-    """Return what a pipeline cannot do of the Trainer's arguments and callbacks."""
+    """Return the reasons why a pipeline cannot run with the Trainer's arguments and callbacks."""
     problems = problems_of_weight_dtype(weight_dtype, str(trainer.precision)) + problems_of_precision(trainer.precision)
     if getattr(trainer, "val_check_interval", None) is None:
         problems.append(
-            "val_check_interval is a time: every rank would decide by its own clock; give a number of batches"
+            "val_check_interval is a time, so every rank would decide by its own clock; give a number of batches"
         )
     if weight_dtype is not None and any(isinstance(c, WeightAveraging) for c in trainer.callbacks):  # type: ignore[attr-defined]
         problems.append(
-            f"weight_dtype={weight_dtype!r} with a callback that averages weights: it would read and swap the masters,"
-            " and not the weights that are validated; leave weight_dtype out"
+            f"weight_dtype={weight_dtype!r} with a callback that averages weights: the callback would read and swap the"
+            " fp32 masters in place of the weights that are validated; leave weight_dtype out"
         )
     return problems + _callback_problems(trainer)
 
@@ -77,7 +77,7 @@ def module_problems(module: LightningModule) -> list[str]:
 
 
 def optimizer_problem(optimizers: Sequence[Optimizer]) -> str:
-    """Return why a pipeline cannot use the result of ``configure_optimizers``; empty if it can."""
+    """Return the reason why a pipeline cannot use the result of ``configure_optimizers``; empty if it can."""
     if len(optimizers) > 1:
         return ONE_OPTIMIZER
     if not optimizers or not any(group["params"] for group in optimizers[0].param_groups):
@@ -101,10 +101,10 @@ def _callback_problems(trainer: L.Trainer) -> list[str]:
 def modules_example(
     module: LightningModule, network: nn.Module, microbatches: int, precision: Precision, device: device
 ) -> Example | None:
-    """Return the call of ``network`` made for the module's ``example_input_array``; None without one.
+    """Return the network's arguments for the module's ``example_input_array``; None if the module has no example.
 
-    The module's ``forward`` is run up to its call of the network; without a ``forward`` the example is the network's
-    input.
+    The module's ``forward`` is run up to its call of the network. A module without ``forward`` has the network's input
+    as its example.
     """
 
     def through(*args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
@@ -140,7 +140,7 @@ def optimizers_in(configured: Any) -> list[Optimizer]:
 
 @contextmanager
 def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
-    """Hide a network that was refused before it was materialised: an error of its move would hide the reason."""
+    """Hide a network that was refused while on the meta device; an error from moving it would hide the reason."""
     network = network_in(module)
     is_attribute = module is not None and network is getattr(module, network_name(module), None)
     if module is None or network is None or not is_attribute or not any(p.is_meta for p in network.parameters()):

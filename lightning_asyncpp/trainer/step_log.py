@@ -1,9 +1,9 @@
-"""Values that steps and hooks log: the last stage calls Lightning's ``self.log``, and shares values where ranks decide.
+"""Logging of values from steps and hooks: only the last stage calls Lightning's ``self.log``.
 
-Rank 0 is the last stage of the first replica, so its loggers, bars and callbacks receive what Lightning gives them. The
-other ranks receive rank 0's ``callback_metrics`` where the pipeline drains. At the end of an epoch, or of an
-evaluation's loader, they receive its values, reduced over replicas. ``self.log`` itself communicates nothing, since
-some ranks may not call it.
+Rank 0 is the last stage of the first replica, so its loggers, progress bars and callbacks work as usual. All ranks
+receive rank 0's ``callback_metrics`` when the pipeline drains, since callbacks may decide by them. At the end of an
+epoch or of an evaluation's loader, they receive its values, reduced over replicas. ``self.log`` does not communicate,
+since some ranks may not call it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Logged:
 
     Attributes:
         options: arguments of ``self.log``.
-        metric: torchmetrics object that was logged, if any; it and Lightning compute the value of the epoch.
+        metric: torchmetrics object that was logged, if any; Lightning computes the value of the epoch with it.
         values: values of the microbatches, on the device where they were computed.
         weights: weights of the values.
     """
@@ -68,14 +68,14 @@ class _Logged:
     weights: list[float] = field(default_factory=list)
 
     def add(self, value: Tensor | float, weight: float) -> None:
-        """Add the value of a microbatch; without weight it does not count in a mean."""
+        """Add the value of a microbatch; a mean ignores values of weight 0."""
         if weight or self.reduction != "mean":
             self.values.append(value)
             self.weights.append(weight)
 
     @property
     def reduction(self) -> str:
-        """Name of the reduction of the values; Lightning refuses unknown ones."""
+        """Name of the reduction of the values; ``"mean"`` for unknown ones, which Lightning refuses."""
         given = self.options.get("reduce_fx", "mean")
         name = str(given if isinstance(given, str) else getattr(given, "__name__", "")).lower()
         return name if name in _REDUCTIONS else "mean"
@@ -91,7 +91,7 @@ class _Logged:
 
 
 def _mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean of values; NaN have no weight."""
+    """Return the weighted mean of values; the weight of a NaN must be 0."""
     return (values * weights).masked_fill(values.isnan(), 0.0).sum() / weights.sum()
 
 
@@ -104,7 +104,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class StepLog:
-    """Replacement of ``self.log`` that makes one call per batch, on the last stage, of what microbatches log.
+    """Replacement of ``self.log`` that collects the values of microbatches, and logs them once per batch.
 
     Args:
         session: the pipeline.
@@ -139,7 +139,7 @@ class StepLog:
         Replacement(self._take).of(module, "log")
         for name in EPOCH_ENDS:
             Replacement(self._end_epoch, name, getattr(module, name)).of(module, name)
-        # share_epoch() reduces over replicas, where no rank can be missing.
+        # Lightning's advice to use sync_dist=True does not apply: share_epoch() reduces over replicas.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level.*")
         group = self._mesh.groups.last_stages if self._mesh.groups is not None else None
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
@@ -163,7 +163,7 @@ class StepLog:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def recording(self, step: Callable[[Any], Any]) -> Callable[[Any, float | None], Any]:
-        """Return a step that keeps logged values with the microbatch's weight, and discards them if it has none."""
+        """Wrap a step so that logged values are kept with the microbatch's weight, or dropped if it has none."""
 
         def run(microbatch: Any, weight: float | None) -> Any:
             self._rows, self._weight = {} if weight is None else self._batch, weight or 0.0
@@ -175,7 +175,7 @@ class StepLog:
         return run
 
     def log_batch(self, weight: float) -> None:
-        """Log, in the hook of the step, the values of its microbatches.
+        """Log the values of a batch; to be called at the end of Lightning's step, whose rules then apply.
 
         Args:
             weight: weight of the batch.
@@ -194,7 +194,10 @@ class StepLog:
                 self._log(name, value, **(self._without_bar(name, value, options) if _is_late(value) else options))
 
     def _without_bar(self, name: str, value: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """Hold a step's value back from the progress bar, which would wait for the device, until the host has it."""
+        """Return the options without ``prog_bar``, and show the value in the bar once the host has it.
+
+        To show it at once, the progress bar would wait for the device.
+        """
         assert self._trainer is not None
         if not options.get("prog_bar") or options.get("on_step") is False or not self._trainer.training:
             return options
@@ -238,7 +241,7 @@ class StepLog:
         self._counted.clear()
 
     def _take(self, name: str, value: Any, *flags: Any, **options: Any) -> None:
-        """Replace ``module.log`` while the strategy runs; stages before the last one log nothing."""
+        """Take a call of ``module.log``; stages before the last one log nothing."""
         if not self._mesh.is_last:
             return
         options.update(zip(_FLAGS, flags))
@@ -262,7 +265,7 @@ class StepLog:
         """Broadcast rank 0's ``callback_metrics`` to all ranks; a blocking collective."""
         if self._trainer is None or self._mesh.world_size == 1:
             return
-        known = self._trainer.callback_metrics  # replicas compute them together
+        known = self._trainer.callback_metrics  # all replicas must read it, which may compute torchmetrics
         own = {} if self._mesh.rank else {name: value.detach().cpu() for name, value in known.items()}
         received = broadcast(self._mesh, own, source=0)
         if self._mesh.rank:
@@ -292,7 +295,7 @@ class StepLog:
         self._epochs_for_bar.clear()
 
     def _end_epoch(self, name: str, hook: Callable[[], None]) -> None:
-        """Run the module's hook at the end of an epoch, and share the epoch before callbacks decide by its values."""
+        """Run the module's hook at the end of an epoch, then share the values before callbacks use them."""
         hook()
         self.share_epoch(name)
 
@@ -310,7 +313,7 @@ def _over_replicas(rows: list[private.EpochValue]) -> Tensor:
 
 
 def _is_late(value: Tensor) -> bool:
-    """Return whether the host would wait for a value."""
+    """Return whether the host would have to wait for a value."""
     return value.is_cuda
 
 

@@ -1,4 +1,4 @@
-"""The Trainer strategies by name."""
+"""Trainer strategies that users choose by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
     """Asynchronous pipeline parallelism without a flush: PipeDream-2BW with only a share of each gradient delayed.
 
     Raises:
-        ConfigurationError: problems were found when training starts; raised on every rank, with all problems.
+        ConfigurationError: the run cannot be trained; raised on every rank when training starts, with all problems.
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (ICML 2021).
     """
@@ -41,14 +41,13 @@ class DelayedGradientStrategy(PipelineStrategy):
     """Simulation of a pipeline on one device, to find out whether delayed gradients suit a model.
 
     The engine of the pipeline strategies runs all stages in this process, one after the other, on one whole model. The
-    training is bitwise that of ``async_pipeline`` with as many stages and microbatches. With one stage the module only
-    needs automatic optimization, and each of its gradients is one update old.
+    results equal those of ``async_pipeline`` with the same numbers of stages and microbatches, bit for bit.
 
     Args:
-        stages: number of stages. With one, any module works: it is not cut, and its whole step runs on older weights.
-        delay: 1 to train as an asynchronous pipeline does, 0 as a synchronous one.
+        stages: number of stages. With one stage the module is not cut, so any module with automatic optimization works.
+        delay: 1 to train like ``async_pipeline``, 0 like ``sync_pipeline``.
         microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
-        staleness: as for ``async_pipeline``; with one stage ``"uniform"``, which makes every gradient one update old.
+        staleness: as for ``async_pipeline``; with one stage always ``"uniform"``: every gradient is one update old.
     """
 
     def __init__(

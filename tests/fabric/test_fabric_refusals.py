@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[Callable[[Run], object], str]] = {
         lambda run: [
             run.fabric.clip_gradients(run.model, run.optimizer, **limit) for limit in ({"clip_val": 1}, {"max_norm": 1})
         ],
-        "use one of them",
+        "use only one of them",
     ),
     "a-step-without-the-model": (
         lambda run: run.strategy.training_step(lambda batch: batch["x"].sum(), CASE.batch(0)),

@@ -99,7 +99,7 @@ def test_wrong_examples_are_refused_or_found(number: int) -> None:
     found = str(compared(number, 0))
     assert f"{number} ({SENTENCES[number][0]})" in found, found
     assert "docs/concepts/contract.md" in found
-    assert number != 6 or "then self.loss of the module differs, too: " in found
+    assert number != 6 or "self.loss of the module differs, too: " in found
 
 
 def test_the_report_knows_the_page() -> None:

@@ -130,18 +130,18 @@ def test_the_exported_tokenizer_is_the_runs(by_bytes: Trained, by_pairs: Trained
 def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command: Any, tmp_path: Path) -> None:
     bare, state = tmp_path / "bare.ckpt", by_bytes.module.model.state_dict()  # type: ignore[union-attr]
     torch.save({"model": state, "config": asdict(CONFIG)}, bare)
-    assert "holds no tokenizer; name it" in command("generate", bare, fails=True)
+    assert "has no tokenizer; name one" in command("generate", bare, fails=True)
     assert command("generate", bare, "--tokenizer", "byte", "--prompt", "doc", "--max-new-tokens", "4").startswith(
         "doc"
     )
     by_pairs.data.tokenizer.save(tmp_path)
-    assert "has 320 token ids" in command("generate", bare, "--tokenizer", tmp_path / "tokenizer.json", fails=True)
+    assert "has 320 tokens" in command("generate", bare, "--tokenizer", tmp_path / "tokenizer.json", fails=True)
     state["head.weight"] = torch.full_like(state["head.weight"], float("nan"))
     torch.save({"model": state, "config": asdict(CONFIG)}, bare)
     error = command("generate", bare, "--tokenizer", "byte", fails=True)
     assert "the highest logit is nan, and no token can be drawn" in error
     error = command("generate", by_bytes.checkpoint, "--prompt", "x" * 50, fails=True)
-    assert "--prompt has 50 tokens, and the model sees context_length=32" in error
+    assert "--prompt has 50 tokens, more than the model's context_length=32" in error
 
 
 def test_a_sharded_checkpoint_is_read_as_one_file_is(by_bytes: Trained, command: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lightning_asyncpp.tools.parsers import check_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the report of ``check_model``; a difference ends with code 1."""
+    """Print the report of ``check_model``; exit with code 1 unless it is ok."""
     own, rest = check_parser().parse_known_args(argv)
     sys.argv[1:] = written_out(["check", *rest])[1:]
     cli = make_cli(run=False, save_config_callback=None)
@@ -29,14 +29,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
-    """Return the recipe's pipeline and clipping, with the given numbers of stages and microbatches."""
+    """Return arguments of ``check_model``: the recipe's, unless the command line has others."""
     trainer = cli.trainer
     settings = getattr(getattr(trainer.strategy, "session", None), "settings", None)
     replicas = getattr(settings, "data_parallel_size", 1)
     stages = own.stages or max(2, trainer.num_nodes * trainer.num_devices // replicas)
     partition = getattr(settings, "partition", "auto")
     if not isinstance(partition, str) and len(partition) != stages:
-        partition = "auto"  # the recipe's partition is for another number of stages
+        partition = "auto"  # the recipe's partition has another number of stages
     microbatches = own.microbatches or getattr(settings, "microbatches", None)
     given = {"stages": stages, "microbatches": microbatches, "partition": partition, "seed": own.seed}
     of_pipeline = ("delay", "staleness", "slack", "lookahead") if settings is not None else ()
@@ -46,7 +46,7 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
 
 
 def _batches(cli: LightningCLI) -> Iterator[Any]:
-    """Return the batches of the recipe's data, as the Trainer reads them."""
+    """Return the recipe's training batches; several loaders are combined as the Trainer combines them."""
     data: Any = copy.deepcopy(cli.model) if cli.datamodule is None else cli.datamodule
     data.trainer = cli.trainer
     data.prepare_data()

@@ -1,4 +1,4 @@
-"""Comparison of several trainings of a module's first updates, with real Trainers in this process."""
+"""Training of a module's first updates in several ways, with real Trainers in this process, to compare the results."""
 
 from __future__ import annotations
 
@@ -65,33 +65,35 @@ def check_model(
     seed: int = 0,
     **trainer: Any,
 ) -> CheckReport:
-    """Train the first updates of a module several ways, in this process, and compare them.
+    """Train a module for a few updates in several ways, in this process, and compare the results.
 
-    Each training has its own ``Trainer`` and a copy of the module, with its optimizer, schedulers and hooks.
+    Each training has its own ``Trainer`` and a copy of the module, with its optimizer, schedulers and hooks. There are
+    three comparisons:
 
-    - ``pieces`` compares a pipeline without delay with the whole model, bit for bit: does cutting the model change it?
-    - ``delayed`` compares a pipeline with its staleness rule on the whole model: does the delay change more than that?
-    - ``whole`` compares losses and gradients of whole batches with those of their microbatches, up to rounding.
+    - ``pieces``: a pipeline without delay against the whole model, bit for bit. Cutting the model must change nothing.
+    - ``delayed``: a pipeline with delay against the whole model, whose gradients have the same delay, bit for bit. It
+      is left out if ``pieces`` differs.
+    - ``whole``: losses and gradients of whole batches against those of their microbatches, up to rounding.
 
     Args:
         module: a LightningModule, which is not changed.
-        data: a loader, or a list of batches, which are repeated if there are too few.
+        data: a loader, or a list of batches; they are repeated if there are too few.
         stages: number of stages.
-        microbatches, staleness, slack, lookahead, partition: as for the strategy; ``partition="auto"`` measures no
-            times and uses numbers of parameters instead.
+        microbatches, staleness, slack, lookahead, partition: as for the strategy, except that ``partition="auto"``
+            measures no times and goes by numbers of parameters.
         delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
         updates: number of updates.
         seed: seed of the run.
-        **trainer: arguments of the Trainers, such as ``gradient_clip_val``, ``precision``, ``callbacks``; by default
-            they run on the CPU.
+        **trainer: arguments of the Trainers, such as ``gradient_clip_val``, ``precision``, ``callbacks``. The default
+            accelerator is the CPU.
 
     Raises:
-        ConfigurationError: the pipeline cannot train the module; the message has all problems.
+        ConfigurationError: the pipeline cannot train the module, for the reasons in the message, or there is no batch.
     """
     accumulated = trainer.get("accumulate_grad_batches", 1)
     batches = list(itertools.islice(data, updates * accumulated))
     if not batches:
-        raise ConfigurationError("check_model got no batch: give it a loader or a list with one or more")
+        raise ConfigurationError("check_model got no batch: pass a loader or a list with at least one")
     batches = list(itertools.islice(itertools.cycle(batches), updates * accumulated))
     asked = {"stages": stages, "microbatches": microbatches, "partition": partition}
     delayed = {**asked, "staleness": staleness, "slack": slack, "lookahead": lookahead}
@@ -107,7 +109,7 @@ def check_model(
 
 @dataclass
 class _Check:
-    """Runs of Trainers and comparisons of their records."""
+    """Trainings of a module, and comparisons of their records."""
 
     module: LightningModule
     batches: Sequence[Any]
@@ -122,7 +124,10 @@ class _Check:
     _held: Mapping[str, int] = field(default_factory=dict)
 
     def compare_stages(self, name: str, **arguments: Any) -> Difference | str:
-        """Compare a pipeline with the reference, bit for bit unless several stages of the model use one value."""
+        """Compare a pipeline with the reference.
+
+        They must be equal bit for bit, or up to the order of sums if several stages use the same value.
+        """
         print(f"check_model: comparing {name} ...", file=sys.stderr, flush=True)
         strategy = DelayedGradientStrategy(**arguments)
         found = self._run(strategy)
@@ -144,10 +149,10 @@ class _Check:
         apart = self._apart_from_whole()
         if apart is None:
             norms = any(isinstance(layer, BATCH_NORMS) for layer in self.module.modules())
-            of = "; not compared: BatchNorm, which normalises over the samples of a microbatch" if norms else ""
+            of = "; not compared: BatchNorm, which normalises over the samples of each microbatch" if norms else ""
             return f"losses and gradients are equal up to rounding{of}"
         if first_difference(self._plain(1)[0], *self._plain(1, seed=1)):
-            return "not compared: the step draws a permutation, or not with torch"
+            return "not compared: the step draws a permutation, or draws random numbers without torch"
         right = (text for text, hook in _possible_hooks(self.batches[0]) if self._apart_from_whole(**hook) is None)
         return self._placed("whole", apart, next((f"They agree with {r}." for r in right), ""))
 
@@ -156,14 +161,14 @@ class _Check:
         return first_difference(whole, *self._plain(self.settings.microbatches, **hooks))
 
     def _plain(self, parts: int, seed: int = 0, **hooks: Any) -> tuple[Record, Rounding]:
-        """Return the record of batches in so many microbatches at the first weights, and its rounding tolerances."""
+        """Train on the initial weights, with batches cut into ``parts``; return the record and its tolerances."""
         settings = replace(self.settings, microbatches=parts, delay=0, staleness="uniform", slack=0)
         strategy = ReferenceStrategy(settings, {}, self.seed + seed, self.device, at_first=True, **hooks)
         found, eps = self._run(strategy), strategy.draws.eps
-        return found, {LOSS: eps**0.75, GRADIENT: eps**0.5}  # terms that cancel leave fewer digits
+        return found, {LOSS: eps**0.75, GRADIENT: eps**0.5}  # sums lose digits when their terms cancel
 
     def _run(self, strategy: Strategy) -> Record:
-        gc.collect()  # reference cycles of earlier trainings
+        gc.collect()  # frees reference cycles of earlier trainings
         given = {"accelerator": "cpu", **_QUIET, **self.trainer}
         callbacks = given.pop("callbacks", None) or []
         module, callbacks, batches = copy.deepcopy((self.module, callbacks, self.batches))
@@ -189,7 +194,7 @@ class _Check:
 
 
 def _possible_hooks(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield hooks for a loss that is a sum, or a mean over labels or masks, each with the line that defines it."""
+    """Yield (definition, hook) for losses that are sums, or means over labels or masks; the definition is a text."""
     yield "`loss_reduction = 'sum'`, which divides by the number of samples", {"loss_reduction": "sum"}
     entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
     keys = [k for k, v in entries.items() if isinstance(v, Tensor)] if isinstance(entries, Mapping) else []
@@ -202,11 +207,11 @@ def _possible_hooks(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress logs and warnings, and restore the random states afterwards."""
+    """Suppress logs and warnings; restore the random states at the end."""
     states, disabled = random_states(), logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), mock.patch.dict(os.environ):  # where seed_everything() stores the seed
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):  # seed_everything() stores the seed there
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,4 +1,4 @@
-"""Record of a training's first updates, first difference between two records, and report of a check."""
+"""Records of trainings, the first difference between two records, and the report of a check."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SENTENCES = {
     8: "A mean over samples", 9: "Samples first", 11: "Each parameter by itself", 12: "Of its own batch",
     13: "The optimizer changes weights", 14: "One update behind", 15: "After its own update",
 }  # fmt: skip
-# Sentences that may explain a difference, by comparison and kind; "" stands for all other kinds.
+# Comparison -> kind of quantity -> sentences that may explain a difference; "" is for the kinds that are not listed.
 _WHY: dict[str, dict[str, tuple[int, ...]]] = {
     "pieces": {"loss": (3, 6, 7), "gradient": (5, 3, 11, 13, 14), "gradient used": (6, 11, 7), "": (11, 13, 6)},
     "delayed": {"gradient used": (12, 14), "weights": (13, 12), "value at the end": (15, 14), "": (14, 4, 12)},
     "whole": {"": (8, 9)},
 }
 EQUAL = "equal to the last bit"
-EQUAL_BUT_FOR_ORDER = "equal but for the order of sums: forward uses one value on several stages"
+EQUAL_BUT_FOR_ORDER = "equal up to the order of sums, because several stages use the same value"
 _MEANINGS = {
     "pieces": "cutting the model: pipeline without delay against whole model, same microbatches",
     "delayed": "the delay: pipeline against whole model with same delay",
@@ -39,25 +39,25 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """First quantity that differs; ``values`` are the expected and the found one, for tensors their norms."""
+    """First quantity that differs between two trainings."""
 
     update: int
-    kind: str
-    name: str  # of a parameter or buffer
-    values: tuple[Any, Any]
-    others: int  # number of further parameters that differ in this quantity
+    kind: str  # one of KINDS
+    name: str  # of a parameter, another tensor or a batch
+    values: tuple[Any, Any]  # expected and found; norms for tensors
+    others: int  # number of further differences of this kind in this update
     comparison: str = ""
     stage: int | None = None
-    hint: str = ""  # a change that was found to remove the difference
-    attributes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # attributes of the module that differ
+    hint: str = ""  # a change of the module that removes the difference
+    attributes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # the module's attributes that differ
 
     def __str__(self) -> str:
         place = f" of {self.name}" if self.name else ""
         place += f" (stage {self.stage})" if self.stage is not None else ""
-        more = f"; so do {self.others} more" if self.others else ""
+        more = f"; {self.others} more differ" if self.others else ""
         lines = [f"update {self.update}, {self.kind}{place}: {_both(self.kind, self.values)}{more}"]
         for name, values in self.attributes.items():
-            lines.append(f"then self.{name} of the module differs, too: {_both('', values)}")
+            lines.append(f"self.{name} of the module differs, too: {_both('', values)}")
         lines += [self.hint] if self.hint else []
         return "\n    ".join([*lines, f"May be explained by the contract ({_PAGE}), sentence {self._sentences()}."])
 
@@ -69,12 +69,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Report on the equality of a pipeline and one process, with the layers of each stage and the first losses."""
+    """Report of ``check_model``: a comparison of a module's training in a pipeline and in one process."""
 
-    stages: Sequence[Sequence[str]]
+    stages: Sequence[Sequence[str]]  # names of each stage's layers
     microbatches: int
-    losses: Sequence[float]
-    comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole": the difference, or a text if equal
+    losses: Sequence[float]  # of the first batches
+    comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole"; a text if nothing differs
     accumulated: int = 1  # number of batches per update
 
     @property
@@ -89,7 +89,7 @@ class CheckReport:
 
     @property
     def bitwise(self) -> bool:
-        """Whether the pipeline equals the whole model with its microbatches, bit for bit."""
+        """Whether the comparisons ``pieces`` and ``delayed`` found equality to the last bit."""
         return all(found == EQUAL for name, found in self.comparisons.items() if name != "whole")
 
     def __str__(self) -> str:
@@ -106,35 +106,39 @@ def _both(kind: str, values: tuple[Any, Any]) -> str:
     expected, found = (f"{value:.9g}" if isinstance(value, float) else str(value) for value in values)
     norm = "a norm of " if kind in ("gradient", "gradient used", "weights", "value at the end") else ""
     if expected == found:
-        return f"{norm}{expected} on both sides, elements differ"
+        return f"{norm}{expected} on both sides, but elements differ"
     return f"{norm}{expected} is right, {found} was found"
 
 
-# Kinds of quantities, in the order of their comparison.
+# Kinds of quantities, in the order in which they are compared.
 KINDS = (
     "number of updates", "options of the group", "loss", "gradient", "gradient used", "weights", "value at the end",
 )  # fmt: skip
 UPDATES, OPTIONS, LOSS, GRADIENT, USED, WEIGHTS, END = KINDS
-Rounding = Mapping[str, float]  # relative tolerance of a number or norm, by the kinds that are compared
-# Tolerances for another order of sums: Adam turns rounding of a small gradient into whole steps.
+Rounding = Mapping[str, float]  # kind -> relative tolerance of a number or norm; other kinds are not compared
+# Tolerances if terms are summed in another order. Weights may differ more, because Adam divides by the size of the
+# gradient: the rounding error of a small gradient becomes a step of full size.
 OF_ORDER: Rounding = {kind: 1e-2 if kind in (WEIGHTS, END) else 1e-3 for kind in KINDS}
 _PLAIN = (bool, int, float, str, tuple, Tensor)
-Key = tuple[int, str, str]  # update; kind; name of a parameter, of another tensor or of a batch
+Key = tuple[int, str, str]  # update; kind; name of a parameter, another tensor or a batch
 
 
 class Value(NamedTuple):
-    """Digest of a value, equal for equal values, and the value to show, for a tensor its 2-norm."""
+    """Digest of a value, for comparisons, and what is shown: a tensor's 2-norm, or the value itself."""
 
     digest: Any
     shown: Any
 
 
 class Record(L.Callback):
-    """Callback that records a training with other ``callbacks``."""
+    """Callback that records a training, also the tensors that other ``callbacks`` keep.
+
+    It must be the first callback.
+    """
 
     def __init__(self, callbacks: Sequence[L.Callback] = ()) -> None:
         self.seen: dict[Key, Value] = {}
-        self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # of plain types, by update and parameter
+        self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # the module's, by update and parameter
         self._callbacks = callbacks
         self._updates: Counter[str] = Counter()
         self._names: dict[Tensor, str] = {}
@@ -155,7 +159,7 @@ class Record(L.Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Record gradients before anything changes them, as this is the first callback."""
+        """Record gradients, before other callbacks and hooks of the module change them."""
         for name, parameter, _ in self._stepped(optimizer):
             self._see(self._updates[name], GRADIENT, name, parameter.grad)
             self.attributes[self._updates[name], name] = _plain(vars(pl_module))
@@ -180,7 +184,7 @@ class Record(L.Callback):
                 self._see(update, OPTIONS, f"{name} {option}", value)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Yield name, parameter and group of all that an optimizer steps now; in a pipeline, one stage's."""
+        """Yield name, parameter and group of what an optimizer steps; a pipeline steps each stage separately."""
         for group in optimizer.param_groups:
             yield from ((self._names.get(p, ""), p, group) for p in group["params"] if p.requires_grad)
 
@@ -191,12 +195,15 @@ class Record(L.Callback):
             self.seen[update, kind, name] = Value(repr(value), value)
 
     def numbers(self, kind: str) -> list[float]:
-        """Return the numbers, and norms of tensors, of a kind."""
+        """Return the recorded numbers of a kind; for tensors, their norms."""
         return [value.shown for key, value in self.seen.items() if key[1] == kind and isinstance(value.shown, float)]
 
 
 def _kept_by(owner: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors in attributes that are neither parameters nor buffers, also in containers and other modules."""
+    """Yield each tensor in an object's attributes with its path; containers and modules in attributes are searched.
+
+    The parameters, buffers and submodules of a module are left out.
+    """
     for name, value in vars(owner).items():
         if name not in ("_parameters", "_buffers", "_modules"):
             held = value.state_dict() if isinstance(value, nn.Module) else value
@@ -216,9 +223,13 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def first_difference(expected: Record, found: Record, rounding: Rounding | None = None) -> Difference | None:
-    """Return the first quantity in which two trainings differ at all, or by more than a ``rounding``.
+    """Return the first quantity that differs between two trainings; None if there is none.
 
-    With a rounding, small norms are compared on the scale of the largest one of their kind.
+    Args:
+        expected: record of one training.
+        found: record of the other training.
+        rounding: tolerances; default: every difference counts. Small norms have an absolute tolerance, too, in
+            proportion to the largest norm of their kind.
     """
     kinds = dict.fromkeys(KINDS, 0.0) if rounding is None else rounding
     keys = [key for key in dict.fromkeys([*expected.seen, *found.seen]) if key[1] in kinds]
@@ -235,7 +246,7 @@ def first_difference(expected: Record, found: Record, rounding: Rounding | None 
 
 
 def _attributes_apart(expected: Record, found: Record, update: int, name: str) -> dict[str, tuple[Any, Any]]:
-    """Return the module's plain attributes that differ at an update; one of them may be the cause."""
+    """Return the module's recorded attributes that differ at an update; one of them may be the cause."""
     a, b = (record.attributes.get((update, name.partition(" ")[0]), {}) for record in (expected, found))
     names = a.keys() | b.keys() if a and b else ()
     return {key: (a.get(key), b.get(key)) for key in sorted(names) if repr(a.get(key)) != repr(b.get(key))}

@@ -1,7 +1,7 @@
-"""The reference under a real Trainer, which trains a whole module microbatch by microbatch.
+"""Strategy with which a real Trainer trains a whole module as the reference does, microbatch by microbatch.
 
 :mod:`lightning_asyncpp.reference` computes the gradient. The Trainer does the rest: it accumulates, clips, calls hooks,
-steps the whole optimizer at once, and steps schedulers.
+and steps the schedulers and the optimizer (for all parameters at once).
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class ReferenceStrategy(SingleDeviceStrategy):
         held: name of a parameter -> number of microbatches per update that its stage runs on older weights.
         seed: seed of the run.
         device: device of the training.
-        at_first: whether to take every gradient at the first weights, with the same draws for every sample, and without
-            auxiliary losses and BatchNorm's statistics, which depend on the microbatch. One microbatch is then the
-            whole batch.
-        zeros: (update, name) of parameters with a gradient of 0 in the pipeline, which sends zeros back for values that
-            the loss does not use; a single process has no gradient there, and thus no weight decay.
-        **hooks: attributes of :class:`UserHooks`, in place of the module's.
+        at_first: whether to compute every gradient on the initial weights, so that it does not depend on the number of
+            microbatches: random numbers are the same for every sample, there are no auxiliary losses, and BatchNorm is
+            in evaluation mode. With one microbatch, the batch is not split.
+        zeros: (update, name) of parameters that had a gradient of 0 in the pipeline and get the same here. A pipeline
+            sends zeros back for values that the loss does not use, so weight decay applies. Without a pipeline these
+            parameters have no gradient, and no weight decay.
+        **hooks: attributes of :class:`UserHooks` that replace the module's.
     """
 
     applies_statistics = materializes_stages = True
@@ -62,7 +63,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         super().__init__(device)
         self.settings, self.held, self.seed, self.at_first, self.zeros = settings, held, seed, at_first, zeros
         self.hooks: Any = hooks
-        self.done = self.place = 0  # microbatches of the run, and of the update
+        self.done = self.place = 0  # microbatches so far, in the run and in the current update
         self.draws = SameDraws()
         self._gradient = MeanGradient()
         self._added = Collected()
@@ -72,7 +73,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         module, settings = cast(L.LightningModule, self.lightning_module), self.settings
         self.network = cast(Any, network_in(module))
         problems_of_layers(self.network, module.example_input_array, name_in_steps(module), settings.num_stages)
-        units = pipeline_units(self.network)  # found by problems_of_layers()
+        units = pipeline_units(self.network)  # problems_of_layers() has made the network ready for this
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
         super().setup(trainer)
         name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})
@@ -83,7 +84,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
         for layer in module.modules() if self.at_first else ():
             if isinstance(layer, BATCH_NORMS):
                 layer.eval()
-        # Auxiliary losses are hidden from the step, which may add them itself in plain training.
+        # In plain training a step may add auxiliary losses itself. Here training_step() adds them, so the user's step
+        # must not see them.
         collection, called = collecting(), called_by_steps(self.network)
         called.register_forward_pre_hook(lambda *_: setattr(self, "_added", collection.__enter__()))
         called.register_forward_hook(lambda *_: collection.__exit__())
@@ -112,7 +114,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         if begins_accumulation(module.trainer):
             self._gradient, self.place = MeanGradient(), 0
         if not self.at_first:
-            self.run.take()  # with the changes of hooks
+            self.run.take()  # hooks may have changed weights
         for parameter in self.run.parameters:
             parameter.grad = None  # the gradient of the previous update
         slots = [batch] if self.at_first and parts == 1 else self.hooks.split_batch(batch, parts)
@@ -150,9 +152,12 @@ class ReferenceStrategy(SingleDeviceStrategy):
         """Do nothing, since every update is applied at once."""
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the gradient after hooks, or by the last norm if a stage steps before it is known."""
+        """Clip by the norm of the gradient after hooks.
+
+        A stage that steps before this norm is known clips by the norm of the previous update.
+        """
         parameters = self.run.parameters
-        norm = self._gradient.norm(parameters)  # rounds as a pipeline does
+        norm = self._gradient.norm(parameters)  # rounded as in a pipeline
         grads = [p.grad for p in parameters if p.grad is not None]
         raw = [g for p in parameters if (g := self._gradient.mean(p, 0.0, None)) is not None]
         if len(raw) != len(grads) or not all(map(torch.equal, raw, grads)):
@@ -162,9 +167,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
 
 class SameDraws(TorchDispatchMode):
-    """Mode in which every draw fills a tensor with one fixed number, and dropout drops nothing."""
+    """Mode in which every random tensor is filled with one fixed number, and dropout drops nothing."""
 
-    eps = 0.0  # of the coarsest dtype of any computation
+    eps = 0.0  # largest machine epsilon of the results' dtypes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}

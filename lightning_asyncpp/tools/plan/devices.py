@@ -1,4 +1,4 @@
-"""Kinds of devices: published figures, and the shares of them that are assumed to be reached."""
+"""Kinds of devices: published figures, and the assumed shares of them that a training reaches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # it imports torch, for which `asyncpp plan --help` does not wait
+if TYPE_CHECKING:  # imports torch, which is too slow for `asyncpp plan --help`
     from lightning_asyncpp.tools.plan.recipe import Recipe
 
 GIB = 2**30
@@ -22,7 +22,7 @@ class Device:
     name: str
     memory: float  # GiB that a program can allocate, a little less than the nominal size; 0 for the host's memory
     tflops: float  # of dense products in bf16, summed in fp32
-    bandwidth: float  # GB/s of its own memory
+    bandwidth: float  # GB/s of the device's memory
     link: float  # GB/s to another device of the node
     network: float  # GB/s to a device of another node
     devices_per_node: int = 8
@@ -42,11 +42,11 @@ class Device:
         return flops / (self.tflops * 1e12 * self.mfu)
 
     def update(self, moved: int, flops: int) -> float:
-        """Return the seconds of an update, of its memory traffic and its matrix products (Newton-Schulz)."""
+        """Return the seconds of an update: its memory traffic, then its matrix products (Newton-Schulz)."""
         return moved / (self.bandwidth * 1e9 * self.bandwidth_share) + self.compute(flops)
 
     def bytes_per_second(self, ranks: Sequence[int]) -> float:
-        """Return the speed of the slowest link between some ranks."""
+        """Return the speed of the slowest link between the ranks."""
         nodes = {rank // self.devices_per_node for rank in ranks}
         return (self.link if len(nodes) == 1 else self.network) * 1e9
 
@@ -71,12 +71,12 @@ DEVICES = {
 
 
 def device_of(name: str, recipe: Recipe, memory: float | None = None, mfu: float = 0.4) -> Device:
-    """Return the device for a recipe; a single node may have more devices than usual.
+    """Return the device for a recipe, in nodes as large as the recipe needs.
 
     Args:
         name: name of the kind.
         recipe: recipe to run.
-        memory: memory in GiB, in place of the kind's.
+        memory: memory in GiB; default: that of the kind, or of this machine for CPUs.
         mfu: share of the peak that is reached, see :class:`Device`.
     """
     kind = DEVICES[name]

@@ -1,4 +1,4 @@
-"""Estimates of memory and speed for a recipe on a kind of device, under its schedule and others."""
+"""Estimates of a recipe's memory and speed on a kind of device, and of its speed under other schedules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Estimate:
         profiles: profiles of the stages of one replica.
 
     Raises:
-        ConfigurationError: the recipe cannot be run on so many devices.
+        ConfigurationError: the recipe cannot be run on this number of devices.
     """
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
@@ -69,7 +69,7 @@ class Estimate:
         self.per_update = self.settings.microbatches * recipe.trainer.accumulate_grad_batches
         with recipe.trainer.precision_plugin.forward_context():
             for module in recipe.model.modules():
-                if isinstance(module, Experts):  # runs the trial of a kernel, which needs real values
+                if isinstance(module, Experts):  # they try a kernel now, with real values, and remember the result
                     module.use_grouped(torch.device("cpu"))
         self.profiles = self._profiles()
 
@@ -102,7 +102,7 @@ class Estimate:
 
     @property
     def tokens(self) -> int | None:
-        """Number of targets per update for batches of tokens, (batch, time + 1); None for others."""
+        """Number of target tokens per update; None unless a batch is a tensor of tokens, (batch, time + 1)."""
         batch = self.recipe.batch
         if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.is_floating_point():
             return None
@@ -120,7 +120,7 @@ class Estimate:
         return flops * self.settings.microbatches / self.recipe.batch_size
 
     def _profiles(self) -> list[Profile]:
-        """Profile each stage, identical ones once."""
+        """Return the profiles of all stages; identical stages are profiled once."""
         tied = {stage for tie in self._whole.ties for stage in tie.stages}
         known: dict[str, Profile] = {}
         found: list[Profile] = []
@@ -155,13 +155,13 @@ class Estimate:
 
     @property
     def own(self) -> str:
-        """Name of the recipe's own schedule."""
+        """Name of the recipe's schedule."""
         names = {"least": "least staleness", "uniform": "2BW"}
         return names[self.settings.staleness] if self.settings.delay else "1F1B"
 
     @cached_property
     def schedules(self) -> dict[str, list[Schedule]]:
-        """Schedules of all stages by name: the recipe's own and others."""
+        """Name -> schedules of all stages, for the recipe's schedule and those that it is compared with."""
         own = [self._whole.schedule(self.settings, stage) for stage in range(self.settings.num_stages)]
         delayed = [replace(s, pipeline_rule=StalenessRule(1), slack=0) for s in own]
         return {
@@ -173,7 +173,7 @@ class Estimate:
 
     @cached_property
     def paces(self) -> dict[str, Pace]:
-        """Speed of each schedule, without those for which there are too few microbatches."""
+        """Speed under each schedule; one that deadlocks with so few microbatches is left out."""
         found = {}
         for name, schedules in self.schedules.items():
             with suppress(DeadlockError):
@@ -193,7 +193,7 @@ class Estimate:
         device, replicas = self.device, self.settings.data_parallel_size
         mesh = Mesh(self.settings.num_stages, replicas, 0)
         transfer = reduction = 0.0
-        if profile.sent is not None:  # time in the replica with the slowest link
+        if profile.sent is not None:  # the replica with the slowest link counts
             pairs = ([mesh.rank_of(stage, r), mesh.rank_of(stage + 1, r)] for r in range(replicas))
             transfer = profile.sent.num_bytes / min(device.bytes_per_second(pair) for pair in pairs)
         if replicas > 1:  # a ring: every device sends and receives each gradient nearly twice
@@ -214,7 +214,10 @@ class Estimate:
 
 
 def described(units: list[Unit]) -> list[Any]:
-    """Return all that determines memory and time: layers as printed, their modes, shapes, and shared tensors."""
+    """Return a description of units; units with equal descriptions need the same memory and time.
+
+    It has the layers as printed, their modes, and name, shape and dtype of their tensors.
+    """
     layers = nn.ModuleList(unit.module for unit in units)
     tensors = (*layers.named_parameters(), *layers.named_buffers())  # shared ones once
     return [

@@ -1,8 +1,8 @@
-"""Tensors with shape and dtype but no memory, a meter of their memory and work, and stand-ins for GPU kernels.
+"""Fake tensors, which have shape and dtype but no data, a meter of memory and work, and stand-ins for GPU kernels.
 
-A plan is made without a GPU, so operators run as on the CPU. Operators of language models that torch runs differently
-on CUDA are replaced: RMSNorm in one kernel, dropout with a mask of bytes, attention with dropout without a matrix of
-scores, and operators that CUDA's autocast runs in fp32.
+A plan is made without a GPU, so operators run as on the CPU. Some operators of language models need other memory on
+CUDA, and are replaced by stand-ins that need the same as there: RMSNorm is one kernel, dropout keeps a mask of bytes,
+attention with dropout keeps no matrix of scores, and autocast runs more operators in fp32.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ stands_for_tensors(FakeTensor)
 
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-"""Mode in which new tensors and results have no memory; a single one, since fake tensors of two modes cannot be mixed.
+"""Mode that makes all new tensors fake. There is only one, since fake tensors of two modes cannot be mixed.
 
-Operators without a rule for the shape of their result are not run on real zeros.
+An operator must have a rule for the shape of its result; without one it raises, in place of running on real zeros.
 """
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a new tensor without memory of the same shape and dtype, always on the CPU."""
+    """Return a fake tensor of the same shape and dtype, on the CPU."""
     with FAKE:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def drop_memory(module: nn.Module) -> None:
-    """Replace all parameters and buffers by :func:`empty_like` ones; shared ones stay shared."""
+    """Replace all parameters and buffers by fake tensors; shared ones stay shared."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         parameters = part.named_parameters(recurse=False, remove_duplicate=False)
@@ -58,12 +58,12 @@ def drop_memory(module: nn.Module) -> None:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Return the operations of scores and weighted values, for every query head; a mask saves none."""
+    """Return the floating-point operations of the scores and the weighted values; a mask saves none."""
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Return the operations of two products for each one of the forward, and of recomputing the scores."""
+    """Return the floating-point operations of the backward: twice the forward's, plus the scores again."""
     return 2 * _attention(query, key, value) + 2 * math.prod(query.shape) * key.shape[-2]
 
 
@@ -77,7 +77,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""Functions from an operator's arguments to its floating-point operations, by operator."""
+"""Operator -> function that returns its number of floating-point operations from its arguments."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Meter(TorchDispatchMode):
     """Mode that measures the memory and work of all operators, without the workspaces of kernels.
 
     Args:
-        before: tensors that exist already.
+        before: tensors that exist already, whose memory is not new.
     """
 
     def __init__(self, before: Iterable[Tensor] = ()) -> None:
@@ -153,9 +153,9 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 @contextmanager
 def kernels_of_gpu() -> Iterator[None]:
     """Replace operators by stand-ins for GPU kernels."""
-    # Not by a mode of torch, which would not apply to the recomputation of checkpoints in the backward.
+    # A mode of torch would not do: it would not apply when the backward recomputes checkpointed activations.
     replacements: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in _REPLACEMENTS.items()]
-    # Optimizers work in small pieces on a CPU; the Triton kernel of symmetric products is one operator.
+    # On a GPU, optimizers work in larger chunks, and a Triton kernel computes a symmetric product in one operator.
     replacements += [
         (error_feedback, "CPU_CHUNK_ELEMENTS", error_feedback.CHUNK_ELEMENTS),
         (newton_schulz, "symmetric_product", newton_schulz.full_product),
@@ -175,8 +175,8 @@ def as_on_gpu(optimizer: Optimizer) -> None:
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Run LayerNorm, whose kernel keeps the memory of CUDA's RMSNorm and one more number per row."""
-    return F.layer_norm(input, normalized_shape, weight)  # itself replaced by kernels_of_gpu()
+    """Run LayerNorm, which keeps as much for the backward as CUDA's RMSNorm, plus one number per row."""
+    return F.layer_norm(input, normalized_shape, weight)  # kernels_of_gpu() replaces it, too
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

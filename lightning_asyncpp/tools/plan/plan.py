@@ -27,7 +27,7 @@ _WIDTH = 120
 
 
 def as_json(plan: Estimate) -> dict[str, Any]:
-    """Return the whole plan as values for JSON; memory in bytes, times in seconds."""
+    """Return the whole plan as JSON values; memory in bytes, times in seconds."""
     settings = plan.settings
     return {
         "device": asdict(plan.device),
@@ -61,7 +61,7 @@ def _stage(plan: Estimate, index: int) -> dict[str, Any]:
 
 
 def table(plan: Mapping[str, Any]) -> str:
-    """Return tables of memory by stage and speed by schedule, with advice, for a plan of :func:`as_json`."""
+    """Return a plan of :func:`as_json` as text: memory by stage, speed by schedule, advice and assumptions."""
     blocks = [_headline(plan), _memory(plan), _speed(plan), _advice(plan), _assumptions(plan["device"])]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -85,7 +85,7 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
     stages, busy = plan["stages"], plan["schedules"][plan["schedule"]]["busy"]
     sizes = [stage["bytes"] for stage in stages]
     unit, per = ("GiB", GIB) if max(size["total"] for size in sizes) > GIB else ("MiB", 2**20)
-    parts = [part for part in sizes[0] if any(size[part] >= 0.01 * size["total"] for size in sizes)]  # of some weight
+    parts = [part for part in sizes[0] if any(size[part] >= 0.01 * size["total"] for size in sizes)]  # not negligible
     rows = [["stage", "layers", "params", *parts, "flights", "fits", "busy"]]
     for index, stage in enumerate(stages):
         names = stage["layers"]
@@ -95,7 +95,7 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
             str(stage["in_flight"]), "yes" if stage["bytes"]["total"] <= plan["room"] else "NO", f"{busy[index]:.0%}",
         ])  # fmt: skip
     room = f"{plan['room'] / GIB:.1f} GiB"
-    return [*columns(rows, left=(1,)), f"memory in {unit}, when a stage needs most; a device has {room} for it"]
+    return [*columns(rows, left=(1,)), f"memory in {unit}, at the stage's peak; a device has {room} for it"]
 
 
 def _speed(plan: Mapping[str, Any]) -> list[str]:
@@ -113,8 +113,8 @@ def _speed(plan: Mapping[str, Any]) -> list[str]:
 
 def _advice(plan: Mapping[str, Any]) -> list[str]:
     text = (
-        "It does not fit. In the order of what they cost: activation_checkpointing of the model (selective, then"
-        " block), more microbatches and lookahead 0 of the strategy, more --devices."
+        "It does not fit. Remedies, the cheapest first: activation_checkpointing of the model (selective, then block);"
+        " more microbatches and lookahead 0 of the strategy; more --devices."
     )
     return [] if plan["fits"] else textwrap.wrap(text, _WIDTH)
 
@@ -123,9 +123,9 @@ def _assumptions(device: Mapping[str, Any]) -> list[str]:
     return textwrap.wrap(
         f"Speeds are upper bounds: {device['mfu']:.0%} of {device['tflops']:g} TFLOP/s in forwards and backwards,"
         f" {device['bandwidth_share']:.0%} of {device['bandwidth']:g} GB/s in updates, {device['link']:g} GB/s between"
-        f" the {device['devices_per_node']} devices of a node, {device['network']:g} GB/s between nodes; no time"
-        " for data, Python and kernel launches, which decide where layers are small. No workspace of kernels in"
-        " memory.",
+        f" the {device['devices_per_node']} devices of a node, {device['network']:g} GB/s between nodes. No time is"
+        " counted for data, Python and kernel launches, which matters if layers are small, and no memory for workspaces"
+        " of kernels.",
         _WIDTH,
     )
 
@@ -135,7 +135,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _count(number: float) -> str:
-    """Return a number with the prefix of a unit."""
+    """Return a number with a metric prefix."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -143,7 +143,7 @@ def _count(number: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan; a recipe that does not fit ends with code 1.
+    """Print the plan; exit with code 1 if the recipe does not fit.
 
     Raises:
         ConfigurationError: the recipe cannot be run.
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             content = as_json(Estimate(recipe, device_of(own.device, recipe, own.memory, own.mfu)))
     except (DataDependentOutputException, UnsupportedOperatorException) as error:
         raise ConfigurationError(
-            f"a layer or the optimizer looks at values, which tensors without memory do not have: {error}"
+            f"a layer or the optimizer looks at values of tensors, which a plan does not compute: {error}"
         ) from error
     except (MisconfigurationException, ValueError, TypeError) as error:
         raise ConfigurationError(str(error)) from error

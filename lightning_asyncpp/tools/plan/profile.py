@@ -1,4 +1,4 @@
-"""Memory and work of a stage, measured on fake tensors and summed over its schedule."""
+"""Memory and work of a stage, measured with fake tensors (without data), and its peak memory under a schedule."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lightning_asyncpp.tools.plan.fake_tensors import Meter, Reading, bytes_of
 
 @dataclass
 class Loopback:
-    """Stand-in for a stage's transport, without neighbours."""
+    """Stand-in for the transport of a stage that runs without its neighbours."""
 
     arriving: Header | None  # header of the previous stage's messages
     sent: Header | None = None  # header of the messages to the next stage
 
     def receive_activation(self, k: int) -> Arrival:
-        """Return new tensors like those of the previous stage."""
+        """Return new tensors with the shapes of the previous stage's activations."""
         assert self.arriving is not None
         return Arrival(self.arriving, tuple(info.empty(torch.device("cpu")) for info in self.arriving.tensors))
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        """Note the header."""
+        """Keep the header."""
         self.sent = header
 
     def receive_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return new tensors like those of the next stage."""
+        """Return new tensors with the shapes of the outputs."""
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in outputs]
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
@@ -53,9 +53,9 @@ class Profile:
 
     num_parameters: int = 0  # number of trained parameters
     weights: int = 0  # memory of the parameters, or of the masters
-    versions: int = 0  # memory of the weight versions beside them
+    versions: int = 0  # memory of further weight versions
     buffers: int = 0
-    gradients: int = 0  # memory of one set of gradients, as they are summed over microbatches
+    gradients: int = 0  # memory of the gradients of one mini-batch, summed over microbatches
     optimizer: int = 0  # memory of the optimizer's state
     correction: int = 0  # memory of the state of Error Feedback, or of another correction
     forward: Reading = field(default_factory=Reading)  # its activations are kept until the backward
@@ -67,16 +67,16 @@ class Profile:
 
 @dataclass
 class StageUnderTest:
-    """Stage without memory for its weights, and the objects to run it."""
+    """Stage with fake tensors as weights, and what is needed to run it."""
 
     stage: Stage
     meter: Meter
     versions: int  # number of weight versions
-    compute_dtype: torch.dtype | None  # dtype of the versions beside masters
+    compute_dtype: torch.dtype | None  # dtype of the weight versions if the parameters are masters
     batch: Any  # a microbatch, on the first and the last stage
     arriving: Header | None  # header of the previous stage's messages
     hooks: UserHooks
-    step: Callable[[Any, float | None], Any]  # the user's step, of a microbatch and its weight
+    step: Callable[[Any, float | None], Any]  # (microbatch, its weight) -> result of the user's step
     optimizer: Optimizer  # optimizer of the stage's parameters
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class StageUnderTest:
 
     def _mini_batch(self) -> dict[str, Tensor | None]:
         found, meter = self.found, self.meter
-        flights = [self._forward(0)]  # not measured: layers may allocate memory at their first call only
+        flights = [self._forward(0)]  # not measured: layers may allocate memory that later calls reuse
         with meter.reading() as found.forward:
             flights.append(self._forward(1))
         with meter.reading() as found.first_backward:
@@ -129,7 +129,7 @@ class StageUnderTest:
         return flight
 
     def _update(self, gradients: dict[str, Tensor | None]) -> None:
-        """Step as the update queue and the session do, and free the gradients."""
+        """Step the optimizer as the engine's update queue does, and free the gradients."""
         before = self.weights.advance()
         for name, parameter in self.weights.parameters.items():
             parameter.grad = gradients.get(name)
@@ -161,8 +161,9 @@ class Memory:
 def peak_of(schedule: Schedule, profile: Profile, per_update: int, batch: int, replicas: int = 1) -> Memory:
     """Follow the schedule's actions over a few mini-batches and return the peak memory.
 
-    Its parts are weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (all sets),
-    activations (of microbatches in flight) and working (the rest: logits, a microbatch's own gradients).
+    Its parts are weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (of all
+    mini-batches without an update yet), activations (of microbatches in flight) and working (the rest, such as logits
+    and the gradients of one microbatch).
 
     Args:
         schedule: schedule of the stage.
@@ -197,5 +198,5 @@ def peak_of(schedule: Schedule, profile: Profile, per_update: int, batch: int, r
             del flights[action.index]
             gradients.setdefault(t, profile.gradients)
             if place == per_update - 1 and replicas > 1:
-                note(profile.gradients, "reduction")  # packed for the replicas
+                note(profile.gradients, "reduction")  # a packed copy is reduced over the replicas
     return max(moments, key=lambda moment: moment.total)

@@ -1,4 +1,4 @@
-"""Recipes of ``asyncpp fit`` for a plan: a module without memory, the pipeline's settings, and a batch."""
+"""Recipe of ``asyncpp fit`` for a plan: a module with fake tensors (without data), settings, and a batch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from lightning_asyncpp.trainer.set_up import module_problems, optimizers_in
 
 @dataclass
 class Recipe:
-    """Recipe that is planned."""
+    """Recipe to plan."""
 
     module: LightningModule  # with fake tensors, connected to the trainer
     model: nn.Module  # network of the module, which is cut
-    trainer: L.Trainer  # stand-in for the recipe's Trainer, in which nothing runs
+    trainer: L.Trainer  # stand-in for the recipe's Trainer, which runs nothing
     settings: PipelineSettings
     devices: int  # number of processes on all nodes
     nodes: int
@@ -49,7 +49,7 @@ class Recipe:
         return number_of_samples(self.batch)
 
     def step(self) -> Callable[[Any, float | None], Any]:
-        """Return the user's training step as a function of a microbatch and its weight, which is unused."""
+        """Return the user's training step as a function of a microbatch and its weight; the weight is unused."""
         step = self.module.training_step
         index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
         return lambda microbatch, weight: step(microbatch, *index)
@@ -63,7 +63,7 @@ class Recipe:
 
 
 def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
-    """Build a recipe without memory.
+    """Build a recipe with fake tensors.
 
     Args:
         config: parsed configuration of ``asyncpp fit``.
@@ -78,7 +78,7 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
     per_node = len(given) if isinstance(given, list) else int(given) if str(given).isdigit() else 0
     devices = devices or nodes * per_node
     if not devices:
-        raise ConfigurationError(f"trainer.devices={given!r} depends on the machine: give the number with --devices")
+        raise ConfigurationError(f"trainer.devices={given!r} depends on the machine; give a number with --devices")
     trainer = _trainer(config["trainer"])
     module, model = _module(config["model"], trainer)
     data = _instance(LightningDataModule, "data", config["data"]) if config.get("data") else None
@@ -97,7 +97,7 @@ def _settings(strategy: Any) -> PipelineSettings:
     kind: Any = resolve_name(name) if isinstance(name, str) and "." in name else None
     if not (isinstance(kind, type) and issubclass(kind, PipelineStrategy)):
         raise ConfigurationError(
-            f"trainer.strategy={name!r} is no pipeline: give --trainer.strategy async_pipeline, or sync_pipeline"
+            f"trainer.strategy={name!r} is not a pipeline; use --trainer.strategy async_pipeline or sync_pipeline"
         )
     made: PipelineStrategy = kind(**(given.get("init_args") or {}))
     return made.session.settings
@@ -111,21 +111,21 @@ def _trainer(config: Mapping[str, Any]) -> L.Trainer:
         devices=1,
         plugins=[LightningEnvironment()],  # starts no processes, even in a Slurm job
         precision=config.get("precision"),
-        max_steps=steps if steps > 0 else 1000,  # schedules of the learning rate need a number, memory does not
+        max_steps=steps if steps > 0 else 1000,  # for schedules of the learning rate; memory does not depend on it
         accumulate_grad_batches=config.get("accumulate_grad_batches") or 1,
         logger=False,
     )
-    trainer.strategy.materializes_stages = True  # type: ignore[attr-defined]  # layers then stay on the meta device
+    trainer.strategy.materializes_stages = True  # type: ignore[attr-defined]  # leaves layers on the meta device
     return trainer
 
 
 def _module(config: Mapping[str, Any], trainer: L.Trainer) -> tuple[LightningModule, nn.Module]:
-    """Return the recipe's module and its network, on the meta device unless their construction reads values."""
+    """Return the recipe's module and network, on the meta device unless building them reads values of tensors."""
     try:
         with torch.device("meta"):
             module = _built(config, trainer)
         is_ready = has_layers(network_in(module))  # type: ignore[arg-type]
-    except Exception:  # an error of the recipe occurs again below, as in a training
+    except Exception:  # an error of the recipe itself occurs again below
         is_ready = False
     if not is_ready:
         module = _built(config, trainer)
@@ -156,7 +156,7 @@ def _instance(kind: type, key: str, value: Mapping[str, Any]) -> Any:
 
 
 def _example_batch(module: LightningModule, data: LightningDataModule | None) -> Any:
-    """Return the example batch of the data or the module, or else the first batch."""
+    """Return ``example_batch()`` of the data or the module; if they have none, the first training batch."""
     for owner in (data, module):
         if callable(example := getattr(owner, "example_batch", None)):
             return example()

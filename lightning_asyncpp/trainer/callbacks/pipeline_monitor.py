@@ -35,36 +35,36 @@ class PipelineMonitor(L.Callback):
 
     Under any strategy:
 
-    - ``tokens_per_second``: throughput of all replicas, each taken to be as fast as the first; time spent in validation
+    - ``tokens_per_second``: throughput of all replicas, as if all were as fast as the first. The time of validations
       does not count. The module's ``microbatch_weight`` counts the tokens of a batch.
     - ``tokens_seen``: tokens since the training began; checkpoints keep the number for resumed runs.
-    - ``mfu``: share of the devices' peak that the model's own operations use (0 to 1). It needs the module's
-      ``flops_per_batch`` (floating-point operations of a forward and its backward of the whole model, for the batch of
-      one replica) or ``flops_per_token``; and a device whose peak Lightning knows, or ``peak_flops``. ``measure_flops``
-      of ``lightning.fabric.utilities`` counts them on the meta device.
+    - ``mfu`` (model FLOPs utilisation): operations of the model as a share of the devices' peak, 0 to 1. The module
+      gives the operations of a forward and its backward: ``flops_per_batch``, for the whole model and the batch of one
+      replica, or ``flops_per_token``. ``measure_flops`` of ``lightning.fabric.utilities`` counts them on the meta
+      device. The peak of a device is the one that Lightning knows, or ``peak_flops``.
 
     Under a pipeline also:
 
-    - ``gradient_norm``: 2-norm over all stages, before clipping, of the newest update, that of the previous batch.
-    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward (0 to 1). Beside
-      flushes it includes updates, the loader and the trainer's own work.
+    - ``gradient_norm``: 2-norm of the newest update's gradient over all stages, before clipping. The newest update is
+      usually that of the previous batch.
+    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward, 0 to 1: flushes,
+      updates, the loader and the Trainer's work.
     - ``gradient_staleness``: delay of the newest gradient in updates, a mean over the microbatches of a mini-batch and
       over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has
       begun.
 
-    On a GPU a batch counts when the device has finished it, usually a batch or two later. Ranks exchange nothing for
-    these values: rank 0, the last stage of the first replica, logs its own spans, and computes the staleness from the
-    schedules of all stages.
+    On a GPU a batch counts when the device has finished it, usually one or two batches later. These values need no
+    communication: rank 0, the last stage of the first replica, measures only itself, and computes the staleness from
+    the schedules of all stages.
 
     After each validation and each training epoch of a pipeline on GPUs, the loggers receive ``peak_memory_stage_0``,
-    ...: torch's peak of allocated memory on each stage, the largest over its replicas, in GB. Ranks communicate only
-    for this.
+    ...: torch's peak of allocated memory on each stage, the largest over its replicas, in GB. This needs communication.
 
     Throughput, ``mfu`` and ``bubble`` are also shown in the progress bar.
 
     Args:
         window: number of batches that are averaged.
-        every_n_batches: number of batches between two logs; logging costs the last stage more than measuring does.
+        every_n_batches: number of batches between two logs; logging takes the last stage longer than measuring.
         peak_flops: peak of one device in operations per second; ``None`` for the value that Lightning knows.
 
     Attributes:
@@ -118,7 +118,7 @@ class PipelineMonitor(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure the time since the end of the previous batch, with the loading of data, and log."""
+        """Measure the time since the end of the previous batch, including the loading of data, and log."""
         if not trainer.is_global_zero or self._since is None:
             return
         tokens, now = _tokens(trainer, pl_module, batch), self._clock.now()
@@ -136,12 +136,12 @@ class PipelineMonitor(L.Callback):
         self._since = None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the peak memory of all stages; a collective call on GPUs."""
+        """Log the peak memory of all stages; a collective call on GPUs."""
         if not trainer.sanity_checking:
             _show_memory(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the peak memory of all stages; a collective call on GPUs."""
+        """Log the peak memory of all stages; a collective call on GPUs."""
         _show_memory(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -196,7 +196,7 @@ class PipelineMonitor(L.Callback):
 
 def _log(pl_module: L.LightningModule, name: str, value: float) -> None:
     """Log a value of this process only."""
-    # Lightning would turn a float into a tensor on the device, and wait for it to show it.
+    # Lightning would copy a float to the device, and the progress bar would wait for the device to read it.
     tensor = torch.tensor(value, device="cpu")
     pl_module.log(name, tensor, prog_bar=name in _IN_BAR, rank_zero_only=True, on_step=True, on_epoch=False)
 
@@ -212,7 +212,7 @@ def _tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> flo
     if not callable(weigh):
         return 0.0
     weighed = getattr(trainer.strategy, "batch_weight", None)
-    # A pipeline has weighed the batch on the host; this one may be on a GPU, for which the host would wait.
+    # `batch` may be on a GPU, for which the host would wait; a pipeline has counted its tokens on the host before.
     return float(weigh(batch) if weighed is None else weighed) * _replicas(trainer)
 
 

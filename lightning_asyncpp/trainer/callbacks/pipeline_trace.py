@@ -19,20 +19,21 @@ FOLDER = "trace"
 class PipelineTrace(L.Callback):
     """Callback that records the forwards, backwards, updates and waits of every stage in every ``fit``.
 
-    Each process writes its own file; ``asyncpp trace FOLDER`` shows them together. Processes exchange nothing for it
-    while they train. If the folder holds an earlier recording, the next one goes to ``<folder>-2``, ...
+    Each process writes a file, without communication during the training; ``asyncpp trace FOLDER`` shows the files
+    together. If the folder has a recording already, the new one goes to ``<folder>-2``, ...
 
     Args:
-        dirpath: folder of the files; ``None`` for ``trace`` in the logger's folder, or else in ``default_root_dir``.
+        dirpath: folder of the files; ``None``: ``trace`` in the logger's folder or, without a logger, in
+            ``default_root_dir``.
         first_mini_batch: first mini-batch to record, counted over the run from 0.
-        mini_batches: number of mini-batches to record; ``None`` for all that follow. A file grows by about 200 bytes
-            per microbatch.
+        mini_batches: number of mini-batches to record; ``None``: all that follow. A file grows by about 200 bytes per
+            microbatch.
 
     Attributes:
         folder: folder of the newest recording; ``None`` before the first.
 
     Raises:
-        ConfigurationError: the strategy is not a pipeline's.
+        ConfigurationError: the strategy is not a pipeline strategy, or a rank cannot write to the folder.
     """
 
     def __init__(self, dirpath: str | None = None, first_mini_batch: int = 0, mini_batches: int | None = None) -> None:
@@ -61,7 +62,7 @@ class PipelineTrace(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record the begin of the batch."""
+        """Record the start of the batch."""
         if self._recorder is not None:
             self._recorder.begin_batch()
 
@@ -73,7 +74,7 @@ class PipelineTrace(L.Callback):
             self._recorder.end_batch()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the wait for data: the end of an epoch fetches none."""
+        """End the wait for data, since no data is fetched at the end of an epoch."""
         if self._recorder is not None:
             self._recorder.end_pause()
 
@@ -83,7 +84,7 @@ class PipelineTrace(L.Callback):
             self._recorder.note_checkpoint()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record the begin of a validation."""
+        """Record the start of a validation."""
         if self._recorder is not None:
             self._recorder.begin_pause(Activity.EVALUATE)
 
@@ -97,7 +98,7 @@ class PipelineTrace(L.Callback):
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Keep what was recorded until a failure."""
+        """Close the files, which keep what was recorded before the failure."""
         self._close()
 
     def _close(self) -> None:

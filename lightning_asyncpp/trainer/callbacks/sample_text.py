@@ -21,17 +21,18 @@ from lightning_asyncpp.trainer.gpt_module import GPTModule
 class SampleText(Callback):
     """Callback that continues prompts after every validation, and writes the texts to TensorBoard or to the screen.
 
-    All ranks take part: each token is a forward of the whole pipeline and a broadcast, for which training waits. The
-    callback does not change what the run trains.
+    All ranks take part, and training waits: each token takes a forward through the whole pipeline and a broadcast. The
+    callback does not change the training.
 
     Args:
-        prompts: texts to continue; an empty one stands for the beginning of a document.
+        prompts: texts to continue; an empty text starts at the beginning of a document.
         max_new_tokens: maximum number of new tokens per prompt.
         temperature: divisor of the logits; 0 takes the most likely token.
-        top_k: number of most likely tokens to draw from; ``None`` for all.
-        top_p: total probability of the most likely tokens to draw from; ``None`` for all.
+        top_k: draw from this number of most likely tokens; ``None``: from all.
+        top_p: draw from the most likely tokens with this total probability; ``None``: from all.
         seed: seed of the draws, the same at every validation.
-        tokenizer: ``"byte"`` or the path of a tokenizer.json; ``None`` for that of the trainer's ``TextDataModule``.
+        tokenizer: ``"byte"`` or the path of a tokenizer.json; ``None``: the tokenizer of the trainer's
+            ``TextDataModule``.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class SampleText(Callback):
         """
         problems = []
         if not isinstance(pl_module, GPTModule):
-            problems.append(f"SampleText samples from a GPTModule, not from a {type(pl_module).__name__}: leave it out")
+            problems.append(f"SampleText samples from a GPTModule, not from a {type(pl_module).__name__}; leave it out")
         datamodule = _datamodule(trainer)
         known = isinstance(datamodule, TextDataModule) and "tokenizer" in datamodule.state_dict()
         if self.tokenizer_name is None and not known:
             problems.append(
-                "SampleText knows no tokenizer: set its tokenizer to 'byte' or the path of a tokenizer.json, or train"
-                " on a TextDataModule that has one"
+                "SampleText has no tokenizer: set its argument tokenizer to 'byte' or the path of a tokenizer.json, or"
+                " train on a TextDataModule with a tokenizer"
             )
         if problems:
             raise ConfigurationError.from_problems(problems)
@@ -110,7 +111,7 @@ class SampleText(Callback):
 
 
 def _next_logits(trainer: L.Trainer, module: GPTModule) -> NextLogits:
-    """Return a function that runs the model in one process or over stages; it returns logits on the last stage only."""
+    """Return a function that runs the model over all stages; on the last stage it returns the next token's logits."""
 
     def last_logits(tokens: Tensor) -> Tensor:
         assert module.model is not None

@@ -34,11 +34,11 @@ class PipelineProgressBar(TQDMProgressBar):
 
     Values are shown as far as there is room: first loss, throughput and bubble, then the validation's loss, then other
     values logged with ``prog_bar=True``. The version number and the batches per second are not shown. ``asyncpp fit``
-    uses this bar unless a recipe names another one.
+    uses this bar unless the recipe has another progress bar.
 
     Args:
         refresh_rate: number of batches between two refreshes.
-        process_position: number of lines above that belong to other bars.
+        process_position: number of bars above this one.
         leave: whether the bar of every epoch stays on the screen.
     """
 
@@ -47,15 +47,15 @@ class PipelineProgressBar(TQDMProgressBar):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the values beside the bar, in their order."""
+        """Return the values to show after the bar, in their order."""
         shown = {_SHORT.get(name, name): _text(name, value) for name, value in trainer.progress_bar_metrics.items()}
         ordered = {name: shown[name] for name in (*_FIRST, *shown) if name in shown}
-        if trainer.state.fn == TrainerFn.FITTING:  # also in validations, which end with the training's bar
+        if trainer.state.fn == TrainerFn.FITTING:  # also when a validation ends and refreshes the training's bar
             ordered = _fitting(self.train_progress_bar, ordered)
         return {**ordered}
 
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the bar: at the process's end it would be drawn below the error."""
+        """Close the bar, which would otherwise be drawn below the error at the end of the process."""
         with suppress(TypeError):  # no training has begun
             self.train_progress_bar.close()
 
@@ -69,7 +69,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _fitting(bar: tqdm, metrics: dict[str, str]) -> dict[str, str]:
-    """Return as many metrics as the line has room for; all of them if it has no width, as in a file."""
+    """Return the first metrics, as many as fit in the line; all of them if there is no width, as in a file."""
     now = bar.format_dict
     if now["ncols"] is None:
         return metrics
@@ -85,9 +85,9 @@ def _fitting(bar: tqdm, metrics: dict[str, str]) -> dict[str, str]:
 
 
 class StageSummary(ModelSummary):
-    """Summary of the layers, parameters and, where known, costs of each stage, printed when a training starts.
+    """Table of each stage's layers, parameters and (if known) costs, printed when a training starts.
 
-    The pipeline strategies replace a ``ModelSummary`` or ``RichModelSummary`` by it.
+    The pipeline strategies put it in place of a ``ModelSummary`` or ``RichModelSummary``.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
@@ -96,7 +96,7 @@ class StageSummary(ModelSummary):
 
 
 def show_stages(trainer: L.Trainer) -> None:
-    """Replace the model summary of a Trainer, if it has one, by a summary of all stages."""
+    """Replace a Trainer's model summary by a :class:`StageSummary`; do nothing if it has none."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     summaries = [c for c in callbacks if isinstance(c, ModelSummary)]
     if not summaries or any(isinstance(c, StageSummary) for c in summaries):
@@ -108,7 +108,7 @@ def show_stages(trainer: L.Trainer) -> None:
 
 
 def stage_table(session: PipelineSession, model: Any = None) -> str:
-    """Return a table of the layers, parameters and share of the cost of every stage.
+    """Return a table of every stage: its layers, its parameters and its share of the cost.
 
     Args:
         session: the started pipeline.
@@ -124,7 +124,7 @@ def stage_table(session: PipelineSession, model: Any = None) -> str:
     notes = [_places(mesh)]
     notes += [f"{_count(frozen)} of the parameters are frozen."] if frozen else []
     if whole.ties:
-        notes.append("Parameters that stages share count on each of them.")
+        notes.append("A parameter that several stages share counts on each of them.")
     return "\n".join(["Stages of the pipeline:", *_lines(titles, rows), *notes])
 
 
@@ -132,15 +132,15 @@ def _places(mesh: Mesh) -> str:
     """Return a line that explains the column of ranks."""
     several = mesh.num_replicas > 1
     first = " of the first replica" if several else ""
-    rest = " The ranks of a row hold the same stage, one per replica." if several else ""
+    rest = " The ranks of a row run the same stage, each for one replica." if several else ""
     return (
-        f"A rank is a process. Rank 0 holds stage {mesh.stage_of(0)}{first}, which computes the loss; it writes the"
+        f"A rank is a process. Rank 0 runs stage {mesh.stage_of(0)}{first}, which computes the loss, and writes the"
         f" logs. Batches enter at stage 0, on rank {mesh.rank_of(0, 0)}.{rest}"
     )
 
 
 def _rows(whole: WholeModel, mesh: Mesh) -> list[list[str]]:
-    """Return a row of cells for each stage, and one for all."""
+    """Return a row of cells for each stage, and a last row for the whole model."""
     rows, start = [], 0
     for stage, count in enumerate(whole.counts):
         ranks = ", ".join(str(mesh.rank_of(stage, replica)) for replica in range(min(mesh.num_replicas, 4)))
@@ -152,7 +152,7 @@ def _rows(whole: WholeModel, mesh: Mesh) -> list[list[str]]:
 
 
 def _add_costs(titles: list[str], rows: list[list[str]], loads: Sequence[float], unit: str | None) -> None:
-    """Add columns with the costs of stages, in the model's unit if it has one, and with their shares."""
+    """Add a column with each stage's share of the cost; if the model has a unit, also a column with the costs."""
     total = sum(loads)
     for row, load in zip(rows, [*loads, total]):
         row += [_count(int(load))] * (unit is not None) + [f"{100 * load / (total or 1.0):.1f} %"]

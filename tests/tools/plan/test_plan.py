@@ -152,7 +152,7 @@ def test_what_does_not_fit_ends_with_a_code(capsys: pytest.CaptureFixture[str], 
     assert all(stage["bytes"]["total"] > plan["room"] for stage in plan["stages"])
     with pytest.raises(SystemExit, match="1"):
         main([path, "--memory", "2"])
-    assert "It does not fit. In the order of what they cost: " in capsys.readouterr().out
+    assert "It does not fit. Remedies, the cheapest first: " in capsys.readouterr().out
 
 
 def test_the_slow_link_is_where_nodes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_ordinary_modules_with_data_that_must_be_loaded(
     [
         (["--trainer.strategy", "sync_pipeline", "--devices", "7"], "6 layers with parameters, fewer than"),
         (["--trainer.strategy.init_args.microbatches", "1"], "microbatches=1 is smaller than the number of stages"),
-        (["--trainer.strategy", "ddp"], "trainer.strategy='ddp' is no pipeline"),
+        (["--trainer.strategy", "ddp"], "trainer.strategy='ddp' is not a pipeline"),
     ],
 )
 def test_what_cannot_be_run_is_refused(

@@ -64,7 +64,7 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     SMALL.write(tmp_path)
     file = tmp_path / "rank-00000.json"
     file.write_text(file.read_text().replace('"cat":"F"', '"cat":"X"', 1))
-    with pytest.raises(TraceError, match=r"rank-00000.json:\d+ is no line of a recording"):
+    with pytest.raises(TraceError, match=r"rank-00000.json:\d+ is not a line of a recording"):
         read_run(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         asyncpp(["trace", str(tmp_path / "nowhere")])

@@ -73,7 +73,7 @@ def test_the_whole_model_writes(pools: Pools, tmp_path: Path) -> None:
 
 def test_what_cannot_be_sampled_from_is_refused() -> None:
     run = Run(Net, "plain")
-    with pytest.raises(ConfigurationError, match=r"(?s)samples from a GPTModule, not from a Net.*knows no tokenizer"):
+    with pytest.raises(ConfigurationError, match=r"(?s)samples from a GPTModule, not from a Net.*has no tokenizer"):
         make_trainer(run, callbacks=[SampleText()]).fit(Net(run))
 
 

@@ -106,7 +106,7 @@ def test_a_gpt_is_told_in_operations_per_token() -> None:
     assert shares[0] + shares[1] == pytest.approx(shares[2], abs=0.11) == 100.0
     costs = model.pipeline_costs()
     assert shares[0] == pytest.approx(100 * sum(costs[:3]) / sum(costs), abs=0.05)
-    assert "Rank 0 holds stage 1 of the first replica, which computes the loss" in last
+    assert "Rank 0 runs stage 1 of the first replica, which computes the loss" in last
     assert "Batches enter at stage 0, on rank 1." in last
 
 

@@ -106,7 +106,7 @@ def fit_warned(run: Run, kind: str) -> tuple[list[str], list[int]]:
         warnings.simplefilter("always")
         steps = fit_showing(run, kind, "")["steps"]
     texts = [str(warning.message) for warning in caught]
-    return [text for text in texts if "not read as without the interruption" in text], steps
+    return [text for text in texts if "the rest of the epoch is not resumed exactly" in text], steps
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_adapters_are_exported_merged_or_alone(pools: Pools, place: Path) -> Non
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
-        ("model", {"tokenizer": "byte"}, "another tokenizer than the weights"),
+        ("model", {"tokenizer": "byte"}, "the data's tokenizer is not that of"),
         ("others", {}, "vocabulary of 290 token ids, and the model only 280"),
         ("model", {"max_length": 65}, "max_length=65 is longer than the model's context of 64"),
     ],

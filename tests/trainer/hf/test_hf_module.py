@@ -123,10 +123,10 @@ def test_the_loss_is_the_models_own(llama: Path) -> None:
     [
         ({"model_id": "nobody/nothing"}, "the Hugging Face Hub gives no config.json of it"),
         ({"lora": {"r": 2, "target_modules": ["nothing"]}}, "Target modules"),
-        ({"freeze": ["embed"]}, "no parameter fits 'embed'"),
+        ({"freeze": ["embed"]}, "no parameter matches 'embed'"),
         ({"freeze": ["*"]}, "leaves nothing to train"),
         ({"config_overrides": {"size": 3}}, "LlamaConfig has no size"),
-        ({"config_overrides": {"num_hidden_layers": 4}}, "has no weights, or some of other shapes"),
+        ({"config_overrides": {"num_hidden_layers": 4}}, "has no weights of the right shapes"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(llama: Path, arguments: dict[str, Any], message: str) -> None:

@@ -138,7 +138,7 @@ def live_on() -> dict[str, Any]:
     module = SEVERAL.module(SEVERAL)
     first = starting(SEVERAL, 2, enable_checkpointing=True)
     first.fit(module, loader(SEVERAL))
-    with pytest.raises(Exception, match="this process started those that train"):
+    with pytest.raises(Exception, match="this process only started the ranks"):
         first.save_checkpoint("never.ckpt")
     starting(SEVERAL, 3).fit(module, loader(SEVERAL))
     losses = starting(SEVERAL, 2).validate(module, val_loaders(SEVERAL), verbose=False)
