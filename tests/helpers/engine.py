@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,78 +39,13 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
 
-def _adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
 def run_local(case: Case, num_stages: int) -> dict[str, Any]:
     """Run a case with all stages in this process; returns what one stage that has the whole model would return."""
     return run_case(case, Mesh(1, 1, 0), num_stages)
 
 
-def train_local(
-    model: nn.Module,
-    step_of: Callable[[nn.Module], Callable[..., Tensor]],
-    batches: Sequence[Any],
-    stages: int,
-    microbatches: int,
-    make_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = _adamw,
-    seed: int = 5,
-) -> dict[str, Tensor]:
-    """Train any model by PipeDream-2BW with all stages in this process; :func:`train_plainly` is its oracle.
-
-    Args:
-        model: the model, left as it is but for its weights.
-        step_of: model -> step, called with a microbatch; its result is the loss.
-        batches: one per update.
-        stages: how many.
-        microbatches: of a batch.
-        make_optimizer: of the trained parameters.
-        seed: of the run.
-
-    Returns:
-        The trained weights by name.
-    """
-    session = LocalSession(PipelineSettings(microbatches=microbatches, delay=1, staleness="uniform"), stages)
-    session.mesh = Mesh(1, 1, 0)
-    stage = session.cut(model, seed, torch.device("cpu"))
-    engine = session.start(UserHooks(), torch.device("cpu"), training=True)
-    with stage.whole_model():
-        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    session.attach(optimizer, lambda _: optimizer.step())
-    step = step_of(model)
-    for batch in batches:
-        engine.run(batch, step)
-        session.complete(note=engine.mini_batch)
-    session.drain()
-    trained = {name: p.detach().clone() for name, p in stage.parameters.items() if p.requires_grad}
-    session.close()
-    return trained
-
-
-def train_plainly(
-    model: nn.Module,
-    step_of: Callable[[nn.Module], Callable[..., Tensor]],
-    batches: Sequence[Any],
-    microbatches: int,
-    make_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = _adamw,
-    seed: int = 5,
-) -> dict[str, Tensor]:
-    """Train a model by the oracle, as :func:`train_local` does; arguments and result as there."""
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    each = [[batch] for batch in batches]
-    train_reference(model, step_of(model), each, optimizer, microbatches=microbatches, delay=1, seed=seed)
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
 def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[str, Any]:
-    """Run a case on this rank; returns this stage's final weights, its losses and its norms.
-
-    Args:
-        case: what to run.
-        mesh: this rank's place.
-        local_stages: number of stages that this process runs, if not that of ``mesh``.
-    """
+    """Run a case on this rank; returns this stage's final weights, its losses and its norms."""
     training = Training(case, mesh, local_stages)
     for mini_batch in case.mini_batches:
         last = mini_batch[-1]
