@@ -66,13 +66,7 @@ def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[st
 
 
 class Training:
-    """What a strategy does with its session, for a case.
-
-    Args:
-        case: what to run.
-        mesh: this rank's place.
-        local_stages: number of stages that this process runs, if not that of ``mesh``.
-    """
+    """What a strategy does with its session, for a case; ``local_stages``: all so many are in this process."""
 
     def __init__(self, case: Case, mesh: Mesh, local_stages: int | None = None) -> None:
         self.case, self.mesh, self.local_stages = case, mesh, local_stages
@@ -141,16 +135,9 @@ class Training:
         return other
 
     def results(self) -> dict[str, Any]:
-        stage, mesh = self.stage, self.mesh
-        ties = [tie for tie in stage.whole.ties if mesh.stage in tie.stages[1:]]
-        names = {tie.name_on(mesh.stage): tie.names[0] for tie in ties}
-        trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
-        tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
         return {
-            "weights": {name: tensor for name, tensor in tensors.items() if name not in names},
-            "copies": {names[name]: tensor for name, tensor in tensors.items() if name in names},
+            **tensors_on(self.stage, self.mesh),
             "losses": self.losses, "norms": self.norms, "statistics": self.statistics,
-            "replica": mesh.replica, "stage": mesh.stage,
         }  # fmt: skip
 
     def _step(self, update: Update) -> None:
@@ -174,6 +161,18 @@ class Training:
         if self.mesh.groups is not None:
             dist.broadcast_object_list(content, 0, group=self.mesh.groups.host)
         return torch.load(io.BytesIO(content[0]), weights_only=True)
+
+
+def tensors_on(stage: Any, mesh: Mesh) -> dict[str, Any]:
+    """A stage's place, its tensors, and apart its copies of what an earlier stage has, by the names there."""
+    names = {tie.name_on(mesh.stage): tie.names[0] for tie in stage.whole.ties if mesh.stage in tie.stages[1:]}
+    trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
+    tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
+    return {
+        "weights": {name: tensor for name, tensor in tensors.items() if name not in names},
+        "copies": {names[name]: tensor for name, tensor in tensors.items() if name in names},
+        "replica": mesh.replica, "stage": mesh.stage,
+    }  # fmt: skip
 
 
 def _weight_of_numbers(output: BatchOutput) -> float:
@@ -338,14 +337,7 @@ def check_random_case(pools: EnginePools, seed: int) -> None:
 def steady_utilisation(
     lanes: Sequence[Sequence[Span]], microbatches: int, first_batch: int, last_batch: int
 ) -> tuple[float, float]:
-    """Time per mini-batch, and the share of it that the busiest stage works, between two mini-batches.
-
-    Args:
-        lanes: what :func:`simulate` returned.
-        microbatches: per mini-batch.
-        first_batch: the time from the end of this mini-batch's last backward counts, on the first stage,
-        last_batch: until the end of this one's.
-    """
+    """Time per mini-batch, and the share of it that the busiest stage works, between the ends of two on the first."""
     ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
     start, end = (ends[(t + 1) * microbatches - 1] for t in (first_batch, last_batch))
     return (end - start) / (last_batch - first_batch), max(utilisation(lane, start, end) for lane in lanes)

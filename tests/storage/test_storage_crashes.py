@@ -61,8 +61,7 @@ def points(count: int, everything: bool, some: int) -> list[int]:
 @EVERYTHING
 @WAYS
 def test_every_system_call(save: str, before: str, everything: bool, tmp_path: Path) -> None:
-    """All of them in a thread, as with ``async_checkpoints``."""
-    save = f"{save} behind" if everything else save
+    """``everything``: all of them, else two."""
     folder = tmp_path / "run"
     path = prepared(folder, before)
     fault = Fault(folder)
