@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,45 +12,32 @@ import torch.distributed as dist
 from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset, TokensLoader
 
 from lightning_asyncpp.data import TextDataModule, use_replica
-from tests.data.test_text_data_module import ready
+from tests.data.test_text_data_module import module, prepared_folder, ready
+from tests.helpers.pool import Pools
 
 EPOCHS = 2
 
 
 def text_module(folder: Path, replica: int, replicas: int, num_workers: int = 0, **arguments: Any) -> TextDataModule:
-    given = {"context_length": 32, "batch_size": 4, "val_fraction": 0.2, "cache_dir": str(folder.parent / "cache")}
-    data = TextDataModule(**{"source": str(folder), **given, "num_workers": num_workers, **arguments})
+    data = module(folder, num_workers=num_workers, **arguments)
     sampler = {"num_replicas": replicas, "rank": replica}
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        distributed_sampler_kwargs=sampler, lightning_module=None, global_rank=0
-    )
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs=sampler, lightning_module=None, global_rank=0)  # type: ignore[assignment]
     data.prepare_data()
     data.setup()
     return data
 
 
-def read_in_process(rank: int, folder: Path, queue: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder.parent}/store", rank=rank, world_size=4)
-    data = text_module(folder, rank // 2, 2)
-    loader = data.train_dataloader()
+def read(folder: Path) -> tuple[list[Any], tuple[int, int, int]]:
+    """The epochs of this rank, and the numbers of its batches."""
+    data = text_module(folder, dist.get_rank() // 2, 2)
+    loader, val_loader = data.train_dataloader(), data.val_dataloader()
     epochs = [torch.cat(list(loader)).tolist() for _ in range(EPOCHS)]
-    queue.put((rank, epochs, (len(loader), len(data.val_dataloader()), sum(1 for _ in data.val_dataloader()))))
-    dist.barrier()
-    dist.destroy_process_group()
+    return epochs, (len(loader), len(val_loader), sum(1 for _ in val_loader))
 
 
-def test_two_stages_of_two_replicas(text_folder: Path) -> None:
-    text_module(text_folder, 0, 1)  # prepared before, as by the launcher's first process
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    processes = [context.Process(target=read_in_process, args=(rank, text_folder, queue)) for rank in range(4)]
-    for process in processes:
-        process.start()
-    results = sorted(queue.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    epochs, lengths = [result[1] for result in results], [result[2] for result in results]
+def test_two_stages_of_two_replicas(pools: Pools, text_folder: Path) -> None:
+    ready(text_folder)  # prepared before, as by the launcher's first process
+    epochs, lengths = zip(*pools.run(4, read, text_folder))
     assert len(set(lengths)) == 1
     train_length, val_length, val_batches = lengths[0]
     assert val_length == val_batches > 0
@@ -64,14 +50,9 @@ def test_two_stages_of_two_replicas(text_folder: Path) -> None:
     assert epochs[0][0] != epochs[0][1]
 
 
-def token_folder(text_folder: Path) -> str:
-    tokens = text_module(text_folder, 0, 1).tokens
-    assert tokens is not None
-    return tokens.train
-
-
 def test_existing_loader_and_combination(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = token_folder(text_folder)
+    ready(text_folder)
+    folder = str(prepared_folder(text_folder) / "train")
     monkeypatch.setenv("WORLD_SIZE", "8")
 
     def dataset() -> StreamingDataset:
@@ -91,7 +72,8 @@ def test_resumes_in_the_middle_of_an_epoch(
     text_folder: Path, num_workers: int, remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")  # two stages of two replicas; litdata would see four shares
-    folder = token_folder(text_folder)
+    ready(text_folder)
+    folder = prepared_folder(text_folder) / "train"
 
     def loader(cache: str) -> Any:
         source = {"source": f"local:{folder}", "cache_dir": str(text_folder.parent / cache)} if remote else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,78 +39,13 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
 
-def _adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
 def run_local(case: Case, num_stages: int) -> dict[str, Any]:
     """Run a case with all stages in this process; returns what one stage that has the whole model would return."""
     return run_case(case, Mesh(1, 1, 0), num_stages)
 
 
-def train_local(
-    model: nn.Module,
-    step_of: Callable[[nn.Module], Callable[..., Tensor]],
-    batches: Sequence[Any],
-    stages: int,
-    microbatches: int,
-    make_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = _adamw,
-    seed: int = 5,
-) -> dict[str, Tensor]:
-    """Train any model by PipeDream-2BW with all stages in this process; :func:`train_plainly` is its oracle.
-
-    Args:
-        model: the model, left as it is but for its weights.
-        step_of: model -> step, called with a microbatch; its result is the loss.
-        batches: one per update.
-        stages: how many.
-        microbatches: of a batch.
-        make_optimizer: of the trained parameters.
-        seed: of the run.
-
-    Returns:
-        The trained weights by name.
-    """
-    session = LocalSession(PipelineSettings(microbatches=microbatches, delay=1, staleness="uniform"), stages)
-    session.mesh = Mesh(1, 1, 0)
-    stage = session.cut(model, seed, torch.device("cpu"))
-    engine = session.start(UserHooks(), torch.device("cpu"), training=True)
-    with stage.whole_model():
-        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    session.attach(optimizer, lambda _: optimizer.step())
-    step = step_of(model)
-    for batch in batches:
-        engine.run(batch, step)
-        session.complete(note=engine.mini_batch)
-    session.drain()
-    trained = {name: p.detach().clone() for name, p in stage.parameters.items() if p.requires_grad}
-    session.close()
-    return trained
-
-
-def train_plainly(
-    model: nn.Module,
-    step_of: Callable[[nn.Module], Callable[..., Tensor]],
-    batches: Sequence[Any],
-    microbatches: int,
-    make_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = _adamw,
-    seed: int = 5,
-) -> dict[str, Tensor]:
-    """Train a model by the oracle, as :func:`train_local` does; arguments and result as there."""
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    each = [[batch] for batch in batches]
-    train_reference(model, step_of(model), each, optimizer, microbatches=microbatches, delay=1, seed=seed)
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
 def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[str, Any]:
-    """Run a case on this rank; returns this stage's final weights, its losses and its norms.
-
-    Args:
-        case: what to run.
-        mesh: this rank's place.
-        local_stages: number of stages that this process runs, if not that of ``mesh``.
-    """
+    """Run a case on this rank; returns this stage's final weights, its losses and its norms."""
     training = Training(case, mesh, local_stages)
     for mini_batch in case.mini_batches:
         last = mini_batch[-1]
@@ -131,13 +66,7 @@ def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[st
 
 
 class Training:
-    """What a strategy does with its session, for a case.
-
-    Args:
-        case: what to run.
-        mesh: this rank's place.
-        local_stages: number of stages that this process runs, if not that of ``mesh``.
-    """
+    """What a strategy does with its session, for a case; ``local_stages``: all so many are in this process."""
 
     def __init__(self, case: Case, mesh: Mesh, local_stages: int | None = None) -> None:
         self.case, self.mesh, self.local_stages = case, mesh, local_stages
@@ -206,16 +135,9 @@ class Training:
         return other
 
     def results(self) -> dict[str, Any]:
-        stage, mesh = self.stage, self.mesh
-        ties = [tie for tie in stage.whole.ties if mesh.stage in tie.stages[1:]]
-        names = {tie.name_on(mesh.stage): tie.names[0] for tie in ties}
-        trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
-        tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
         return {
-            "weights": {name: tensor for name, tensor in tensors.items() if name not in names},
-            "copies": {names[name]: tensor for name, tensor in tensors.items() if name in names},
+            **tensors_on(self.stage, self.mesh),
             "losses": self.losses, "norms": self.norms, "statistics": self.statistics,
-            "replica": mesh.replica, "stage": mesh.stage,
         }  # fmt: skip
 
     def _step(self, update: Update) -> None:
@@ -239,6 +161,18 @@ class Training:
         if self.mesh.groups is not None:
             dist.broadcast_object_list(content, 0, group=self.mesh.groups.host)
         return torch.load(io.BytesIO(content[0]), weights_only=True)
+
+
+def tensors_on(stage: Any, mesh: Mesh) -> dict[str, Any]:
+    """A stage's place, its tensors, and apart its copies of what an earlier stage has, by the names there."""
+    names = {tie.name_on(mesh.stage): tie.names[0] for tie in stage.whole.ties if mesh.stage in tie.stages[1:]}
+    trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
+    tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
+    return {
+        "weights": {name: tensor for name, tensor in tensors.items() if name not in names},
+        "copies": {names[name]: tensor for name, tensor in tensors.items() if name in names},
+        "replica": mesh.replica, "stage": mesh.stage,
+    }  # fmt: skip
 
 
 def _weight_of_numbers(output: BatchOutput) -> float:
@@ -403,14 +337,7 @@ def check_random_case(pools: EnginePools, seed: int) -> None:
 def steady_utilisation(
     lanes: Sequence[Sequence[Span]], microbatches: int, first_batch: int, last_batch: int
 ) -> tuple[float, float]:
-    """Time per mini-batch, and the share of it that the busiest stage works, between two mini-batches.
-
-    Args:
-        lanes: what :func:`simulate` returned.
-        microbatches: per mini-batch.
-        first_batch: the time from the end of this mini-batch's last backward counts, on the first stage,
-        last_batch: until the end of this one's.
-    """
+    """Time per mini-batch, and the share of it that the busiest stage works, between the ends of two on the first."""
     ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
     start, end = (ends[(t + 1) * microbatches - 1] for t in (first_batch, last_batch))
     return (end - start) / (last_batch - first_batch), max(utilisation(lane, start, end) for lane in lanes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,48 +21,36 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricAsyncPipelineStrategy
 from tests.helpers.cases import DIM, Experts, Projection, Routed
-from tests.helpers.trainer import ListLogger, Net, Run, Samples, arrays, make_trainer, plain_metrics
+from tests.helpers.trainer import Net, Run, Samples, make_trainer, report
 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """What is validated in a training, and when.
+    """What is validated in a training, and when."""
 
-    Attributes:
-        trainer: arguments of the Trainer.
-        sizes: number of samples and batch size of each validation loader.
-        shuffled: by a sampler that draws from torch's generator, in place of the distributed one.
-        drawing: samples of the training set are changed by random numbers as they are read.
-        workers: processes that read the training set.
-        gradients: the validation runs with gradients enabled.
-        seeded: by ``seed_everything``.
-        drawn_before: the process has drawn from its generators since.
-    """
-
-    trainer: dict[str, Any] = field(default_factory=dict)
-    sizes: tuple[tuple[int, int], ...] = ((13, 4),)
-    shuffled: bool = False
-    drawing: bool = True
-    workers: int = 0
-    gradients: bool = False
-    seeded: bool = True
-    drawn_before: bool = False
-
-
-class NoisySamples(Samples):
-    """Every sample is moved by random numbers of torch, numpy and Python when it is read."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        return {**sample, "x": sample["x"] + 0.1 * torch.randn(DIM) + 0.1 * np.random.rand() + 0.1 * random.random()}
+    trainer: dict[str, Any] = field(default_factory=dict)  # arguments
+    sizes: tuple[tuple[int, int], ...] = ((13, 4),)  # number of samples and batch size of each validation loader
+    shuffled: bool = False  # by a sampler that draws from torch's generator, in place of the distributed one
+    drawing: bool = True  # samples of the training set are changed by random numbers as they are read
+    workers: int = 0  # processes that read the training set
+    gradients: bool = False  # the validation runs with gradients enabled
+    drawn_before: bool = False  # after it was seeded, the process has drawn from its generators
 
 
 class TorchNoisySamples(Samples):
-    """The same with torch's random numbers alone, which validation steps leave as they are."""
+    """Every sample is moved by torch's random numbers when it is read; validation steps leave those as they are."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
         return {**sample, "x": sample["x"] + 0.1 * torch.randn(DIM)}
+
+
+class NoisySamples(TorchNoisySamples):
+    """By numpy's and Python's, too."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] + 0.1 * np.random.rand() + 0.1 * random.random()}
 
 
 class RestlessNet(Net):
@@ -98,14 +85,7 @@ class DrawsInValidation(L.Callback):
     def on_validation_start(self, *args: Any) -> None:
         draw()
 
-    def on_validation_batch_start(self, *args: Any) -> None:
-        draw()
-
-    def on_validation_epoch_end(self, *args: Any) -> None:
-        draw()
-
-    def on_validation_end(self, *args: Any) -> None:
-        draw()
+    on_validation_batch_start = on_validation_epoch_end = on_validation_end = on_validation_start
 
 
 def training_loader(run: Run, plan: Evaluations) -> DataLoader:
@@ -137,26 +117,12 @@ def fingerprint(x: Tensor) -> str:
 
 
 def trajectory(run: Run, evaluations: Evaluations | None, plan: Evaluations) -> dict[str, Any]:
-    """Train with or without evaluations.
-
-    Args:
-        run: strategy, options and optimizer.
-        evaluations: those that there are; None: none at all.
-        plan: how training data is read.
-    """
-    if plan.seeded:
-        L.seed_everything(run.seed, verbose=False, workers=True)
-    else:
-        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-            os.environ.pop(name, None)
+    """Train, with evaluations or without; ``plan``: how training data is read."""
+    L.seed_everything(run.seed, verbose=False, workers=True)
     if plan.drawn_before:
         draw()
     module = RestlessNet(run, evaluations is not None and evaluations.gradients)
-    more: dict[str, Any] = {
-        "use_distributed_sampler": not plan.shuffled,
-        "limit_val_batches": 0,
-        "logger": ListLogger(),
-    }
+    more: dict[str, Any] = {"use_distributed_sampler": not plan.shuffled, "limit_val_batches": 0, "logger": "list"}
     loaders = None
     if evaluations is not None:
         more |= {"limit_val_batches": 1.0, **evaluations.trainer, "callbacks": [DrawsInValidation()]}
@@ -167,17 +133,14 @@ def trajectory(run: Run, evaluations: Evaluations | None, plan: Evaluations) -> 
     trainer = make_trainer(run, **more)
     with may_have_children():
         trainer.fit(module, training_loader(run, plan), loaders, ckpt_path=run.ckpt_path, weights_only=True)
-    validations = [metrics for _, metrics in trainer.loggers[0].records if "val_loss" in " ".join(metrics)]  # type: ignore[attr-defined]
-    return {
-        "weights": arrays(dict(module.named_parameters())),
-        "buffers": arrays(dict(module.named_buffers())),
-        "losses": [(s, m["train_loss_step"]) for s, m in trainer.loggers[0].records if "train_loss_step" in m],  # type: ignore[attr-defined]
-        "epochs": [m["train_loss_epoch"] for _, m in trainer.loggers[0].records if "train_loss_epoch" in m],  # type: ignore[attr-defined]
-        "counted": sorted((step, m["busiest"]) for step, m in trainer.loggers[0].records if "busiest" in m),  # type: ignore[attr-defined]
+    left_over, found = draw(), report(trainer, module)
+    return found | {
+        "losses": [(step, m["train_loss_step"]) for step, m in found["records"] if "train_loss_step" in m],
+        "epochs": [m["train_loss_epoch"] for _, m in found["records"] if "train_loss_epoch" in m],
+        "counted": sorted((step, m["busiest"]) for step, m in found["records"] if "busiest" in m),
         "batches": module.batches,
-        "left_over": draw(),
-        "validations": validations,
-        "callback_metrics": plain_metrics(trainer),
+        "left_over": left_over,
+        "validations": [m for _, m in found["records"] if "val_loss" in " ".join(m)],
     }
 
 

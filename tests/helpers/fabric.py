@@ -12,6 +12,7 @@ import torch
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
 from lightning_asyncpp.fabric.strategy import PipelineStrategy
 from tests.helpers.cases import Case
+from tests.helpers.engine import tensors_on
 
 
 def world_size() -> int:
@@ -119,18 +120,9 @@ class Run:
     def result(self) -> dict[str, Any]:
         """This rank's final weights and place."""
         self.strategy.drain()
-        stage = self.strategy.session.stage
-        assert stage is not None
-        trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
-        ties = [tie for tie in stage.whole.ties if self.mesh.stage in tie.stages[1:]]
-        names = {tie.name_on(self.mesh.stage): tie.names[0] for tie in ties}
-        arrays = {name: p.detach().float().numpy().copy() for name, p in {**trained, **stage.buffers}.items()}
-        return {
-            "weights": {name: array for name, array in arrays.items() if name not in names},
-            "copies": {names[name]: array for name, array in arrays.items() if name in names},
-            "metrics": self.strategy.layer_metrics, "losses": self.losses, "norms": self.norms,
-            "replica": self.mesh.replica, "stage": self.mesh.stage,
-        }  # fmt: skip
+        found = tensors_on(self.strategy.session.stage, self.mesh)
+        found |= {kind: {n: t.float().numpy() for n, t in found[kind].items()} for kind in ("weights", "copies")}
+        return found | {"metrics": self.strategy.layer_metrics, "losses": self.losses, "norms": self.norms}
 
 
 def train(case: Case, evaluate_after: tuple[int, ...] = (), precision: Any = "", **more: Any) -> dict[str, Any]:

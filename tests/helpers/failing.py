@@ -200,12 +200,8 @@ def stopped(mesh: Mesh, rank: int, flag: str) -> list[int]:
 def not_a_number(mesh: Mesh, late: bool) -> tuple[int, str, bool] | None:
     """The gradient of a weight of the first stage, of the last replica, at mini-batch 2; losses stay numbers.
 
-    Args:
-        mesh: this rank's.
-        late: stages step ahead of the others, and of their devices.
-
-    Returns:
-        in which batch the error came, its text, and whether all weights are numbers.
+    Returns the batch in which the error came, its text, and whether all weights are numbers. ``late``: stages step
+    ahead of the others, and of their devices.
     """
     if late:
         know_on_device_alone()

@@ -5,17 +5,11 @@ from __future__ import annotations
 import struct
 import time
 
-from lightning_asyncpp.core.trace import DeviceClock
-
 LAG_SECONDS = 0.05
 
 
 class FakeDevice:
-    """A host and a device whose clocks have nothing in common; stands for ``time`` and for the events of the device.
-
-    Args:
-        drift: by which the device's clock is too fast.
-    """
+    """A host and a device whose clock drifts from its own; stands for ``time`` and for the events of the device."""
 
     def __init__(self, drift: float = 0.0) -> None:
         self.host = 1000.0
@@ -51,12 +45,10 @@ class FakeEvent:
 
     def __init__(self, device: FakeDevice, passes: float) -> None:
         self._device, self._passes = device, passes
-        if device.is_broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self._check()
 
     def query(self) -> bool:
-        if self._device.is_broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self._check()
         self._device.queries += 1
         return self._device.seconds >= self._passes
 
@@ -65,31 +57,17 @@ class FakeEvent:
         milliseconds: float = struct.unpack("f", struct.pack("f", (end_event._passes - self._passes) * 1e3))[0]
         return milliseconds
 
-
-class LaggingEvents:
-    """Events of a device that comes to everything a little later than the host launches it."""
-
-    def here(self) -> LaggingEvent:
-        return LaggingEvent(time.perf_counter() + LAG_SECONDS)
-
-    def aside(self) -> LaggingEvent:
-        return LaggingEvent(time.perf_counter())
+    def _check(self) -> None:
+        if self._device.is_broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-class LaggingEvent:
-    """One of them."""
+class LaggingDevice(FakeDevice):
+    """One in real time, which comes to everything a little later than its host launches it."""
 
-    def __init__(self, passes: float) -> None:
-        self._passes = passes
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter()
 
-    def query(self) -> bool:
-        return time.perf_counter() >= self._passes
-
-    def elapsed_time(self, end_event: LaggingEvent) -> float:
-        assert all((self.query(), end_event.query())), "torch raises"
-        return (end_event._passes - self._passes) * 1e3
-
-
-def lagging_clock() -> DeviceClock:
-    """The clock of a device that lags behind."""
-    return DeviceClock(LaggingEvents())
+    def here(self) -> FakeEvent:
+        return FakeEvent(self, self.seconds + LAG_SECONDS)

@@ -16,9 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.runs import examples_of
+from lightning_asyncpp.core.local_session import LocalSession
+from lightning_asyncpp.core.microbatch import UserHooks
+from lightning_asyncpp.core.ranks.mesh import Mesh
+from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig, SavedGPT
 from lightning_asyncpp.models.hf import write_hf
-from tests.helpers.engine import train_local, train_plainly
+from lightning_asyncpp.reference import train_reference
 
 _SIZE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99,
@@ -158,15 +162,36 @@ class Trained(L.LightningModule):
         return step_of(self.model)(batch)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+        return _adamw(self)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _train_in_stages(model: nn.Module, batches: list[dict[str, Tensor]], stages: int) -> None:
+    """Train by PipeDream-2BW with all stages in this process."""
+    session = LocalSession(PipelineSettings(microbatches=4, delay=1, staleness="uniform"), stages)
+    session.mesh = Mesh(1, 1, 0)
+    stage = session.cut(model, 5, torch.device("cpu"))
+    engine = session.start(UserHooks(), torch.device("cpu"), training=True)
+    with stage.whole_model():
+        optimizer = _adamw(model)
+    session.attach(optimizer, lambda _: optimizer.step())
+    for batch in batches:
+        engine.run(batch, step_of(model))
+        session.complete(note=engine.mini_batch)
+    session.drain()
+    session.close()
 
 
 def assert_trains(model: nn.Module, batches: list[dict[str, Tensor]], stages: int = 3) -> None:
     """A pipeline trains as one process does: to the last bit, or its gradients are added in another order."""
     found, expected = copy.deepcopy(model), copy.deepcopy(model)
     is_exact = model.pipeline_layers.is_exact  # type: ignore[union-attr]
-    train_local(found, step_of, batches, stages, microbatches=4)
-    train_plainly(expected, step_of, batches, microbatches=4)
+    _train_in_stages(found, batches, stages)
+    optimizer = _adamw(expected)
+    train_reference(expected, step_of(expected), [[b] for b in batches], optimizer, microbatches=4, delay=1, seed=5)
     assert not all(map(torch.equal, found.parameters(), model.parameters())), "it is trained"
     state = expected.state_dict()
     for name, tensor in found.state_dict().items():

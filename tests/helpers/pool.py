@@ -13,11 +13,11 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,10 @@ Prepare = Callable[[int], Callable[[], None]]
 """Called with the rank in each worker at its beginning; what it returns is called after every case."""
 SHORT_GRACE_SECONDS = 0.3
 _IMPORTED = [
-    *("pytest", "hypothesis", "lightning.pytorch.cli"),  # which come with the scenarios that test modules define
-    *(
-        f"tests.{name}"
-        for name in ("helpers.spared", "faults.script", "helpers.fabric", "helpers.pool", "storage.saves")
-    ),
+    "pytest", "hypothesis", "lightning.pytorch.cli",  # which come with the scenarios that test modules define
+    "tests.helpers.spared", "tests.faults.script", "tests.helpers.fabric", "tests.helpers.pool", "tests.storage.saves",
     "tests.helpers.trainer",
-]
+]  # fmt: skip
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -51,26 +48,6 @@ def worker_context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
-
-
-class Closable(Protocol):
-    """Pools of worker processes."""
-
-    def close(self) -> None:
-        """End them."""
-
-
-P = TypeVar("P", bound=Closable)
-
-
-@contextlib.contextmanager
-def opened(pools: P) -> Iterator[P]:
-    """Pools for a module's tests, beside which this process computes with one thread, as the workers do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield pools
-    pools.close()
-    torch.set_num_threads(threads)
 
 
 def end_with_parent() -> None:
@@ -179,23 +156,16 @@ class Pools:
             pool.close()
 
 
-class EnginePools:
-    """Processes that run the engine alone: those of :class:`Pools`; with replicas they stand as D x P."""
+class EnginePools(Pools):
+    """Processes that run the engine alone; with replicas they stand as D x P."""
 
-    def __init__(self, prepare: Prepare | None = None) -> None:
-        self._pools = Pools(prepare)
-
-    def run(self, case: Case, num_stages: int) -> list[dict[str, Any]]:
+    def run(self, case: Case, num_stages: int) -> list[dict[str, Any]]:  # type: ignore[override]
         """Run a case; the results by rank, so the last stage of replica 0 comes first."""
         world_size = num_stages * case.data_parallel_size
         if world_size == 1:
             return [run_case(case, Mesh(1, 1, 0))]
-        outcomes = self._pools.outcomes(world_size, _run_on_this_rank, case, timeout=120.0, until_error=True)
+        outcomes = self.outcomes(world_size, _run_on_this_rank, case, timeout=120.0, until_error=True)
         return [outcome.value for outcome in outcomes]
-
-    def close(self) -> None:
-        """End all pools."""
-        self._pools.close()
 
 
 _meshes: dict[int, Mesh] = {}  # of this worker, by the number of replicas

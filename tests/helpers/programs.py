@@ -33,13 +33,9 @@ class Ended(NamedTuple):
 
 
 def run(arguments: Sequence[str], folder: Path, seconds: float = 100, **environment: str) -> Ended:
-    """Run what ``python ARGUMENTS`` would: a script, ``-m MODULE`` or ``-c CODE``, each with its arguments.
+    """Run what ``python ARGUMENTS`` would in a folder: a script, ``-m MODULE`` or ``-c CODE``, each with its arguments.
 
-    Args:
-        arguments: of Python.
-        folder: that it runs in; its output is left there, too.
-        seconds: after which it is killed, with what it has started.
-        environment: variables beside the test's own.
+    After so many seconds it is killed, with what it has started.
     """
     (ended,) = run_ranks(arguments, folder, [environment], seconds)
     return ended

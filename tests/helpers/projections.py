@@ -68,15 +68,12 @@ class Draws(Changing):
             parameter.mul_(factor)
 
 
-class OnSomeRanks(Net):
+class OnSomeRanks(Changing):
     """Only rank 1 has a callback that comes after the batch's own update."""
 
     def configure_callbacks(self) -> list[L.Callback]:
-        return [after_own_update(Clamps())] if self.trainer.global_rank == 1 else []
+        return super().configure_callbacks() if self.trainer.global_rank == 1 else []
 
-
-class Clamps(L.Callback):
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        for parameter in module.parameters():
+    def change(self, batch_idx: int) -> None:
+        for parameter in self.parameters():
             parameter.clamp_(-0.2, 0.2)

@@ -120,21 +120,13 @@ def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[s
 
 @dataclass(frozen=True)
 class Leg:
-    """A run of a chain.
-
-    Attributes:
-        stages: of the pipeline, in every replica.
-        case: what is run.
-        saves_at: number of mini-batches after which the checkpoint is saved that the next leg goes on from.
-        evaluates: mini-batches after which it drains and evaluates.
-        options: more of the strategy's.
-    """
+    """A run of a chain."""
 
     stages: int
     case: Case
-    saves_at: int | None
-    evaluates: tuple[int, ...]
-    options: dict[str, Any]
+    saves_at: int | None  # number of mini-batches after which the checkpoint is saved that the next leg goes on from
+    evaluates: tuple[int, ...]  # mini-batches after which it drains and evaluates
+    options: dict[str, Any]  # more of the strategy's
 
 
 @st.composite

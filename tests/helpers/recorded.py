@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpp.core.schedule import Kind
-from lightning_asyncpp.core.trace import Trace
+from lightning_asyncpp.core.trace import DeviceClock, Trace
 from lightning_asyncpp.tools.recorded_run import RecordedRun
 from tests.helpers.cases import DIM
-from tests.helpers.fake_device import lagging_clock
+from tests.helpers.fake_device import LaggingDevice
 from tests.helpers.trainer import Net, Run, fit
 
 METER = Trace(-1)
@@ -108,7 +108,7 @@ class Lags(L.Callback):
     """Comes first: what this rank does is measured as on a device that lags behind its host."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        trainer.strategy.session.running().runner.clock = lagging_clock()  # type: ignore[attr-defined]
+        trainer.strategy.session.running().runner.clock = DeviceClock(LaggingDevice())  # type: ignore[attr-defined]
 
 
 class KilledError(RuntimeError):

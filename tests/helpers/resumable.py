@@ -167,17 +167,9 @@ def saving(folder: Path, **when: Any) -> Any:
 
 
 RESUMABLE_RUN = Run(Net, dropout=0.2, optimizer="muon", error_feedback=True, scheduler="decay-step", samples=37)
-
-
 RESUMABLE_TRAINER = {"max_epochs": 3, "gradient_clip_val": 0.5, "enable_checkpointing": True, "logger": "list"}
-
-
 EPOCHS = {"max_epochs": 3}
-
-
 TWO_EPOCHS = {"max_epochs": 2}
-
-
 SAVING = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 1}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import tempfile
@@ -43,23 +42,13 @@ CORRECTIONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One Trainer run.
-
-    Attributes:
-        module: makes the LightningModule from the run.
-        strategy: ``"default"`` for async_pipeline as it is; ``"async"`` for it with gradients one update old, which an
-            option may change; ``"sync"``, ``"delayed"``, or Lightning's own: ``"plain"`` on one device, ``"ddp"``.
-        options: of the strategy.
-        trainer: arguments of the Trainer.
-        callbacks: each a class with its arguments.
-        sizes: number of samples of the training set and of each validation set.
-    """
+    """One Trainer run."""
 
     module: Callable[[Run], L.LightningModule]
-    strategy: str = "async"
-    options: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    callbacks: tuple[tuple[Callable[..., L.Callback], dict[str, Any]], ...] = ()
+    strategy: str = "async"  # a key of STRATEGIES or of LIGHTNINGS_OWN
+    options: dict[str, Any] = field(default_factory=dict)  # of the strategy
+    trainer: dict[str, Any] = field(default_factory=dict)  # arguments
+    callbacks: tuple[tuple[Callable[..., L.Callback], dict[str, Any]], ...] = ()  # classes with their arguments
     optimizer: str = "adamw"
     error_feedback: bool = False
     correction: str = ""
@@ -84,7 +73,7 @@ class Run:
 
 def delayed(run: Run, **options: Any) -> Run:
     """The same run with all stages in one process; with one stage, the default, gradients are one update old."""
-    return dataclasses.replace(run, strategy="delayed", options=options)
+    return replace(run, strategy="delayed", options=options)
 
 
 def staged(run: Run, stages: int = 3) -> Run:
@@ -97,7 +86,7 @@ def staged(run: Run, stages: int = 3) -> Run:
 
 def train(run: Run) -> dict[str, Any]:
     """Fit in this process."""
-    return fit(dataclasses.replace(run, trainer={"logger": "list"} | run.trainer))
+    return fit(replace(run, trainer={"logger": "list"} | run.trainer))
 
 
 class Samples(Dataset):
@@ -243,7 +232,7 @@ def val_loaders(run: Run) -> list[DataLoader]:
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "default": AsyncPipelineStrategy,
-    "async": functools.partial(AsyncPipelineStrategy, staleness="uniform"),
+    "async": functools.partial(AsyncPipelineStrategy, staleness="uniform"),  # gradients are one update old
     "sync": SyncPipelineStrategy,
     "delayed": DelayedGradientStrategy,
 }

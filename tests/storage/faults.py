@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
+import builtins
 import errno
+import io
+import json
 import os
-import shutil
-import subprocess
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,33 +17,26 @@ from typing import Any, NamedTuple
 from tests.helpers.pool import worker_context
 
 COUNT, FAIL, KILL = range(3)
-NO_SPACE, BROKEN = errno.ENOSPC, errno.EIO
 
 
 class Fault(NamedTuple):
-    """What happens to the system calls of a process below ``folder``.
+    """What happens to Python's calls of the system below ``folder``: that of number ``at`` fails or ends the process.
 
-    Attributes:
-        mode: ``COUNT`` lets them be; ``FAIL`` or ``KILL`` at the call of number ``at``, the first is 1.
-        error: what it fails with.
-        exchange: whether the file system can exchange two names at once.
+    The first one has the number 1. Of a write that ends the process half is written.
     """
 
-    library: str
-    folder: str
+    folder: Path
     mode: int = COUNT
     at: int = 0
-    error: int = NO_SPACE
-    exchange: bool = True
+    error: int = errno.ENOSPC
 
 
 class Call(NamedTuple):
-    """A system call that was made: what it does, an error or 0, and where."""
+    """A call that was made: what it does and where, and the new name of what is renamed."""
 
     what: str
-    error: int
     path: str
-    target: str
+    target: str = ""
 
 
 class Ended(NamedTuple):
@@ -53,54 +47,77 @@ class Ended(NamedTuple):
     calls: list[Call]
 
 
-def why_not() -> str:
-    """Why faults cannot be injected here; nothing if they can."""
-    if sys.platform != "linux":
-        return "system calls are trapped by Linux's seccomp"
-    return "" if shutil.which("cc") else "there is no C compiler (cc), which builds what traps system calls"
-
-
-def build(folder: Path) -> str:
-    """Compile the library."""
-    library = folder / "faults.so"
-    source = Path(__file__).with_name("faults.c")
-    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)]
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
-    return str(library)
-
-
-def begin(fault: Fault, log: int) -> None:
-    """Begin in this process, for good."""
-    library = ctypes.CDLL(fault.library)
-    how = fault.mode, fault.at, fault.error, log, int(not fault.exchange)
-    if wrong := library.faults_begin(os.fsencode(fault.folder), *how):
-        raise OSError(wrong, f"seccomp: {os.strerror(wrong)}")
-
-
-def run(fault: Fault, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Ended:
+def run(fault: Fault, function: Callable[..., Any], *args: Any) -> Ended:
     """Call a function in a process of its own, in which a system call fails or ends it."""
-    context = worker_context()
-    log = Path(fault.library).with_name("calls")
-    said = log.with_name("raised")
-    log.write_bytes(b"")
-    said.write_bytes(b"")
-    process = context.Process(target=_call, args=(fault, str(log), str(said), function, args), daemon=True)
+    log, raised = (fault.folder.with_name(f"{fault.folder.name}.{name}") for name in ("calls", "raised"))
+    for file in (log, raised):
+        file.write_text("")
+    process = worker_context().Process(target=_call, args=(fault, log, raised, function, args), daemon=True)
     process.start()
-    process.join(timeout)
-    if process.is_alive():
-        process.kill()
-        raise TimeoutError(f"{function.__name__} did not end within {timeout} s under {fault}")
-    calls = [line.split("\t") for line in log.read_text().splitlines()]
-    return Ended(process.exitcode, said.read_text(), [Call(c[0], int(c[1]), c[2], c[3]) for c in calls])
+    process.join(60)
+    assert not process.is_alive(), f"{function.__name__} does not end under {fault}"
+    calls = [Call(*json.loads(line)) for line in log.read_text().splitlines()]
+    return Ended(process.exitcode, raised.read_text(), calls)
 
 
-def _call(fault: Fault, log: str, said: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    raised = open(said, "w")  # noqa: SIM115  (to the end of the process)
+def _call(fault: Fault, log: Path, raised: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    said = raised.open("w")
     try:
-        begin(fault, os.open(log, os.O_WRONLY))
+        _begin(fault, os.open(log, os.O_WRONLY))
         function(*args)
     except BaseException as error:
-        raised.write(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-        raised.flush()
+        said.write(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        said.flush()
         os._exit(1)
     os._exit(0)
+
+
+def _begin(fault: Fault, log: int) -> None:
+    """Begin in this process, for good."""
+    count = 0
+
+    def happens(call: Call, torn: Callable[[], Any] = int) -> None:
+        nonlocal count
+        if not any(Path(path).is_relative_to(fault.folder) for path in (call.path, call.target)):
+            return
+        count += 1
+        os.write(log, f"{json.dumps(call)}\n".encode())
+        if fault.mode == KILL and count == fault.at:
+            torn()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.mode == FAIL and count == fault.at:
+            raise OSError(fault.error, os.strerror(fault.error))
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], (str, Path)):
+            happens(Call("create" if args[2] & os.O_CREAT else "open", os.path.abspath(args[0])))
+        elif event in ("os.mkdir", "os.remove", "os.rmdir"):
+            path = os.path.join(_name(args[-1]), args[0])
+            if os.path.lexists(path) == (event != "os.mkdir"):  # else it fails of itself
+                happens(Call(event, path))
+        elif event == "os.rename":
+            happens(Call(event, str(args[0]), str(args[1])))
+
+    class Written(io.FileIO):
+        def write(self, data: Any) -> int:
+            happens(Call("write", str(self.name)), torn=lambda: super(Written, self).write(data[: len(data) // 2]))
+            return super().write(data)
+
+    def opened(file: Any, mode: str = "r", *args: Any, as_before: Callable[..., Any] = open, **kwargs: Any) -> Any:
+        if "w" not in mode:
+            return as_before(file, mode, *args, **kwargs)
+        buffered = io.BufferedWriter(Written(file, "w"))
+        return buffered if "b" in mode else io.TextIOWrapper(buffered)
+
+    def synced(descriptor: int, sync: Callable[[int], None] = os.fsync) -> None:
+        happens(Call("sync", _name(descriptor)))
+        sync(descriptor)
+
+    builtins.open = io.open = opened  # type: ignore[assignment]
+    os.fsync = synced  # type: ignore[assignment]
+    sys.addaudithook(audit)
+
+
+def _name(descriptor: int) -> str:
+    """Path of an open file or folder; nothing for the -1 of a path that stands for itself."""
+    return "" if descriptor < 0 else os.readlink(f"/proc/self/fd/{descriptor}")

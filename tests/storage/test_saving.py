@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +71,6 @@ def test_merged() -> None:
     expected = {"a": {"x": 1, "y": 3}, "l": [{"p": 1, "r": 1}, {"q": 4}], "n": 2, "o": [1, 2], "t": (2,)}
     assert merged([one, two]) == expected
     assert "y" not in one["a"]
-
-
-@FORMS
-def test_files_are_as_readable_as_others(form: str, tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        SAVES[form](str(tmp_path / "x.ckpt"), 1)
-        files = [file for file in tmp_path.rglob("*") if file.is_file()]
-        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o640}
-    finally:
-        os.umask(before)
 
 
 def test_the_other_form_takes_the_name_and_leftovers_go(tmp_path: Path) -> None:
