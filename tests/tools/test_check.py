@@ -79,12 +79,9 @@ class Scheduled(Net):
 
 
 class Hooked(Net):
-    """Scales gradients, counts, keeps a mean of its weights, and limits them after every update."""
+    """Scales gradients, counts, and limits weights after every update; a callback keeps means of them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(16, DIM))
-        self.steps = 0
+    steps = 0
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
@@ -97,12 +94,16 @@ class Hooked(Net):
                 p.clamp_(-0.3, 0.3)
 
     def configure_callbacks(self) -> list[L.Callback]:
-        return [after_own_update(KeepsMean()), EMAWeightAveraging(decay=0.9)]
+        return [after_own_update(KeepsMeans()), EMAWeightAveraging(decay=0.9)]
 
 
-class KeepsMean(L.Callback):
+class KeepsMeans(L.Callback):
+    def __init__(self) -> None:
+        self.means: dict[str, Tensor] = {}
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        pl_module.mean.lerp_(pl_module.model[0].weight.detach(), 0.5)
+        for name, p in pl_module.named_parameters():
+            self.means[name] = self.means.get(name, torch.zeros(())) + p.detach().mean()
 
 
 class Draws(Net):
