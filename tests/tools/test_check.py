@@ -79,7 +79,7 @@ class Scheduled(Net):
 
 
 class Hooked(Net):
-    """Scales gradients, counts, and limits weights after every update; a callback keeps means of them."""
+    """Scales gradients, counts, and limits weights after every update."""
 
     steps = 0
 
@@ -92,9 +92,6 @@ class Hooked(Net):
         with torch.no_grad():
             for p in self.model.parameters():
                 p.clamp_(-0.3, 0.3)
-
-    def configure_callbacks(self) -> list[L.Callback]:
-        return [after_own_update(KeepsMeans()), EMAWeightAveraging(decay=0.9)]
 
 
 class KeepsMeans(L.Callback):
@@ -153,6 +150,7 @@ EXPERTS = functools.partial(gpt, moe=MoEConfig(num_experts=4, router="sigmoid"))
 RIGHT: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "three-stages-exact": (Net, batches(7), {"stages": 3, "slack": "exact", "gradient_clip_val": 0.1, **TWICE}),
     "hooks-around-an-update": (Hooked, batches(), {"partition": [3, 4]}),
+    "callbacks": (Net, batches(), {"callbacks": [after_own_update(KeepsMeans()), EMAWeightAveraging(decay=0.9)]}),
     "a-sum": (Sums, batches(7), {"microbatches": 3, "delay": 0}),
     "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6, "updates": 2}),
 }
