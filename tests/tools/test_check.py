@@ -79,12 +79,9 @@ class Scheduled(Net):
 
 
 class Hooked(Net):
-    """Scales gradients, counts, keeps a mean of its weights, and limits them after every update."""
+    """Scales gradients, counts, and limits weights after every update."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(16, DIM))
-        self.steps = 0
+    steps = 0
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
@@ -96,13 +93,14 @@ class Hooked(Net):
             for p in self.model.parameters():
                 p.clamp_(-0.3, 0.3)
 
-    def configure_callbacks(self) -> list[L.Callback]:
-        return [after_own_update(KeepsMean()), EMAWeightAveraging(decay=0.9)]
 
+class KeepsMeans(L.Callback):
+    def __init__(self) -> None:
+        self.means: dict[str, Tensor] = {}
 
-class KeepsMean(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        pl_module.mean.lerp_(pl_module.model[0].weight.detach(), 0.5)
+        for name, p in pl_module.named_parameters():
+            self.means[name] = self.means.get(name, torch.zeros(())) + p.detach().mean()
 
 
 class Draws(Net):
@@ -152,6 +150,7 @@ EXPERTS = functools.partial(gpt, moe=MoEConfig(num_experts=4, router="sigmoid"))
 RIGHT: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "three-stages-exact": (Net, batches(7), {"stages": 3, "slack": "exact", "gradient_clip_val": 0.1, **TWICE}),
     "hooks-around-an-update": (Hooked, batches(), {"partition": [3, 4]}),
+    "callbacks": (Net, batches(), {"callbacks": [after_own_update(KeepsMeans()), EMAWeightAveraging(decay=0.9)]}),
     "a-sum": (Sums, batches(7), {"microbatches": 3, "delay": 0}),
     "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6, "updates": 2}),
 }
