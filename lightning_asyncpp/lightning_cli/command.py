@@ -132,7 +132,8 @@ class AsyncppCLI(LightningCLI):
     def after_fit(self) -> None:
         """Print the paths of the checkpoint and the logs."""
         callback = self.trainer.checkpoint_callback
-        checkpoint = getattr(callback, "best_model_path", "") or ("none yet" if callback else "none was configured")
+        paths = [getattr(callback, name, "") for name in ("best_model_path", "last_model_path")]
+        checkpoint = next(filter(None, paths), "none was written" if callback else "none was configured")
         logs = next((x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)), None)
         look = f"`tensorboard --logdir {logs.root_dir}` shows the curves" if logs is not None else "no TensorBoard logs"
         _print(f"Done. Checkpoint: {checkpoint}; {look}.")
