@@ -79,7 +79,6 @@ REPLICAS = {
     "least-exact": Case(3, staleness="least", slack="exact", nan_at=2, error_feedback=1.0, optimizer="counting"),
     "least-frozen": Case(3, staleness="least", model=frozen_in_front, cut=(1, 4), unequal_weights=True, max_norm=0.5),
     "synchronous": Case(2, delay=0, unequal_weights=True),
-    "uneven-cut": Case(3, cut="back", unequal_weights=True, max_norm=0.5),
 }
 
 

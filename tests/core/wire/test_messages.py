@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -224,6 +224,7 @@ trees = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(trees)
 def test_what_is_taken_apart_is_put_together(tree: Any) -> None:
     whole = (torch.zeros(2), tree)
