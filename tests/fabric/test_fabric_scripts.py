@@ -32,8 +32,8 @@ def test_the_example_trains(pools: Pools) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 2
     assert losses[0] == pytest.approx(5.55, abs=0.1), "a uniform guess among 256 bytes"
-    assert losses[0] > losses[1] + 0.5
-    assert float(re.findall(r"validation loss ([\d.]+)", printed)[0]) < 5.0
+    assert losses[0] > losses[1] + 0.1
+    assert float(re.findall(r"validation loss ([\d.]+)", printed)[0]) < 5.3
 
 
 def fail() -> None:

@@ -59,7 +59,7 @@ CASES = {
     "tied": Case(5, tied=True, error_feedback=1.0),
     "routed": Case(5, routed=True, dropout=0.3),
     "checkpointing": Case(5, checkpointing=True),
-    "far-ahead": Case(8, staleness="least", lookahead=6, max_norm=0.5),
+    "far-ahead": Case(8, staleness="least", lookahead=4, max_norm=0.5),
     "least": Case(6, staleness="least", lookahead=0, max_norm=0.3, drains=(1,), tied=True),
     "least-exact": Case(5, staleness="least", slack="exact", lookahead=1, routed=True, max_norm=0.3, nan_at=2),
     "synchronous": Case(3, delay=0, max_norm=0.3),
