@@ -2,8 +2,8 @@
 
 Seeds are derived from (seed, purpose, replica, microbatch, layer) and not from the rank. So dropout does not depend on
 the number of stages, the first and the last stage draw the same masks in user code, and a resumed run draws the same
-numbers as an uninterrupted run. Code outside of microbatches and updates draws from the usual generators of Python,
-NumPy and torch.
+numbers as an uninterrupted run. Random numbers without a derived seed come from the generators of Python, NumPy and
+torch, whose states are in checkpoints.
 """
 
 from __future__ import annotations

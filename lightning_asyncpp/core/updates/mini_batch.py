@@ -151,7 +151,7 @@ class MiniBatch:
 
         A stage in the middle of the pipeline waits here for the shared gradients of later stages. They were complete
         before its gradients. A later wait could be a deadlock: the previous stage would wait for this stage's control
-        message, and this stage for that stage's activations.
+        message, and this stage for the previous stage's activations.
 
         Args:
             gradients: name -> summed gradient of this stage.
