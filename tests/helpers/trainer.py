@@ -113,9 +113,13 @@ class Net(L.LightningModule):
         self.model: nn.Module = make_model(run.dropout)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = F.mse_loss(self.model(batch["x"]), batch["y"])
+        loss = self.loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         return loss
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Of a training step."""
+        return F.mse_loss(self.model(batch["x"]), batch["y"])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", F.mse_loss(self.model(batch["x"]), batch["y"]), prog_bar=True)
