@@ -21,13 +21,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
-from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW, WeightPrediction
-from tests.helpers.cases import DIM, make_model
+from lightning_asyncpp.optim import SOAP, ErrorFeedback, NorMuonAdamW, WeightPrediction
+from tests.helpers.cases import DIM, OPTIMIZERS, decay, make_model
 from tests.helpers.pool import Outcome, Pools
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),
-    "muon": functools.partial(MuonAdamW, lr=0.02, weight_decay=0.05),
+    **OPTIMIZERS,
     "sgd": functools.partial(torch.optim.SGD, lr=0.05),
     "normuon": functools.partial(NorMuonAdamW, lr=0.02, newton_schulz_dtype="float32"),
     "soap": functools.partial(SOAP, lr=0.02, precondition_frequency=3),
@@ -144,8 +143,7 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     if kind == "plateau":
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
         return {"scheduler": plateau, "interval": interval, "monitor": monitor[0]}
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
-    return {"scheduler": decay, "interval": interval}
+    return {"scheduler": decay(optimizer), "interval": interval}
 
 
 class ListLogger(Logger):
