@@ -258,9 +258,8 @@ def exported(config: GPTConfig, folder: Path, seed: int = 0) -> GPT:
     return model
 
 
-def tokens_of(config: GPTConfig, batch: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randint(0, config.vocab_size, (batch, config.context_length), generator=generator)
+def tokens_of(config: GPTConfig) -> Tensor:
+    return torch.randint(0, config.vocab_size, (2, config.context_length), generator=torch.Generator().manual_seed(7))
 
 
 # -- folders as ``save_pretrained`` writes them -------------------------------------------------------------------
@@ -296,12 +295,12 @@ def make_folder(folder: Path, kind: str = "Llama", head: str = "ForCausalLM", **
     return folder
 
 
-def padded_batches(count: int, size: int = 4, time: int = 10) -> list[dict[str, Tensor]]:
+def padded_batches(count: int) -> list[dict[str, Tensor]]:
     """Batches whose samples count differently many targets."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(count):
-        tokens = torch.randint(1, 290, (size, time), generator=generator)
+        tokens = torch.randint(1, 290, (4, 10), generator=generator)
         mask = torch.ones_like(tokens)
         mask[1, 5:] = 0
         mask[-1, 2:] = 0

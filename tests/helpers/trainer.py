@@ -33,7 +33,6 @@ BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 CORRECTIONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "feedback": ErrorFeedback,
-    "feedback-2": functools.partial(ErrorFeedback, strength=2.0, buffer_dtype="bfloat16"),
     "prediction": WeightPrediction,
     "prediction-ahead": functools.partial(WeightPrediction, ahead=1.0),
 }
@@ -343,7 +342,6 @@ def report(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         "rates": watch.rates,
         "losses": watch.losses,
         "best": getattr(trainer.checkpoint_callback, "best_model_path", ""),
-        "monitors": [getattr(c, "best_model_path", "") for c in trainer.checkpoint_callbacks],
     }
 
 
