@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 from torchmetrics import MeanSquaredError
 
-from lightning_asyncpp import GPTModule, after_own_update, apply_layers
+from lightning_asyncpp import GPTModule, apply_layers
 from lightning_asyncpp.models import GPTConfig
 from tests.helpers.cases import DIM
+from tests.helpers.projections import Changing
 from tests.helpers.resumable import ResumableNet
 from tests.helpers.trainer import Net, Run, Samples
 
@@ -294,22 +295,15 @@ SECOND_NAMES_RUN = Run(
 EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
 
 
-class HasAverage(Net):
+class HasAverage(Changing):
     """Keeps torch's average of its network."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.6), use_buffers=True)
 
-    def configure_callbacks(self) -> list[L.Callback]:
-        return [after_own_update(UpdatesAverage())]
-
-
-class UpdatesAverage(L.Callback):
-    """Brings the module's average up to date."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        module.ema.update_parameters(module.model)
+    def change(self, batch_idx: int) -> None:
+        self.ema.update_parameters(self.model)
 
 
 class Stream(IterableDataset):

@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -350,7 +349,7 @@ def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
     return {name: (t.float() if t.is_floating_point() else t).detach().cpu().numpy() for name, t in tensors.items()}
 
 
-class CountsSteps(Callback):
+class CountsSteps(L.Callback):
     """Fails the test if a training batch ends: every mistake must be found before."""
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
