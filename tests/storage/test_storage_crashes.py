@@ -132,7 +132,7 @@ def replay(calls: list[Call], path: str) -> set[str]:
         if call.what == "os.rename":
             if call.target in final:
                 inside = call.path if call.target == path else path
-                nameless = {name for name in names if name.startswith(f"{inside}/") and Path(name).name != "index.json"}
+                nameless = {name for name in names - {call.path} if name.startswith(f"{inside}/")}
                 lost = nameless | {name for name in contents if name.startswith(inside)}
                 assert not lost, f"{lost} may be lost when {call.target} is there"
                 committed = True
