@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import closing
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 import tests.helpers.spared  # noqa: F401
-from tests.helpers.pool import EnginePools, Pools, free_port
+from tests.helpers.pool import EnginePools, Pools, free_port, opened
 
 # The same examples everywhere, and no time limit: machines that run tests are slow at times.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
@@ -46,12 +45,12 @@ def nothing_of_other_tests() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     """Return worker processes of one module: pools that stay gather threads and what scenarios set in a worker."""
-    with closing(Pools()) as pools:
+    with opened(Pools()) as pools:
         yield pools
 
 
 @pytest.fixture(scope="module")
 def engine_pools() -> Iterator[EnginePools]:
     """Return worker processes that run the engine alone."""
-    with closing(EnginePools()) as pools:
+    with opened(EnginePools()) as pools:
         yield pools

@@ -29,8 +29,7 @@ from tests.helpers.engine import (
     run_oracle,
     weights_of,
 )
-from tests.helpers.pairwise import pairwise
-from tests.helpers.random_cases import draw
+from tests.helpers.random_cases import draw, pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 

@@ -17,13 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[Any, str]:
-    """Run a program that prints ``RESULT`` and JSON; the value, and all that was printed.
-
-    Args:
-        script: its text.
-        folder: where the text is kept.
-        arguments: of the command line.
-    """
+    """Run a program, whose text is kept in a folder and which prints ``RESULT`` and JSON; that, and all its output."""
     path = folder / "script.py"
     path.write_text(script)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

@@ -10,7 +10,6 @@ from lightning_asyncpp.optim import MuonAdamW
 from lightning_asyncpp.optim.newton_schulz import full_product, has_kernel, orthogonalize, symmetric_product
 
 CUDA = torch.device("cuda")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -138,6 +138,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A learning rate that falls."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
+
+
 @dataclass(frozen=True)
 class Case:
     """One run, to be made by a pipeline and by the oracle."""
@@ -233,9 +238,7 @@ class Case:
         return ErrorFeedback(parameters, OPTIMIZERS[self.optimizer], strength=self.error_feedback)
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        if not self.scheduler:
-            return None
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
+        return decay(optimizer) if self.scheduler else None
 
     @property
     def mini_batches(self) -> list[list[int]]:

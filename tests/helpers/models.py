@@ -20,6 +20,7 @@ from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings
+from lightning_asyncpp.data import Tokenizer
 from lightning_asyncpp.models import GPT, GPTConfig, MoEConfig, SavedGPT
 from lightning_asyncpp.models.hf import write_hf
 from lightning_asyncpp.reference import train_reference
@@ -257,9 +258,8 @@ def exported(config: GPTConfig, folder: Path, seed: int = 0) -> GPT:
     return model
 
 
-def tokens_of(config: GPTConfig, batch: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randint(0, config.vocab_size, (batch, config.context_length), generator=generator)
+def tokens_of(config: GPTConfig) -> Tensor:
+    return torch.randint(0, config.vocab_size, (2, config.context_length), generator=torch.Generator().manual_seed(7))
 
 
 # -- folders as ``save_pretrained`` writes them -------------------------------------------------------------------
@@ -268,26 +268,15 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SMALL = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 300,
-    "max_position_embeddings": 64,
-}  # fmt: skip
 TEXTS = ["def add(a, b):\n    return a + b\n", "What is two and two? It is four.", "the quick brown fox"]
 
 
 def make_tokenizer() -> Any:
     """A byte-pair encoding of 290 tokens with a chat template."""
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    level = pre_tokenizers.ByteLevel
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = level(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=290, special_tokens=special, initial_alphabet=level.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(TEXTS, trainer)
+    backend = Tokenizer.train(TEXTS, vocab_size=286).backend
+    backend.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=64,
         chat_template=TEMPLATE,
@@ -299,19 +288,19 @@ def make_folder(folder: Path, kind: str = "Llama", head: str = "ForCausalLM", **
     import transformers
 
     torch.manual_seed(0)
-    shape = {**SMALL, **({"num_key_value_heads": 2} if kind in ("Llama", "Mixtral") else {}), **config}
+    shape = {**(_GROUPED if kind in ("Llama", "Mixtral") else _SIZE), "vocab_size": 300, **config}
     model = getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**shape))
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
 
-def padded_batches(count: int, size: int = 4, time: int = 10) -> list[dict[str, Tensor]]:
+def padded_batches(count: int) -> list[dict[str, Tensor]]:
     """Batches whose samples count differently many targets."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(count):
-        tokens = torch.randint(1, 290, (size, time), generator=generator)
+        tokens = torch.randint(1, 290, (4, 10), generator=generator)
         mask = torch.ones_like(tokens)
         mask[1, 5:] = 0
         mask[-1, 2:] = 0

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 from torchmetrics import MeanSquaredError
 
-from lightning_asyncpp import GPTModule, after_own_update, apply_layers
+from lightning_asyncpp import GPTModule, apply_layers
 from lightning_asyncpp.models import GPTConfig
 from tests.helpers.cases import DIM
+from tests.helpers.projections import Changing
 from tests.helpers.resumable import ResumableNet
 from tests.helpers.trainer import Net, Run, Samples
 
@@ -47,11 +48,9 @@ class InPlaceNet(Net):
 class NoisyNet(Net):
     """Draws random numbers before and after the model."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         out = self.model(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
-        loss = F.mse_loss(out * (1 + 0.1 * torch.rand(())), batch["y"])
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return F.mse_loss(out * (1 + 0.1 * torch.rand(())), batch["y"])
 
 
 class WeighingNet(Net):
@@ -60,11 +59,9 @@ class WeighingNet(Net):
     def microbatch_weight(self, batch: dict[str, Tensor]) -> float:
         return float((batch["y"] > 0).sum())
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         keep = batch["y"] > 0
-        loss = ((self.model(batch["x"]) - batch["y"]).square() * keep).sum() / keep.sum()
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return ((self.model(batch["x"]) - batch["y"]).square() * keep).sum() / keep.sum()
 
 
 class SummingNet(Net):
@@ -100,19 +97,15 @@ class MetricNet(Net):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.train_mse = MeanSquaredError()
-        self.other_mse = MeanSquaredError()
-        self.val_mse = MeanSquaredError()
+        self.train_mse, self.other_mse, self.val_mse = MeanSquaredError(), MeanSquaredError(), MeanSquaredError()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         out = self.model(batch["x"])
         self.train_mse(out, batch["y"])
         self.log("train_mse", self.train_mse, on_step=False, on_epoch=True)
         self.other_mse.update(out, batch["y"])
         self.log("by_attribute", self.other_mse, on_step=False, on_epoch=True)
-        loss = F.mse_loss(out, batch["y"])
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return F.mse_loss(out, batch["y"])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         out = self.model(batch["x"])
@@ -128,13 +121,9 @@ class BatchNormNet(Net):
         super().__init__(run)
         torch.manual_seed(4)
         self.model = nn.Sequential(
-            nn.BatchNorm1d(DIM),
-            nn.Linear(DIM, DIM),
-            nn.Tanh(),
-            nn.Linear(DIM, DIM),
-            nn.BatchNorm1d(DIM),
+            nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM),
             nn.Linear(DIM, 1),
-        )
+        )  # fmt: skip
 
 
 class Recomputed(nn.Module):
@@ -223,11 +212,8 @@ class CarryingNet(Net):
         super().__init__(run)
         self.model = Carrying()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        x = batch["x"]
-        loss = F.mse_loss(self.model(x, keep=x > -1, times=2), batch["y"])
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(self.model(batch["x"], keep=batch["x"] > -1, times=2), batch["y"])
 
 
 class Begin(nn.Module):
@@ -298,22 +284,15 @@ SECOND_NAMES_RUN = Run(
 EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
 
 
-class HasAverage(Net):
+class HasAverage(Changing):
     """Keeps torch's average of its network."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.6), use_buffers=True)
 
-    def configure_callbacks(self) -> list[L.Callback]:
-        return [after_own_update(UpdatesAverage())]
-
-
-class UpdatesAverage(L.Callback):
-    """Brings the module's average up to date."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        module.ema.update_parameters(module.model)
+    def change(self, batch_idx: int) -> None:
+        self.ema.update_parameters(self.model)
 
 
 class Stream(IterableDataset):

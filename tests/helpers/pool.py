@@ -37,6 +37,7 @@ _IMPORTED = [
     "tests.helpers.spared", "tests.faults.script", "tests.helpers.fabric", "tests.helpers.pool", "tests.storage.saves",
     "tests.helpers.trainer",
 ]  # fmt: skip
+opened = contextlib.closing  # of pools
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 

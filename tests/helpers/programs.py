@@ -120,18 +120,15 @@ def _speak_into(output: str, errors: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-_BEGIN = """
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    """Run it in an interpreter of its own, which imports modules of the package without the package's names."""
+    begin = f"""
 import sys, types
 package = sys.modules["lightning_asyncpp"] = types.ModuleType("lightning_asyncpp")
-package.__path__ = [{folder!r}]
+package.__path__ = {list(lightning_asyncpp.__path__)!r}
 """
-
-
-def run_script(script: str, *arguments: str, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
-    """Run it in an interpreter of its own."""
-    begin = _BEGIN.format(folder=str(Path(str(lightning_asyncpp.__file__)).parent))
-    command = [sys.executable, "-c", begin + textwrap.dedent(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    command = [sys.executable, "-c", begin + textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def allocated(function, path):

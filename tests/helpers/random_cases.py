@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +117,30 @@ def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[s
         "bf16": exact and rng.random() < 0.4,
         "seed": rng.randrange(100),
     }
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Few cases in which every two values of every two factors meet: greedily, each the best of random completions."""
+    rng = random.Random(seed)
+    names = list(factors)
+    missing = dict.fromkeys(
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i, j in itertools.product(range(len(factors[a])), range(len(factors[b])))
+    )
+    rows = []
+    while missing:
+        start = dict(next(iter(missing)))
+        candidates = [{n: start.get(n, rng.randrange(len(factors[n]))) for n in names} for _ in range(12)]
+        best = max(candidates, key=lambda row: sum(pair in missing for pair in _pairs(row)))
+        for pair in _pairs(best):
+            missing.pop(pair, None)
+        rows.append({name: factors[name][index] for name, index in best.items()})
+    return rows
+
+
+def _pairs(row: dict[str, int]) -> itertools.combinations:
+    return itertools.combinations(row.items(), 2)
 
 
 @dataclass(frozen=True)

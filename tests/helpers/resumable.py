@@ -24,7 +24,7 @@ from torchmetrics import MeanSquaredError
 from tests.helpers.evaluations import may_have_children
 from tests.helpers.oracle import assert_equal_weights, joined_weights
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Net, Run, Samples, make_trainer, report
+from tests.helpers.trainer import Net, Run, Samples, make_trainer, report, staged
 
 
 class NumberedSamples(Dataset):
@@ -79,12 +79,11 @@ class Showing(Net):
         self.error, self.val_error = MeanSquaredError(), MeanSquaredError()
         self.numbers: list[list[int]] = []
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         output = self.model(batch["x"])
         self.numbers.append(batch["number"].tolist())  # on the last stage: on the others the step ends with the model
         loss = F.mse_loss(output, batch["y"])
         self.error(output, batch["y"])
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log("error", self.error, on_step=False, on_epoch=True)
         self.log("total", loss, reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("highest", loss, reduce_fx="max", on_step=False, on_epoch=True)
@@ -98,16 +97,6 @@ class Showing(Net):
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.log("drawn", torch.rand(()) + random.random(), on_step=True, on_epoch=True)
-
-
-class Marks(L.Callback):
-    """Notes how much had been logged when a checkpoint was saved, by step."""
-
-    def __init__(self) -> None:
-        self.logged: dict[int, int] = {}
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.logged[trainer.global_step] = len(trainer.logger.records)  # type: ignore[union-attr]
 
 
 class SavesAfter(ModelCheckpoint):
@@ -129,13 +118,12 @@ def fit_showing(
     """Train, and report what was seen; ``numbers`` are those of microbatches, on the last stage."""
     L.seed_everything(run.seed, verbose=False)
     module = make(run)
-    marks = Marks()
-    trainer = make_trainer(run, callbacks=[marks, *callbacks])
+    trainer = make_trainer(run, callbacks=list(callbacks))
     vals = DataLoader(NumberedSamples(9, False), batch_size=4) if run.val_samples else None
     loader = training_loader(run, kind, folder, samples)
     with may_have_children():
         trainer.fit(module, loader, vals, ckpt_path=run.ckpt_path, weights_only=True)
-    return report(trainer, module) | {"numbers": module.numbers, "marks": marks.logged}
+    return report(trainer, module) | {"numbers": module.numbers}
 
 
 class ResumableLoader(DataLoader):
@@ -202,9 +190,7 @@ class OneProcess:
 
     def run(self, stages: int, scenario: Any, run: Run, *args: Any) -> list[Any]:
         """What the scenario returned, for a strategy that emulates so many stages."""
-        kinds = {"sync": {"delay": 0}, "async": {"staleness": "uniform"}, "default": {}}
-        options = {"microbatches": stages} | kinds[run.strategy] | run.options | {"stages": stages}
-        return [scenario(replace(run, strategy="delayed", options=options), *args)]
+        return [scenario(staged(run, stages), *args)]
 
 
 ONE_PROCESS = OneProcess()

@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -21,20 +20,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_asyncpp import AsyncPipelineStrategy, DelayedGradientStrategy, SyncPipelineStrategy
-from lightning_asyncpp.optim import SOAP, ErrorFeedback, MuonAdamW, NorMuonAdamW, WeightPrediction
-from tests.helpers.cases import DIM, make_model
+from lightning_asyncpp.optim import SOAP, ErrorFeedback, NorMuonAdamW, WeightPrediction
+from tests.helpers.cases import DIM, OPTIMIZERS, decay, make_model
 from tests.helpers.pool import Outcome, Pools
 
 BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9)),
-    "muon": functools.partial(MuonAdamW, lr=0.02, weight_decay=0.05),
+    **OPTIMIZERS,
     "sgd": functools.partial(torch.optim.SGD, lr=0.05),
     "normuon": functools.partial(NorMuonAdamW, lr=0.02, newton_schulz_dtype="float32"),
     "soap": functools.partial(SOAP, lr=0.02, precondition_frequency=3),
 }
 CORRECTIONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "feedback": ErrorFeedback,
-    "feedback-2": functools.partial(ErrorFeedback, strength=2.0, buffer_dtype="bfloat16"),
     "prediction": WeightPrediction,
     "prediction-ahead": functools.partial(WeightPrediction, ahead=1.0),
 }
@@ -113,9 +110,13 @@ class Net(L.LightningModule):
         self.model: nn.Module = make_model(run.dropout)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = F.mse_loss(self.model(batch["x"]), batch["y"])
+        loss = self.loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         return loss
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Of a training step."""
+        return F.mse_loss(self.model(batch["x"]), batch["y"])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", F.mse_loss(self.model(batch["x"]), batch["y"]), prog_bar=True)
@@ -140,8 +141,7 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     if kind == "plateau":
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
         return {"scheduler": plateau, "interval": interval, "monitor": monitor[0]}
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
-    return {"scheduler": decay, "interval": interval}
+    return {"scheduler": decay(optimizer), "interval": interval}
 
 
 class ListLogger(Logger):
@@ -341,7 +341,6 @@ def report(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         "rates": watch.rates,
         "losses": watch.losses,
         "best": getattr(trainer.checkpoint_callback, "best_model_path", ""),
-        "monitors": [getattr(c, "best_model_path", "") for c in trainer.checkpoint_callbacks],
     }
 
 
@@ -350,7 +349,7 @@ def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
     return {name: (t.float() if t.is_floating_point() else t).detach().cpu().numpy() for name, t in tensors.items()}
 
 
-class CountsSteps(Callback):
+class CountsSteps(L.Callback):
     """Fails the test if a training batch ends: every mistake must be found before."""
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:

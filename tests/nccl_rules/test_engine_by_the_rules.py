@@ -6,7 +6,6 @@ Once with numbers that come long after they were computed, and once where all st
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.helpers.cases import DIM, Case
 from tests.helpers.engine import assert_same_norms, assert_same_weights, check_random_case, run_oracle
-from tests.helpers.pool import EnginePools, Prepare
+from tests.helpers.pool import EnginePools, Prepare, opened
 from tests.nccl_rules.broken import allocate_late, receive_early, send_at_once, take_together
 from tests.nccl_rules.emulated import emulate
 from tests.nccl_rules.late import read_late
@@ -74,7 +73,7 @@ OTHERS = [(name, stages) for name in CASES for stages in (2, 3, 5) if (name, sta
 
 @pytest.fixture(scope="module", params=[read_late, partial(emulate, one_queue=True)], ids=["late", "one queue"])
 def by_the_rules(request: pytest.FixtureRequest) -> Iterator[EnginePools]:
-    with closing(EnginePools(request.param)) as engine_pools:
+    with opened(EnginePools(request.param)) as engine_pools:
         yield engine_pools
 
 
@@ -110,5 +109,5 @@ def test_random_cases(by_the_rules: EnginePools, seeds: Iterable[int]) -> None:
     ],
 )
 def test_a_broken_rule_is_found(broken: Prepare, found: str) -> None:
-    with closing(EnginePools(broken)) as engine_pools, pytest.raises(AssertionError, match=found):
+    with opened(EnginePools(broken)) as engine_pools, pytest.raises(AssertionError, match=found):
         engine_pools.run(CASES["several"], 3)

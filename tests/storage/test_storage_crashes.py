@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -103,57 +104,47 @@ def test_the_order_in_which_it_reaches_the_disk(save: str, before: str, tmp_path
     deep = path.parent / "new/folders" / path.name if not before else path
     ended = run(Fault(tmp_path / "run"), SAVES[save], str(deep), NEW)
     assert version_of(deep) == NEW
-    disk = Disk(str(deep))
-    for call in ended.calls:
-        disk.take(call)
-    assert disk.committed
-    files = [deep] if deep.is_file() else list(deep.iterdir())
-    assert {str(file) for file in files} <= disk.written, "all that is there was seen"
-    assert not disk.unwritten & {call.target for call in ended.calls}
-    assert not disk.pending & {str(folder) for folder in (deep, deep / "index.json", *deep.parents)}
+    seen = replay(ended.calls, str(deep))
+    assert {str(file) for file in ([deep] if deep.is_file() else deep.iterdir())} <= seen, "no call was missed"
 
 
-class Disk:
-    """What a file system has not written down yet: contents of files, and names in folders."""
+def replay(calls: list[Call], path: str) -> set[str]:
+    """Check what a file system has not written down yet, contents of files and names in folders, after each call.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.written: set[str] = set()
-        self.unwritten: set[str] = set()
-        self.pending: set[str] = set()
-        self.committed = False
-
-    def take(self, call: Call) -> None:
+    Returns all files that were written, by their last names.
+    """
+    contents: set[str] = set()
+    names: set[str] = set()
+    seen: set[str] = set()
+    final, committed = {path, f"{path}/index.json"}, False
+    for call in calls:
         if call.what in ("create", "write"):
-            self.unwritten.add(call.path)
-            self.written.add(call.path)
+            contents.add(call.path)
+            seen.add(call.path)
         if call.what in ("create", "os.mkdir"):
-            self.pending.add(call.path)
+            names.add(call.path)
         if call.what == "sync":
-            self.unwritten.discard(call.path)
-            self.pending -= {name for name in self.pending if os.path.dirname(name) == call.path}
+            contents.discard(call.path)
+            names = {name for name in names if os.path.dirname(name) != call.path}
+        if call.what == "os.remove" and call.path.startswith(path):
+            assert committed, f"{call.path} goes before the new checkpoint is there"
+            assert not names & final, f"{call.path} goes too early"
         if call.what == "os.rename":
-            self.rename(call)
-        if call.what == "os.remove" and call.path.startswith(self.path):  # it must not be needed any more
-            assert self.committed, f"{call.path} goes before the new checkpoint is there"
-            assert not self.pending & {self.path, f"{self.path}/index.json"}, f"{call.path} goes too early"
-            self.pending.discard(call.path)
-
-    def rename(self, call: Call) -> None:
-        if call.target in (self.path, f"{self.path}/index.json"):
-            inside = call.path if call.target == self.path else self.path
-            lost = {name for name in self.unwritten if name.startswith(inside)}
-            assert not lost, f"{lost} may be lost when {call.target} is there"
-            nameless = {
-                name for name in self.pending if name.startswith(f"{inside}/") and not name.endswith("index.json")
-            }
-            assert not nameless, f"{nameless} may be lost when {call.target} is there"
-            self.committed = True
-        for names in (self.unwritten, self.written, self.pending):
-            for name in [name for name in names if Path(name).is_relative_to(call.path)]:
-                names.remove(name)
-                names.add(name.replace(call.path, call.target, 1))
-        self.pending.add(call.target)
+            if call.target in final:
+                inside = call.path if call.target == path else path
+                nameless = {name for name in names - {call.path} if name.startswith(f"{inside}/")}
+                lost = nameless | {name for name in contents if name.startswith(inside)}
+                assert not lost, f"{lost} may be lost when {call.target} is there"
+                committed = True
+            contents, names, seen = (
+                {re.sub(f"^{re.escape(call.path)}(?=/|$)", call.target, name) for name in some}
+                for some in (contents, names - {call.path}, seen)
+            )
+            names.add(call.target)
+    assert committed
+    assert not contents, "all is on the disk"
+    assert not names & {*final, *map(str, Path(path).parents)}
+    return seen
 
 
 def with_small_files(save: Any, path: str, version: int) -> None:
