@@ -199,7 +199,10 @@ class LocalPipeline(Engine):
         if action.kind is Kind.FORWARD:
             return engine.mesh.is_first or bool(mailbox.activations[number])
         if action.kind is Kind.BACKWARD:
-            return engine.mesh.is_last or engine.has_no_backward(action.index) or bool(mailbox.gradients[number])
+            if engine.mesh.is_last or not engine.has_no_backward(action.index):
+                return engine.mesh.is_last or bool(mailbox.gradients[number])
+            # In the order of the others: the gradient of a shared weight must be complete on later stages first.
+            return self.engines[number + 1].next_backward > action.index
         mini_batch = next((m for m in engine.updates.pending if m.index == action.index), None)
         if mini_batch is None:
             return True  # a drain has applied the update
