@@ -70,11 +70,11 @@ class NonFiniteGradientError(RuntimeError):
     """Mini-batch whose gradient has NaN or infinite entries."""
 
 
-class lost_peers:  # noqa: N801 - used like a function; a generator would cost more per message
+class lost_peers:  # noqa: N801 - used like a function; a `@contextmanager` generator would cost more per message
     """Translate an error of a broken connection into one that names the lost rank.
 
-    All other errors pass unchanged. If this rank's device fails while it packs or awaits a message (out of memory, an
-    earlier kernel that failed), that is a first cause, and no other rank must be blamed.
+    All other errors pass unchanged. If this rank's device fails while the rank packs or awaits a message (out of
+    memory, an earlier kernel that failed), that is a first cause, and no other rank must be blamed.
 
     Args:
         who: rank at the other end; None if unknown.
@@ -173,7 +173,7 @@ def raised_alike(error: E, rank: int) -> E:
         setattr(error, _MARK, rank)
     before = sys.excepthook
     if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
-        sys.excepthook = partial(_show, before)  # a partial's module is functools, so it is not replaced again
+        sys.excepthook = partial(_show, before)  # not replaced again, since a partial's module is functools
     return error
 
 

@@ -37,7 +37,7 @@ from lightning_asyncpp.storage import Target, commit, give_up, local_path, merge
 
 _TAG = 7
 _GATHERS = "gathers"
-_SMALL_BYTES = 2**14  # smaller tensors share a message: each message takes a millisecond
+_SMALL_BYTES = 2**14  # smaller tensors share a message, since each message takes a millisecond
 
 
 def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
@@ -117,14 +117,14 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Any:
         return received[id(tensor)]
 
     def fill(tensor: Tensor) -> None:
-        for piece in pieces_on_host(as_bytes(tensor)):  # views of this memory, not copies
+        for piece in pieces_on_host(as_bytes(tensor)):  # the pieces are views of this memory, not copies
             dist.recv(piece, rank, group=group, tag=_TAG)
 
     with lost_peers():
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=group, tag=_TAG)
         fill(text := torch.empty(int(size), dtype=torch.uint8))
-        # On the host: this machine may not have the sender's device.
+        # Loaded to the host, since this machine may not have the sender's device.
         part = torch.load(io.BytesIO(text.numpy().data), map_location="cpu", weights_only=True)
         return map_tensors(with_content, part)
 
@@ -247,7 +247,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
-    session.set_delay()  # before the optimizer's state is loaded: it keeps only the state that its delay needs
+    session.set_delay()  # before the optimizer loads its state, of which it keeps what its delay needs
     session.seed = int(state["seed"])
     engine.set_seed(session.seed)
 
@@ -255,8 +255,8 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
     """Return the rank whose rank-specific state in a checkpoint this rank loads.
 
-    This is the same rank. If the checkpoint has another number of stages or replicas, it is the last stage of the same
-    replica; or of the last replica, if the checkpoint has fewer replicas.
+    By default, this is the rank with the same number. If the checkpoint has other numbers of stages or replicas, it is
+    the last stage of the replica with the same number, or of the last replica if the checkpoint has fewer replicas.
     """
     stages, replicas = state["num_stages"], state["data_parallel_size"]
     if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
@@ -332,7 +332,7 @@ class CheckpointWriter:
             StorageError: see :meth:`settle`.
         """
         try:
-            # The error of a failed run must not be hidden.
+            # An error of a save must not hide the error of a failed run.
             with suppress(*((Exception,) if self.session.watch.failure is not None else ())):
                 self.settle()
         finally:
@@ -387,7 +387,7 @@ def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, p
 
 
 def _after(before: tuple[Future[None], ...], remove: Callable[[], None]) -> None:
-    if all(future.exception() is None for future in before):  # else keep the last complete checkpoint
+    if all(future.exception() is None for future in before):  # after a failed save, keep the older checkpoint
         with suppress(OSError):
             remove()
 

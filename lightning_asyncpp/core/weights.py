@@ -147,7 +147,7 @@ class WeightVersions:
         return None if self.has_masters else {p: before[name] for name, p in self.parameters.items()}
 
     def older(self) -> dict[str, Tensor] | None:
-        """Return the weights of the version before the newest by name; None if there is only one."""
+        """Return the weights of the version before the newest by name; None if there is only one version."""
         if self.room == 1 or self.newest == 0:
             return None
         slot = self._slots[(self.newest - 1) % self.room]
@@ -162,7 +162,7 @@ class WeightVersions:
     def release_masters(self) -> None:
         """Replace masters in the module by the newest version if they differ from it by more than rounding.
 
-        With Error Feedback, masters differ from the weights. They are kept for checkpoints after the run.
+        With Error Feedback, masters differ from the weights. The masters are kept for checkpoints after the run.
         """
         if not self.has_masters or self._released:
             return
@@ -173,7 +173,7 @@ class WeightVersions:
                 parameter.data = weights.detach().to(parameter.dtype)
 
     def to_host(self) -> None:
-        """Move all versions to the host, after the module moved and all work ended."""
+        """Move all versions to the host; call this after the module has moved and all work has ended."""
         for slot in self._slots:
             for leaf in slot.values():
                 leaf.data = on_host(leaf)

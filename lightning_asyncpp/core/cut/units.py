@@ -95,9 +95,9 @@ def has_layers(model: nn.Module) -> bool:
 def pipeline_units(model: nn.Module) -> list[Unit]:
     """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
 
-    ``pipeline_layers()`` returns submodules. If a submodule's arguments or output do not fit its neighbours, it returns
-    a pair (submodule, function) instead: the function takes the submodule and the previous layer's output, and calls
-    the submodule.
+    ``pipeline_layers()`` returns submodules. If a submodule's arguments or output do not fit its neighbours, the list
+    has a pair (submodule, function) instead: the function takes the submodule and the previous layer's output, and
+    calls the submodule.
 
     Raises:
         ConfigurationError: the model is none of these, or its layers are not distinct submodules of it.
@@ -146,7 +146,7 @@ def _name_of(around: Sequence[str], block: str) -> str:
 
 
 def telling(names: Sequence[str]) -> list[str]:
-    """Return the names of units for messages, without units that have no weights."""
+    """Return the names of units for messages; units without weights are left out."""
     return [name for name in names if name != _ONLY_CODE] or list(names)
 
 

@@ -366,7 +366,7 @@ class TiedGradients:
         return _Received(self._mesh.receive(flat, self._mesh.rank_of(stage), self._tags[number]), flat)
 
     def _taken(self, received: list[_Received | None], number: int) -> Tensor | None:
-        """Wait for a received gradient and return it; this object then no longer keeps its memory."""
+        """Wait for a received gradient and return it; afterwards this object does not keep the gradient's memory."""
         arriving, received[number] = received[number], None
         if arriving is None:
             return None
