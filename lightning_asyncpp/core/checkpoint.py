@@ -124,7 +124,7 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Any:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=group, tag=_TAG)
         fill(text := torch.empty(int(size), dtype=torch.uint8))
-        # Loaded to the host, since this machine may not have the sender's device.
+        # To the CPU, since this machine may not have the sender's device.
         part = torch.load(io.BytesIO(text.numpy().data), map_location="cpu", weights_only=True)
         return map_tensors(with_content, part)
 
@@ -247,7 +247,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
-    session.set_delay()  # before the optimizer loads its state, of which it keeps what its delay needs
+    session.set_delay()  # first, since an optimizer loads only the state that its delay needs
     session.seed = int(state["seed"])
     engine.set_seed(session.seed)
 

@@ -53,7 +53,7 @@ class LocalSession(PipelineSession):
             )
         self.resolved = self.settings.resolved(self.num_stages)
         self.mesh = self.mesh or Mesh(1, 1, 0)
-        self.watch.failure = None  # an earlier run may have failed, but no other process waits for it
+        self.watch.failure = None  # a failed run in one process leaves no rank waiting
         return self.mesh
 
     def cut(

@@ -182,7 +182,7 @@ class PipelineSettings:
         if self.slack and self.delay == 0:
             return [f"slack={self.slack!r} has no meaning without a delay: leave it out"]
         if self.slack and self.staleness != "least":
-            return [f"slack={self.slack!r} has a meaning only with staleness='least': choose this staleness, or leave slack out"]
+            return [f"slack={self.slack!r} has a meaning only with staleness='least': set this, or leave slack out"]
         return []
 
     def _resolved_microbatches(self, num_stages: int) -> int:

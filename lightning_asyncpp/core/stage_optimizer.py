@@ -168,7 +168,7 @@ class StageOptimizer:
                 group[key][:] = values
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return every group with the whole model's numbers, but without options if only other stages have it."""
+        """Return the groups with the whole model's numbers; options only if not all parameters are on other stages."""
         return [
             {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
             for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
