@@ -37,7 +37,7 @@ def find_blocks(model: nn.Module, call: Call, asked: Sequence[str] = ()) -> list
         asked: names of the lists of blocks; default: search for them.
 
     Raises:
-        ConfigurationError: no blocks were found, or a name in ``asked`` is no list of layers.
+        ConfigurationError: no blocks were found, or a name in ``asked`` is not that of a list of layers.
     """
     calls = _recorded(model, call)
     lists = {name: m for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}

@@ -135,7 +135,9 @@ OLDER, MASTERS = "older_weights", "masters"
 
 
 def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this stage's part of the model's ``state_dict``; weights replace their masters.
+    """Return this stage's part of the model's ``state_dict``, with weights in place of their masters.
+
+    Masters are explained in :mod:`lightning_asyncpp.core.weights`.
 
     Args:
         session: the pipeline.
@@ -177,8 +179,8 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
 def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
     """Merge the parts of all stages on rank 0; return ``part`` on other ranks.
 
-    This is a blocking collective on a drained pipeline. In the result, all names of a shared parameter refer to one
-    tensor.
+    This is a blocking collective on a drained pipeline (nothing in flight, all updates applied). In the result, all
+    names of a shared parameter refer to one tensor.
 
     Args:
         session: the pipeline.

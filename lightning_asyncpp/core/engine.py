@@ -222,7 +222,7 @@ class Engine:
         """Drain the pipeline, action by action; see :meth:`drain`."""
         transport = self.runner.transport
         if transport is not None:
-            transport.announce_end()  # first: a neighbour may be waiting for a further batch
+            transport.announce_end()  # before the backwards: a neighbour may be waiting for a batch
         yield from self._iter_backwards()
         self.updates.poll(self.next_backward)
         if transport is not None:
@@ -288,7 +288,7 @@ class Engine:
     def load_state_dict(
         self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Load counters, older weights and masters, after the parameters."""
+        """Load counters, older weights and masters; the parameters must have been loaded before."""
         self.next_forward = self.next_backward = self._drained = state["microbatch"]
         self.updates.begin_at(state["mini_batch"], state["microbatch"])
         self.updates.last_norm = state.get("norm")

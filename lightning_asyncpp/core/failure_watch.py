@@ -66,7 +66,7 @@ class FailureWatch:
         self._outlast: Callable[[], None] | None = None
 
     def start(self, mesh: Mesh) -> None:
-        """Begin to watch for failures, unless this was done or there are no other ranks; a collective call.
+        """Begin to watch for failures of other ranks, if there are any; a collective call. Later calls do nothing.
 
         Raises:
             PeerLostError: a rank cannot be reached.
@@ -76,7 +76,7 @@ class FailureWatch:
             return
         self._outlast = None
         key = broadcast(mesh, f"lightning_asyncpp/{secrets.token_hex(8)}", 0)
-        watch = weakref.ref(self)  # so that neither the thread nor the exit handler keeps a session alive
+        watch = weakref.ref(self)  # weak, since the thread and the exit handler must not keep a session alive
         self._first = FirstCause(key, _name(mesh, 0), lambda cause: _call(watch, FailureWatch._learn, cause))
         self._at_exit = AtExit(lambda: _call(watch, FailureWatch._end_process))
         weakref.finalize(self, _stop_watching, self._first, self._at_exit).atexit = False
@@ -262,7 +262,7 @@ def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) 
     """Keep rank 0's process alive until its launched ranks have ended and all ranks have read the first cause.
 
     Args:
-        children: launched processes; if this script failed, they are killed if they do not end in time.
+        children: launched processes; if this script failed, those that do not end in time are killed.
         first: first cause, which keeps torch's store alive.
         until: time of ``time.monotonic()`` by which other ranks have read the first cause.
     """

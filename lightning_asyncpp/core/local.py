@@ -285,6 +285,8 @@ class _Turns:
 class AllWeights(WeightVersions):
     """Weight versions of all stages, by their names in the whole model.
 
+    Versions and masters are explained in :mod:`lightning_asyncpp.core.weights`.
+
     Args:
         engines: engines of the stages.
         shared: parameters that an earlier stage owns.

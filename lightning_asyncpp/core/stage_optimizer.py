@@ -251,7 +251,7 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def in_words(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
-    """Describe the parameters and the optimizer with its options, which must be equal on all ranks.
+    """Describe the parameters, the optimizer and its options; all ranks must have the same descriptions.
 
     Args:
         optimizer: optimizer of the whole model.

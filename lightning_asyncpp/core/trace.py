@@ -1,4 +1,4 @@
-"""Trace of a stage: spans of its activities by the clock of its device, and their sums.
+"""Trace of a stage: times of its activities, measured by its device's clock, and sums of these times.
 
 On a GPU a forward returns once its kernels are launched. So moments are CUDA events on the compute stream. Events that
 have passed are converted to seconds of the host's clock, so that spans show when the device works or waits. Recording
@@ -94,7 +94,7 @@ class Clock(Protocol):
         """Return the time of a moment in seconds of the host's clock; None if it has not passed yet."""
 
     def last(self, moments: Sequence[Moment]) -> Moment:
-        """Return the last of some moments, which are in the order of their marks."""
+        """Return the last of some moments; the caller gives them in the order in which they were marked."""
 
 
 class HostClock:

@@ -3,9 +3,9 @@
 Each version has separate leaf tensors, on which forwards and backwards run. The optimizer's parameters share the memory
 of the newest version. Replacing the data of a single set of leaves under a live graph would silently mix versions.
 
-With a compute dtype, the versions have this dtype, and the optimizer's parameters are masters, which keep their dtype.
-After a step, the newest version is written from the masters. Gradients are summed over microbatches in the masters'
-dtype.
+With a compute dtype, the versions have this dtype, and the optimizer's parameters are masters, whose dtype does not
+change. After a step, the newest version is written from the masters. Gradients are summed over microbatches in the
+masters' dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Units of a model: its ordered layers, between which a pipeline can cut."""
+"""Units: the ordered layers of a model, between which a pipeline can cut it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def pipeline_units(model: nn.Module) -> list[Unit]:
     calls the submodule.
 
     Raises:
-        ConfigurationError: the model is none of these, or its layers are not distinct submodules of it.
+        ConfigurationError: the model is neither, or its layers are not distinct submodules of the model.
     """
     if (own := cut_of(model)) is not None:
         held = [own.names_of(number) for number in range(own.num_units)]
@@ -139,7 +139,7 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
 
 
 def _name_of(around: Sequence[str], block: str) -> str:
-    """Return the name of a unit in messages: its block, after the modules whose tensors its code uses around it."""
+    """Return a unit's name for messages: modules outside of the block whose tensors the unit uses, then the block."""
     holders = list(dict.fromkeys(name.rpartition(".")[0] or name for name in around))
     more = [f"{len(holders) - 2} more"] if len(holders) > 2 else []
     return " + ".join([*holders[:2], *more, *filter(None, [block])]) or _ONLY_CODE

@@ -1,4 +1,4 @@
-"""Description of the whole model, which every stage creates before it cuts the model.
+"""Description of the whole model; every stage creates it before the cut.
 
 The description includes the position of each layer's statistics in the control message (the numbers that all ranks sum
 before an update), and the reduction of the layers' metrics.

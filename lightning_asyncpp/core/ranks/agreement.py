@@ -18,7 +18,7 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 
 T = TypeVar("T")
 MOST_EXCHANGING = 16
-"""Up to this number of ranks, every rank sends its control message to all others."""
+"""Up to this number of ranks, every rank sends its control message (:class:`.ControlMessage`) to all others."""
 _FINISHED = "finished"
 _MOST = 8  # differences that an error names
 _CONTROL_TAG = 4

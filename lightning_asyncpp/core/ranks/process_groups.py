@@ -86,8 +86,8 @@ def splits() -> bool:
 def neighbour_options() -> Any:
     """Return NCCL's options for groups of two neighbours.
 
-    A message is a kernel that occupies its thread blocks until the other side's kernel runs. So it gets few blocks, and
-    a stream of high priority, since other ranks wait for it.
+    A message is a kernel that occupies its thread blocks until the other side's kernel runs. So messages get few
+    blocks. They also get a stream of high priority, since other ranks wait for them.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = _MOST_CTAS

@@ -4,9 +4,9 @@ A control message has the numbers of a mini-batch that all ranks sum before they
 
 Gradients become complete stage by stage, from the last to the first. An all-reduce of control messages would start only
 when the first stage is ready, and then take further rounds. So with one replica, each stage sends its control message
-to the previous stage, behind its last gradient, and stages sum them on the way. When the first stage is ready, the sum
-of all later stages has arrived. The first stage sends the total to the other stages in front of the activations that
-need the total, so the number of messages per stage does not grow with the pipeline.
+to the previous stage, behind its last gradient, and stages sum the messages on the way. When the first stage is ready,
+the sum of all later stages has arrived. The first stage sends the total to the other stages in front of the activations
+that need the total, so the number of messages per stage does not grow with the pipeline.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class MiniBatch:
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Tensor = field(init=False)  # on the device of the layers
-    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or their copy to it under way
+    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or the copy to the host
     _count: tuple[Tensor, dist.Work] | None = None
     _norms: dict[str, Tensor] | None = None
     _reading: Reading | None = None  # norms that are on a device

@@ -47,8 +47,8 @@ operands, so the alignment must not depend on the stage."""
 class Bucket:
     """Gradients of one dtype, packed into a flat tensor for an all-reduce.
 
-    The tensor ends with one flag per gradient, which says whether it exists. A parameter that no replica used keeps the
-    gradient None, so that the optimizer does not decay it.
+    The tensor ends with one flag per gradient, which says whether the gradient exists. A parameter that no replica used
+    keeps the gradient None, so that the optimizer does not decay it.
 
     Args:
         names: names of the parameters.

@@ -1,5 +1,7 @@
 """Transport of activations, gradients and control messages between neighbouring stages.
 
+A control message has the numbers of a mini-batch that all ranks sum before an update (:class:`.ControlMessage`).
+
 Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.core.wire.link`, in
 order. Tensors on GPUs go through NCCL; headers announce these tensors. If NCCL cannot be used (several stages on one
 GPU), the tensors are copied through the host.
