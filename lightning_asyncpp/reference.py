@@ -349,7 +349,10 @@ def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 @contextmanager
 def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
-    """Seed the step from k and each unit from (unit, k); restore the states before the forward after it."""
+    """Seed the step from k and each unit from (unit, k).
+
+    After the model's forward, the generators get back the states that they had before the forward.
+    """
     state: list[tuple[Tensor, Tensor | None]] = []
     device, called = next(model.parameters()).device, called_by_steps(model)
     before = called.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))

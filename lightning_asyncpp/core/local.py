@@ -369,7 +369,7 @@ class AllWeights(WeightVersions):
             own[tie.name].data.copy_(owners[tie.owners_name].data)
 
     def release_masters(self) -> None:
-        """Replace masters in the module by the weights of forwards, if the two differ by more than rounding."""
+        """Replace masters in the module by the newest weight version, if they differ by more than rounding."""
         for weights in self._all:
             weights.release_masters()
 

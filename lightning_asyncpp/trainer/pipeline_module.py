@@ -31,7 +31,7 @@ class PipelineModule(L.LightningModule):
     loss_reduction: str = "mean"
 
     # Strategies recognise this function, and may call it a second time, on the host's copy of the batch; this is safe
-    # because it draws no random numbers.
+    # because the function draws no random numbers.
     split_batch = staticmethod(split_batch)
     """Cut a batch into ``parts`` microbatches along the first dimension; ``None`` stands for an empty slot."""
 

@@ -165,7 +165,7 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
 
 
 def batches_behind(num_stages: int, microbatches: int) -> int:
-    """Return the number of batches after which a sum of stop flags is read, so that no stage waits for later ones."""
+    """Return the number of batches after which stop flags are read: enough that no stage waits for later stages."""
     return 2 + (num_stages - 1) // microbatches
 
 

@@ -78,7 +78,10 @@ def disjoint_groups(
 
 
 def splits() -> bool:
-    """Return whether new groups split the communicator of all ranks: NCCL does if it is bound to a device."""
+    """Return whether new groups split the communicator of all ranks.
+
+    This is so with NCCL, if the default group is bound to a device.
+    """
     world = dist.group.WORLD
     return dist.get_backend() == "nccl" and world is not None and getattr(world, "bound_device_id", None) is not None
 

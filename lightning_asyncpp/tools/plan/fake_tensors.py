@@ -33,8 +33,8 @@ stands_for_tensors(FakeTensor)
 FAKE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 """Mode that makes all new tensors fake. There is only one, since fake tensors of two modes cannot be mixed.
 
-An operator must have a rule for the shape of its result; without one an error is raised, instead of running it on real
-zeros.
+An operator must have a rule for the shape of its result; without such a rule an error is raised, and the
+operator does not run on real zeros.
 """
 
 
