@@ -174,7 +174,7 @@ def raised_alike(error: E, rank: int) -> E:
         setattr(error, _MARK, rank)
     before = sys.excepthook
     if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
-        sys.excepthook = partial(_show, before)  # not replaced again, since a partial's module is functools
+        sys.excepthook = partial(_show, before)  # replaced once: a partial's module is functools
     return error
 
 

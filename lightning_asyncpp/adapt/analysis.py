@@ -23,7 +23,7 @@ from lightning_asyncpp.core.cut.own_forward import OwnForwardCut
 from lightning_asyncpp.core.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
-_SMALL = 50_000_000  # parameters; in larger models, matrices inside the blocks get no gradient
+_SMALL = 50_000_000  # number of parameters; in larger models, matrices inside the blocks get no gradient
 
 
 def find_cut(model: nn.Module, call: Call, blocks: Sequence[str]) -> tuple[OwnForwardCut, list[float]]:

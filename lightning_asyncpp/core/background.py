@@ -81,7 +81,7 @@ def wait_for_workers() -> None:
 
 
 def _workers_run() -> bool:
-    for thread in Path("/proc/self/task").glob("*"):  # on Linux
+    for thread in Path("/proc/self/task").glob("*"):  # exists on Linux only
         with suppress(OSError):  # the thread has ended
             name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(")")
             if name == GLOO_WORKER and rest.split()[0] != "S":

@@ -75,7 +75,7 @@ def on_host(content: Any, copy: bool = False) -> Any:
 
     def moved(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            # torch would save the whole storage of a view.
+            # Views are copied, since torch would save a view's whole storage.
             is_part = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes
             known[id(tensor)] = tensor.detach().to("cpu", copy=copy or is_part)
         return known[id(tensor)]
@@ -301,7 +301,7 @@ class CheckpointWriter:
         self.settle()
         mesh = self._mesh
         if (self.sharded and mesh.replica == 0) or (self.in_background and mesh.rank == 0):
-            content = on_host(content, copy=self.in_background)  # the next mini-batch changes the tensors
+            content = on_host(content, copy=self.in_background)  # copied, since the next mini-batch changes them
         if self.sharded:
             target = self._agreed_target(path)
             self._run(lambda group: _write_folder(mesh, group, target, content))

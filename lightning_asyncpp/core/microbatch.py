@@ -212,7 +212,7 @@ def fingerprint(batch: Any, microbatches: int = 1) -> int:
         stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * microbatches)) or 1
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # not NO_FINGERPRINT
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # never NO_FINGERPRINT
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ class StageRunner(ABC):
             parts: number of slots.
             host_batch: record of the batch's tensors on the host.
         """
-        weigh = self.hooks.microbatch_weight if self.mesh.is_first else None  # sent to later stages
+        # Later stages receive the weights with activations.
+        weigh = self.hooks.microbatch_weight if self.mesh.is_first else None
         on_host = host_batch.of(batch) if host_batch.copies else batch
         return cut_batch(batch, parts, self.hooks.split_batch, weigh, on_host)
 
@@ -180,7 +181,7 @@ class StageRunner(ABC):
     def announce_failure(self, k: int, error: Exception) -> None:
         """Send an error to the next stage, so that no later stage waits, and the last stage can show the error."""
         text = str(error)
-        if not isinstance(error, StageBeforeFailedError):  # whose text already names the failed stage
+        if not isinstance(error, StageBeforeFailedError):  # that error's text names the stage already
             text = f"stage {self.mesh.stage} failed at microbatch {k}: {type(error).__name__}: {text}"
         news = Header(k, Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace"))
         with suppress(PeerLostError):  # a lost neighbour does not wait

@@ -168,7 +168,7 @@ class StageOptimizer:
                 group[key][:] = values
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the groups with the whole model's numbers; options only if not all parameters are on other stages."""
+        """Return the groups with the whole model's numbers; omit options if all of a group's parameters are elsewhere."""
         return [
             {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
             for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
@@ -199,7 +199,7 @@ class AttachedOptimizer:
         engine.updates.apply = self._apply
 
     def release(self) -> None:
-        """Detach the optimizer from the engine; a reference cycle would keep the engine's weights alive."""
+        """Detach the optimizer from the engine, since a reference cycle would keep the engine's weights alive."""
         self._engine.updates.detach()
         self.stage_optimizer.release()
 

@@ -82,7 +82,7 @@ def children_of(tree: Any) -> list[Any]:
     return [getattr(tree, f.name) for f in fields(tree)]
 
 
-@lru_cache(maxsize=4096)  # isinstance(tree, Mapping) would dominate the cost
+@lru_cache(maxsize=4096)  # cached, since isinstance(tree, Mapping) would dominate the cost
 def _kind_of(kind: type) -> str:
     if issubclass(kind, Mapping):
         return "mapping"

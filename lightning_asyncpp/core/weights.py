@@ -238,7 +238,7 @@ class WeightVersions:
         return [*self.parameters.items(), *self.buffers.items()]
 
     def _slot(self, copied: bool) -> dict[str, Tensor]:
-        """Return the leaves of a version, which share the memory of the parameters and buffers or are copies."""
+        """Return the leaves of a version: copies, or tensors that share memory with the parameters and buffers."""
         slot = {name: p.data.clone() if copied else p.data for name, p in self._owned()}
         if self.has_masters:
             slot |= {name: p.data.to(self.compute_dtype, copy=True) for name, p in self.parameters.items()}

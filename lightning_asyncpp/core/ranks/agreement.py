@@ -225,7 +225,7 @@ class StopRounds:
                 self._give(stop, running=False)
             agreed, running = self._take()
             if agreed and last is None:
-                last = self._read + self.behind  # sums that ranks with more batches read before they stop
+                last = self._read + self.behind  # number of sums that other ranks read before they stop
             if not running or self._read == last:
                 self._finish_with(0)
                 return last is not None

@@ -63,7 +63,7 @@ class Way(NamedTuple):
         return cls(peer, group, device, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
 
     def enter(self) -> None:
-        """Set this thread's device; else the thread would use, and initialise, the first device."""
+        """Set this thread's device; by default the thread would use, and initialise, the first device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -127,7 +127,7 @@ class Outbox:
         self._way, self._link = way, link
         self._changed = threading.Condition()
         self._waiting: deque[_Put] = deque()
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # tensors live until they are sent
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # keeps tensors alive until they are sent
         self._error: BaseException | None = None
         self._closed = False
         background.run(self._serve, "outbox")

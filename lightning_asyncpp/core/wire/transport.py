@@ -277,7 +277,7 @@ class Transport:
             self._after.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
-        """Tell the next stage that no message will follow, since it may wait for one; never waits."""
+        """Tell the next stage that no message will follow, since that stage may be waiting; never waits."""
         if self._after is not None and not self._closed:
             self._after.write(_RUN_END, self._sent, [])
 
