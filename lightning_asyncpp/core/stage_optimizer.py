@@ -168,7 +168,7 @@ class StageOptimizer:
                 group[key][:] = values
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the groups with the whole model's numbers; omit options if all of a group's parameters are elsewhere."""
+        """Return the groups with the whole model's numbers; omit options if a group's parameters are all elsewhere."""
         return [
             {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
             for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
