@@ -13,7 +13,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_asyncpp.fabric as _fabric
-import lightning_asyncpp.optim  # noqa: F401 - command lines find its classes by their names
+import lightning_asyncpp.optim  # noqa: F401 - so that command lines find the optimizers by class name
 from lightning_asyncpp.adapt import pipelined
 from lightning_asyncpp.core.cut.units import apply_layers
 from lightning_asyncpp.errors import ConfigurationError

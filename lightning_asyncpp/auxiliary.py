@@ -1,4 +1,4 @@
-"""Auxiliary losses of layers, and statistics from which layers adapt without a gradient.
+"""Auxiliary losses of layers, and statistics by which layers adapt themselves.
 
 Only the last stage of a pipeline computes the loss, so layers of earlier stages cannot add to it. Instead layers record
 auxiliary losses, and whoever calls the model :func:`collects <collecting>` them: a pipeline on every stage, or a plain
@@ -86,7 +86,7 @@ class Collected:
 COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
-class collecting:  # noqa: N801 - used like torch.no_grad; a generator would slow every microbatch
+class collecting:  # noqa: N801 - used like torch.no_grad; a `@contextmanager` generator would slow every microbatch
     """Collect what layers record: ``with collecting() as collected``.
 
     A loss goes to the innermost collection only, so it is added once. Statistics that remain at the end go to the

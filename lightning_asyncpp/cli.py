@@ -75,7 +75,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def answer_help(given: Sequence[str]) -> None:
-    """Answer a command that needs neither torch nor Lightning, and end the process; else do nothing.
+    """Answer a command that needs neither torch nor Lightning, and end the process; otherwise do nothing.
 
     Such commands are ``--help``, ``--version``, unknown subcommands and ``asyncpp recipes``. ``--help=full`` needs
     Lightning.

@@ -70,11 +70,12 @@ class NonFiniteGradientError(RuntimeError):
     """Mini-batch whose gradient has NaN or infinite entries."""
 
 
-class lost_peers:  # noqa: N801 - used like a function; a generator would cost more per message
+class lost_peers:  # noqa: N801 - used like a function; a `@contextmanager` generator would cost more per message
     """Translate an error of a broken connection into one that names the lost rank.
 
-    All other errors pass unchanged. If this rank's device fails while it packs or awaits a message (out of memory, an
-    earlier kernel that failed), that is a first cause, and no other rank must be blamed.
+    All other errors pass unchanged. If this rank's device fails while the rank packs or awaits a message (out of
+    memory, an earlier kernel that failed), that is a first cause, not a consequence of another rank's failure, and no
+    other rank must be blamed.
 
     Args:
         who: rank at the other end; None if unknown.
@@ -148,7 +149,7 @@ def is_noise(error: BaseException) -> bool:
     Such an error has a class of torch.distributed, or a message with a source location of gloo. All other errors are
     first causes, and so are NCCL's errors about this rank's device.
     """
-    import torch.distributed as dist  # not at the top: help screens import this module without torch
+    import torch.distributed as dist  # not at the top, since help screens import this module without torch
 
     if isinstance(error, dist.DistError):
         return not _OWN_DEVICE.search(str(error))
@@ -173,7 +174,7 @@ def raised_alike(error: E, rank: int) -> E:
         setattr(error, _MARK, rank)
     before = sys.excepthook
     if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
-        sys.excepthook = partial(_show, before)  # a partial's module is functools, so it is not replaced again
+        sys.excepthook = partial(_show, before)  # replaced once: a partial's module is functools
     return error
 
 

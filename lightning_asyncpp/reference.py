@@ -57,8 +57,9 @@ def train_reference(
     """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
 
     With a synchronous start of N mini-batches, gradients are taken at W_t for t < N, then at W_{max(t - delay, N)}. On
-    a stage that ``held`` lists, only the first h microbatches of a mini-batch run on these weights, and the later ones
-    on W_t. Auxiliary losses of layers are added to the loss. Buffers that layers change once per update are part of W.
+    a stage that ``held`` lists, only the first h microbatches of a mini-batch run on the weights of this rule, and the
+    later ones on W_t. Auxiliary losses of layers are added to the loss. Buffers that layers change once per update are
+    part of W.
 
     Args:
         model: ``nn.Sequential``, or module with ``pipeline_layers()``. If several units share a parameter, the
@@ -86,7 +87,8 @@ def train_reference(
             corrects from update N + 1 on.
         weight_dtype: dtype of the weights W. The optimizer's parameters are then masters Y, and W_t is Y_t rounded.
             With error feedback, W_{t+1} = Y_{t+1} - strength * u_t, and strength * u_0 is added to Y once, after the
-            first update. Gradients are summed in the masters' dtype. At the end the model holds the masters.
+            first update, so that W_1 = W_0 - u_0. Gradients are summed in the masters' dtype. At the end the model
+            holds the masters.
         seed: seed of the run; random numbers are those of replica 0.
         first_microbatch: number k of the first microbatch.
 
@@ -119,7 +121,7 @@ class MeanGradient:
 
     Attributes:
         sums: parameter -> sum of w_k * gradient_k; unused parameters are absent.
-        sums_of_uses: number of a use (a parameter in one unit) -> the same sum over this use only.
+        sums_of_uses: index of a use, that is, of a parameter within one unit -> the same sum over this use only.
         losses: (loss_k, w_k).
         weight: sum of w_k.
         counts: statistics of layers.
@@ -304,9 +306,10 @@ def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
 
 @contextmanager
 def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Give each further unit that shares a trainable parameter a copy of it; yield pairs (parameter, copy).
+    """Give each unit after the first that shares a trainable parameter a copy of it; yield pairs (parameter, copy).
 
-    When a unit begins, its copies replace the parameters in its modules and in the modules outside of all units.
+    When a unit begins, that unit's copies replace the parameters in its modules and in the modules outside of all
+    units.
     """
     units = pipeline_units(model)
     inside = {module for unit in units for module in unit.module.modules()}
@@ -346,7 +349,10 @@ def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 @contextmanager
 def _derived_randomness(model: nn.Module, seed: int, k: int) -> Iterator[None]:
-    """Seed the step from k and each unit from (unit, k); after the model's forward, restore the step's generators."""
+    """Seed the step from k and each unit from (unit, k).
+
+    After the model's forward, the generators get back the states that they had before the forward.
+    """
     state: list[tuple[Tensor, Tensor | None]] = []
     device, called = next(model.parameters()).device, called_by_steps(model)
     before = called.register_forward_pre_hook(lambda *_: state.append(generator_states(device)))

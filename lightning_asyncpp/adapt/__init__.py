@@ -1,4 +1,4 @@
-"""Cuts of models without ``pipeline_layers()``, whose own forward runs on every stage."""
+"""Cuts of models without ``pipeline_layers()``: every stage runs the model's own forward."""
 
 from lightning_asyncpp.adapt.pipelined import pipelined, problems_of_layers
 

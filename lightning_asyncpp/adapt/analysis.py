@@ -1,6 +1,7 @@
-"""Search for a cut of a model whose own forward runs on every stage, by trials with an example.
+"""Search, by trial runs on an example, for a cut of a model without ``pipeline_layers()``.
 
-In the trials each block is a stage. In the first trial, every stage has all weights and receives all earlier outputs.
+Every stage runs the model's own ``forward`` (see :mod:`lightning_asyncpp.core.cut.own_forward`). In the trials each
+block is a stage. In the first trial, every stage has all weights and receives all earlier outputs.
 Gradients show which weights and outputs a stage uses. In the second trial, every stage has only what it uses. The cut
 is accepted if the results equal those of the whole model.
 """
@@ -22,7 +23,7 @@ from lightning_asyncpp.core.cut.own_forward import OwnForwardCut
 from lightning_asyncpp.core.tree import leaves_of, map_tensors, tensors_of
 from lightning_asyncpp.errors import ConfigurationError
 
-_SMALL = 50_000_000  # parameters; in larger models, matrices inside the blocks get no gradient
+_SMALL = 50_000_000  # number of parameters; in larger models, matrices inside the blocks get no gradient
 
 
 def find_cut(model: nn.Module, call: Call, blocks: Sequence[str]) -> tuple[OwnForwardCut, list[float]]:
@@ -49,7 +50,9 @@ class _Analysis:
         in_blocks = set().union(*self.inside)
         self.around = [name for name, p in model.named_parameters() if id(p) not in in_blocks]
         is_small = sum(p.numel() for p in model.parameters()) <= _SMALL
-        for name, parameter in model.named_parameters():  # frozen ones, too; biases let gradients pass through blocks
+        # Frozen parameters, too. In a large model the blocks' matrices get no gradients, since those of biases and
+        # norms suffice to keep the blocks in the autograd graph.
+        for name, parameter in model.named_parameters():
             wanted = is_small or parameter.ndim < 2 or name in self.around
             parameter.requires_grad_(parameter.is_floating_point() and wanted)
             parameter.grad = None
@@ -58,7 +61,8 @@ class _Analysis:
         """Return a cut whose results equal the whole model's; cuts with fewer transfers and weights are tried first."""
         cuts: list[OwnForwardCut] = []
         errors: list[Exception] = []
-        for by_inputs in (False, True):  # outputs cross in a chain of blocks; elsewhere, inputs may be fewer
+        # Outputs of blocks across the cuts suit chains of blocks. In other models, fewer tensors may cross as inputs.
+        for by_inputs in (False, True):
             try:
                 explored = self._explored(by_inputs)
             except Exception as error:
@@ -71,14 +75,14 @@ class _Analysis:
             try:
                 expected = self._of_whole(cut)
                 return self._without_values(self._tried(cut, *expected), *expected)
-            except Exception as error:  # code may fail on the placeholders for earlier values
+            except Exception as error:  # code may fail on placeholders for values of earlier stages
                 errors.append(error)
         why = f"{type(errors[-1]).__name__}: {errors[-1]}".removeprefix("ConfigurationError: ")
         raise ConfigurationError(
             f"{class_name(self.model)} cannot be cut between its blocks {self.blocks[0]} to {self.blocks[-1]} ({why}):"
-            " code around the blocks may use only what they return, not attributes that they set, and may draw random"
-            " numbers only from torch's generators. Switch off what breaks this, name other lists of blocks with"
-            " pipelined(..., blocks=[...]), or give the model pipeline_layers()"
+            " code around the blocks may use only what the blocks return, not attributes that the blocks set, and may"
+            " draw random numbers only from torch's generators. Switch off the code that breaks this rule, name other"
+            " lists of blocks with pipelined(..., blocks=[...]), or give the model pipeline_layers()"
         )
 
     def _explored(self, by_inputs: bool) -> OwnForwardCut:
@@ -165,7 +169,7 @@ class _Analysis:
         return replace(cut, is_exact=has_same_uses and max(map(len, cut.crossing)) <= 1)
 
     def _without_values(self, cut: OwnForwardCut, *expected: Result) -> OwnForwardCut:
-        """Return the cut with arguments marked as ``blank`` if later stages need no floating-point values of them."""
+        """Return the cut with arguments marked as ``blank`` if later stages do not need their floating-point values."""
         args, kwargs = self.runs.call
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for key, value in arguments:

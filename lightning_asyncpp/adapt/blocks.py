@@ -37,7 +37,7 @@ def find_blocks(model: nn.Module, call: Call, asked: Sequence[str] = ()) -> list
         asked: names of the lists of blocks; default: search for them.
 
     Raises:
-        ConfigurationError: no blocks were found, or a name in ``asked`` is no list of layers.
+        ConfigurationError: no blocks were found, or a name in ``asked`` is not that of a list of layers.
     """
     calls = _recorded(model, call)
     lists = {name: m for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
@@ -112,7 +112,8 @@ def _follow_each_other(names: Sequence[str], calls: _Calls) -> bool:
 def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
     """Return the outermost submodules that are called once, if together they have most of the model's weights.
 
-    A skipped block's output is replaced by a placeholder of its input's shape. So token embeddings are no blocks.
+    Later stages replace the output of an earlier stage's block by zeros, whose shape follows from the block's
+    floating-point input. So modules without such an input, such as token embeddings, are no blocks.
     """
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
     names = list(_outermost("", model, Counter(calls.order), sizes))
@@ -122,7 +123,7 @@ def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
 
 
 def _outermost(around: str, module: nn.Module, times: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the outermost submodules that are called once; of a very large one, yield the submodules inside it."""
+    """Yield the outermost submodules that are called once; in place of a very large one, the submodules inside it."""
     for key, child in module.named_children():
         name = f"{around}.{key}".removeprefix(".")
         if not sizes.get(name, 0) or times.get(name, 0) > 1:

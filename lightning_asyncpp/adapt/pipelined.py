@@ -29,7 +29,7 @@ _LONGEST = 400  # characters of an error that a message repeats
 def pipelined(model: Model, example: Example | None = None, blocks: str | Sequence[str] = ()) -> Model:
     """Prepare a model to be cut between the blocks that its forward calls in order.
 
-    Each stage runs the model's own forward: blocks of earlier stages return what was received, and the forward ends
+    Each stage runs the model's own forward. In it, blocks of earlier stages do not run, and the forward ends
     after the stage's last block. Runs with the example, in training and in evaluation mode, show which values stages
     need from each other. Names in ``state_dict``, ``from_pretrained``, ``save_pretrained`` and calls outside of a
     pipeline stay the same.
@@ -37,8 +37,9 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Args:
         model: model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``.
         example: arguments of a call in training: a tensor, a tuple of positional arguments, or a dictionary of keyword
-            arguments. Models of ``transformers`` and ``timm`` need none. Nor do models that begin with an embedding, a
-            linear layer or a convolution, if each further argument has the same shape or is one number per sample.
+            arguments. Not needed for models of ``transformers`` and ``timm``, nor for models that begin with an
+            embedding, a linear layer or a convolution if each further argument has the shape of the first argument or
+            is one number per sample.
         blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: search for them.
 
     Returns:
@@ -116,7 +117,7 @@ def _working_example(model: nn.Module, example: Example | None, device: torch.de
 
 
 def _varied(tensor: Tensor) -> Tensor:
-    """Replace an all-zero tensor by other numbers: zeros hide which results depend on them."""
+    """Replace an all-zero tensor by other numbers, since zeros would hide which results depend on it."""
     if not tensor.is_floating_point() or tensor.any():
         return tensor
     return torch.linspace(-0.9, 0.8, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view(tensor.shape)

@@ -43,7 +43,7 @@ def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
 
 
 def examples_of(model: nn.Module) -> Iterator[Call]:
-    """Yield candidate calls, beginning with those that have most arguments."""
+    """Yield candidate calls, beginning with those that have the most arguments."""
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         yield from _of_transformers(model)
         return
@@ -162,7 +162,7 @@ class ModelRuns:
         return Result(output, [self._take_gradients(), *of_copies], [])
 
     def in_stages(self, cut: OwnForwardCut, has_all: bool = False) -> Result:
-        """Run every unit as a stage, forward and backward; without ``has_all`` it has only its unit's weights."""
+        """Run every unit as a stage, forward and backward; without ``has_all``, a stage has only its unit's weights."""
         links: list[tuple[tuple[Tensor, ...], list[Tensor], bytes]] = []
         args, kwargs = copied(*self.call)
         for unit in range(cut.num_units):
@@ -193,7 +193,7 @@ class ModelRuns:
     def costs(self, cut: OwnForwardCut) -> list[float]:
         """Return the number of floating-point operations of every unit."""
         totals: list[int] = []
-        with FlopCounterMode(display=False) as counter:  # which, under no_grad, refuses parameters as arguments
+        with FlopCounterMode(display=False) as counter:  # fails under no_grad if arguments are parameters
             self.forward(cut, lambda _: totals.append(counter.get_total_flops()))
         return [1.0 + after - before for before, after in itertools.pairwise(totals)]
 
@@ -240,7 +240,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def compare(expected: Result, found: Result) -> bool:
     """Compare two runs; return whether every parameter has gradients in the same number of units.
 
-    If so, its gradients are added in the same order.
+    If so, the gradients of each parameter are added in the same order.
 
     Raises:
         ConfigurationError: outputs differ, or gradients differ by more than rounding.

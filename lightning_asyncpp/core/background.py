@@ -74,13 +74,14 @@ def wait_for_workers() -> None:
     """Wait at most a second until all of gloo's workers sleep: then they have freed their tensors."""
     deadline = time.monotonic() + _WORKER_SECONDS
     calm = 0
-    while calm < 2 and time.monotonic() < deadline:  # twice: a thread that waits for the GIL sleeps, too
+    # Two checks in a row, since a thread that waits for the GIL also looks asleep.
+    while calm < 2 and time.monotonic() < deadline:
         time.sleep(_MOMENT_SECONDS)
         calm = 0 if _workers_run() else calm + 1
 
 
 def _workers_run() -> bool:
-    for thread in Path("/proc/self/task").glob("*"):  # on Linux
+    for thread in Path("/proc/self/task").glob("*"):  # exists on Linux only
         with suppress(OSError):  # the thread has ended
             name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(")")
             if name == GLOO_WORKER and rest.split()[0] != "S":
@@ -88,5 +89,6 @@ def _workers_run() -> bool:
     return False
 
 
-# Registered before this package's other exit handlers, and so called after them. They end what threads wait for.
+# Registered before this package's other exit handlers, and so called after them. Those handlers end
+# what threads wait for.
 atexit.register(finish)

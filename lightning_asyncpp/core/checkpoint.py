@@ -37,7 +37,7 @@ from lightning_asyncpp.storage import Target, commit, give_up, local_path, merge
 
 _TAG = 7
 _GATHERS = "gathers"
-_SMALL_BYTES = 2**14  # smaller tensors share a message: each message takes a millisecond
+_SMALL_BYTES = 2**14  # smaller tensors share a message, since each message takes a millisecond
 
 
 def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
@@ -75,7 +75,7 @@ def on_host(content: Any, copy: bool = False) -> Any:
 
     def moved(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            # torch would save the whole storage of a view.
+            # Views are copied, since torch would save a view's whole storage.
             is_part = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes
             known[id(tensor)] = tensor.detach().to("cpu", copy=copy or is_part)
         return known[id(tensor)]
@@ -117,14 +117,14 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Any:
         return received[id(tensor)]
 
     def fill(tensor: Tensor) -> None:
-        for piece in pieces_on_host(as_bytes(tensor)):  # views of this memory, not copies
+        for piece in pieces_on_host(as_bytes(tensor)):  # the pieces are views of this memory, not copies
             dist.recv(piece, rank, group=group, tag=_TAG)
 
     with lost_peers():
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=group, tag=_TAG)
         fill(text := torch.empty(int(size), dtype=torch.uint8))
-        # On the host: this machine may not have the sender's device.
+        # To the CPU, since this machine may not have the sender's device.
         part = torch.load(io.BytesIO(text.numpy().data), map_location="cpu", weights_only=True)
         return map_tensors(with_content, part)
 
@@ -135,7 +135,9 @@ OLDER, MASTERS = "older_weights", "masters"
 
 
 def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this stage's part of the model's ``state_dict``; weights replace their masters.
+    """Return this stage's part of the model's ``state_dict``, with weights in place of their masters.
+
+    Masters are explained in :mod:`lightning_asyncpp.core.weights`.
 
     Args:
         session: the pipeline.
@@ -177,8 +179,8 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
 def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
     """Merge the parts of all stages on rank 0; return ``part`` on other ranks.
 
-    This is a blocking collective on a drained pipeline. In the result, all names of a shared parameter refer to one
-    tensor.
+    This is a blocking collective on a drained pipeline (nothing in flight, all updates applied). In the result, all
+    names of a shared parameter refer to one tensor.
 
     Args:
         session: the pipeline.
@@ -247,7 +249,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
-    session.set_delay()  # before the optimizer's state is loaded: it keeps only the state that its delay needs
+    session.set_delay()  # first, since an optimizer loads only the state that its delay needs
     session.seed = int(state["seed"])
     engine.set_seed(session.seed)
 
@@ -255,8 +257,8 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
     """Return the rank whose rank-specific state in a checkpoint this rank loads.
 
-    This is the same rank. If the checkpoint has another number of stages or replicas, it is the last stage of the same
-    replica; or of the last replica, if the checkpoint has fewer replicas.
+    By default, this is the rank with the same number. If the checkpoint has other numbers of stages or replicas, it is
+    the last stage of the replica with the same number, or of the last replica if the checkpoint has fewer replicas.
     """
     stages, replicas = state["num_stages"], state["data_parallel_size"]
     if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
@@ -299,7 +301,7 @@ class CheckpointWriter:
         self.settle()
         mesh = self._mesh
         if (self.sharded and mesh.replica == 0) or (self.in_background and mesh.rank == 0):
-            content = on_host(content, copy=self.in_background)  # the next mini-batch changes the tensors
+            content = on_host(content, copy=self.in_background)  # copied, since the next mini-batch changes them
         if self.sharded:
             target = self._agreed_target(path)
             self._run(lambda group: _write_folder(mesh, group, target, content))
@@ -332,7 +334,7 @@ class CheckpointWriter:
             StorageError: see :meth:`settle`.
         """
         try:
-            # The error of a failed run must not be hidden.
+            # An error of a save must not hide the error of a failed run.
             with suppress(*((Exception,) if self.session.watch.failure is not None else ())):
                 self.settle()
         finally:
@@ -387,7 +389,7 @@ def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, p
 
 
 def _after(before: tuple[Future[None], ...], remove: Callable[[], None]) -> None:
-    if all(future.exception() is None for future in before):  # else keep the last complete checkpoint
+    if all(future.exception() is None for future in before):  # after a failed save, keep the older checkpoint
         with suppress(OSError):
             remove()
 

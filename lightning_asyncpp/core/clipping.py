@@ -1,10 +1,10 @@
 """Gradient clipping over the stages of a pipeline.
 
 Each stage computes the norms of its gradients in fp64 (:func:`norms_of`). Replicas have the same gradients, so only the
-first replica counts; a shared parameter counts once. The control message of an update sums the squares, so that every
-stage knows the norm of the whole gradient (:func:`gradient_norm`). When the update is applied, each stage clips its
-gradients in place by this norm (:func:`clip_by_norm`). With the Trainer this replaces Lightning's
-``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives the ``max_norm``.
+first replica counts; a shared parameter counts once. The squares are summed over all ranks in the update's control
+message (:class:`.ControlMessage`), so that every stage knows the norm of the whole gradient (:func:`gradient_norm`).
+When the update is applied, each stage clips its gradients in place by this norm (:func:`clip_by_norm`). With the
+Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives the ``max_norm``.
 
 By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`), and clips by the norm
 of the previous mini-batch. The first mini-batch runs without delay, so its norm is known.

@@ -121,11 +121,11 @@ class Engine:
 
     @property
     def at_newest(self) -> bool:
-        """Whether microbatches of the open mini-batch may run on the weights to which its update is applied."""
+        """Whether microbatches of the open mini-batch t may run on W_t, the weights that update t changes."""
         return self.schedule.staleness == "least" or self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
-        """Run all forwards of a training batch, and the backwards due by then, also those of earlier batches.
+        """Run all forwards of a training batch, and the backwards due meanwhile, also those of earlier batches.
 
         Args:
             batch: the batch on the first and the last stage; ignored on stages between them.
@@ -222,11 +222,11 @@ class Engine:
         """Drain the pipeline, action by action; see :meth:`drain`."""
         transport = self.runner.transport
         if transport is not None:
-            transport.announce_end()  # first: a neighbour may be waiting for a further batch
+            transport.announce_end()  # before the backwards: a neighbour may be waiting for a batch
         yield from self._iter_backwards()
         self.updates.poll(self.next_backward)
         if transport is not None:
-            transport.expect_end()  # last: by now the previous stage has all that it needs to end
+            transport.expect_end()  # after the backwards: now the previous stage has all that it needs to end
         yield from self.updates.iter_all()
         updates = self.updates.take_applied()
         if transport is not None:
@@ -288,7 +288,7 @@ class Engine:
     def load_state_dict(
         self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Load counters, older weights and masters, after the parameters."""
+        """Load counters, older weights and masters; the parameters must have been loaded before."""
         self.next_forward = self.next_backward = self._drained = state["microbatch"]
         self.updates.begin_at(state["mini_batch"], state["microbatch"])
         self.updates.last_norm = state.get("norm")
@@ -304,7 +304,7 @@ class Engine:
         return not self._flights[k].weight
 
     def release(self) -> None:
-        """Replace masters in the module by the trained weights."""
+        """Replace masters in the module by the newest weight version, if they differ by more than rounding."""
         self.weights.release_masters()
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class FailureWatch:
         self._outlast: Callable[[], None] | None = None
 
     def start(self, mesh: Mesh) -> None:
-        """Begin to watch for failures, unless this was done or there are no other ranks; a collective call.
+        """Begin to watch for failures of other ranks, if there are any; a collective call. Later calls do nothing.
 
         Raises:
             PeerLostError: a rank cannot be reached.
@@ -76,7 +76,7 @@ class FailureWatch:
             return
         self._outlast = None
         key = broadcast(mesh, f"lightning_asyncpp/{secrets.token_hex(8)}", 0)
-        watch = weakref.ref(self)  # so that neither the thread nor the exit handler keeps a session alive
+        watch = weakref.ref(self)  # weak, since the thread and the exit handler must not keep a session alive
         self._first = FirstCause(key, _name(mesh, 0), lambda cause: _call(watch, FailureWatch._learn, cause))
         self._at_exit = AtExit(lambda: _call(watch, FailureWatch._end_process))
         weakref.finalize(self, _stop_watching, self._first, self._at_exit).atexit = False
@@ -107,10 +107,10 @@ class FailureWatch:
             ) from self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Record the first failure. Then every collective of this session raises an error, soon on other ranks, too.
+        """Record the first failure. From then on, every collective raises an error here, and soon on all other ranks.
 
-        If another rank's error caused the failure, the first cause replaces its text. This cancels the deadline: call
-        :meth:`set_deadline` if a teardown follows.
+        If another rank's error caused the failure, the first cause replaces the text of ``error``. This call also
+        cancels the deadline: call :meth:`set_deadline` if a teardown follows.
         """
         with _DECIDING:
             is_first, self._unraised = self.failure is None, None
@@ -192,7 +192,7 @@ class FailureWatch:
         """End this rank's waits after another rank's failure, so that its script ends; runs in the watch's thread."""
         with _DECIDING:
             if self.failure is not None:
-                return  # the script has an error already, which fail() completes
+                return  # the script already has an error, which fail() handles
             self._adopt(CAUSE_SECONDS)
             self.set_deadline()
         error = PeerLostError(self._words(cause))
@@ -229,10 +229,10 @@ class FailureWatch:
             os._exit(1)
 
     def _adopt(self, stays: float) -> None:
-        """Take the launched processes from the launcher: it would kill them and this rank before the error is reported.
+        """Take over the launched processes: the launcher would kill them and this rank before the error is reported.
 
         Args:
-            stays: seconds for which other ranks need torch's store; used if rank 0 serves it.
+            stays: seconds for which other ranks need torch's store; used only on rank 0, if it serves the store.
         """
         if self._outlast is not None or self._first is None or self._mesh is None:
             return
@@ -252,7 +252,7 @@ class FailureWatch:
         first = self._first.cause if self._first is not None else None
         why = first.line if first is not None else repr(self.failure)
         text = f"asyncpp: this rank did not end within {LEAVE_SECONDS:g} s after this: {why}\n"
-        os.write(_STDERR, text.encode())  # past all buffers
+        os.write(_STDERR, text.encode())  # not through Python's buffers
         for child in self._adopted:
             child.kill()
         os._exit(1)
@@ -262,7 +262,7 @@ def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) 
     """Keep rank 0's process alive until its launched ranks have ended and all ranks have read the first cause.
 
     Args:
-        children: launched processes; if this script failed, they are killed if they do not end in time.
+        children: launched processes; if this script failed, those that do not end in time are killed.
         first: first cause, which keeps torch's store alive.
         until: time of ``time.monotonic()`` by which other ranks have read the first cause.
     """

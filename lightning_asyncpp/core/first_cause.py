@@ -74,7 +74,7 @@ class FirstCause:
         on_cause: function called once, in the thread that reads the store, when a cause is found.
 
     Attributes:
-        cause: first cause, if this rank knows it.
+        cause: first cause; None until this rank knows it.
     """
 
     def __init__(self, key: str, server: str, on_cause: Callable[[Cause], None]) -> None:
@@ -101,7 +101,8 @@ class FirstCause:
         self._wake.set()
         self._known.wait(seconds)
         if self._is_lost and not cause.trace:
-            # A store that does not answer may have ended as planned. If a neighbour is lost, too, its server died.
+            # A store that does not answer may have ended as planned. If a neighbour is lost, too, the server of the
+            # store died.
             return Cause(f"{self._server} is gone: torch's store, which it or torchrun serves, does not answer")
         return self.cause or cause
 
@@ -149,7 +150,7 @@ class AtExit:
         self._finalizer = util.Finalize(None, self._run, exitpriority=0)
 
     def cancel(self) -> None:
-        """Do not call the function."""
+        """Cancel the call of the function."""
         self._action = None
         atexit.unregister(self._run)
         self._finalizer.cancel()

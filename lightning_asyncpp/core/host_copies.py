@@ -147,8 +147,8 @@ class HostBatch:
 
         Args:
             batch: batch on the host.
-            copy: the same containers on the device; a tensor that was on the device before is the same object as in
-            ``batch``.
+            copy: the same containers on the device; tensors that were already on the device are the same objects in
+                both.
         """
         sources, copies = list(tensors_of(batch)), list(tensors_of(copy))
         self.copies = {}

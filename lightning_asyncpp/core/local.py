@@ -1,8 +1,9 @@
-"""P stages in one process: the engine once per stage, over one whole model, with messages in memory.
+"""P stages in one process: one engine per stage, all on one whole model, with messages in memory.
 
 Every stage has an :class:`~lightning_asyncpp.core.engine.Engine`, a schedule and weight versions, as it has in a
 separate process. Stages take turns: each runs its next action when the action's inputs have arrived. Nothing blocks, so
-the order is the same in every run, errors have the stack of their origin, and a deadlock raises an error at once.
+the order is the same in every run, errors have the stack trace of the code that raised them, and a deadlock raises an
+error at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 class Shared(NamedTuple):
-    """Parameter that a stage shares with an earlier stage, the owner; the optimizer steps it on the owner.
+    """Parameter that a stage shares with an earlier stage, the owner; only the owner's optimizer step changes it.
 
     Attributes:
         stage: index of the stage.
@@ -207,7 +208,7 @@ class LocalPipeline(Engine):
         if mini_batch is None:
             return True  # a drain has applied the update
         if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):
-            return False  # the stage copies the weights that the owner's update makes
+            return False  # the stage copies the weights that this update makes on the owner
         for other in reversed(self.engines):
             other.updates.poll()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
@@ -286,6 +287,8 @@ class _Turns:
 
 class AllWeights(WeightVersions):
     """Weight versions of all stages, by their names in the whole model.
+
+    Versions and masters are explained in :mod:`lightning_asyncpp.core.weights`.
 
     Args:
         engines: engines of the stages.
@@ -369,7 +372,7 @@ class AllWeights(WeightVersions):
             own[tie.name].data.copy_(owners[tie.owners_name].data)
 
     def release_masters(self) -> None:
-        """Replace the masters in the module by the trained weights."""
+        """Replace masters in the module by the newest weight version, if they differ by more than rounding."""
         for weights in self._all:
             weights.release_masters()
 

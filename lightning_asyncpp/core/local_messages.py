@@ -20,6 +20,8 @@ _OLD = 8  # mini-batches after which no stage reads a control message any more
 class Mailbox:
     """Messages in flight between the stages of one process.
 
+    A control message has the numbers of a mini-batch that all stages agree on; see :class:`.ControlMessage`.
+
     Args:
         num_stages: number of stages P.
 

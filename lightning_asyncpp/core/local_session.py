@@ -53,7 +53,7 @@ class LocalSession(PipelineSession):
             )
         self.resolved = self.settings.resolved(self.num_stages)
         self.mesh = self.mesh or Mesh(1, 1, 0)
-        self.watch.failure = None  # after a failure of an earlier run, no other process waits
+        self.watch.failure = None  # a failed run in one process leaves no rank waiting
         return self.mesh
 
     def cut(
@@ -65,7 +65,7 @@ class LocalSession(PipelineSession):
         partition: Partition | None = None,
         averages: Iterable[AveragedModel] = (),
     ) -> Stage:
-        """Divide a model into P stages, and materialise its meta tensors; if it is ``root``, it is a single unit.
+        """Divide a model into P stages, and materialise its meta tensors; ``model`` is a single unit if it is ``root``.
 
         Raises:
             ConfigurationError: the model cannot be cut.

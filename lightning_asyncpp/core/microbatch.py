@@ -1,4 +1,4 @@
-"""Microbatches: cutting, weights and fingerprints of batches; calls of the user's step and their results.
+"""Microbatches (cutting, weights and fingerprints of batches), and calls of the user's step with their results.
 
 The user's step calls the model. The first stage captures the arguments of this call, the last stage provides its
 output.
@@ -79,9 +79,8 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     def is_leaf(node: Any) -> bool:
         return _is_list_of(node, samples) and not any(True for _ in tensors_of(node))
 
-    cuts: dict[
-        int, tuple[Any, Sequence[Any]]
-    ] = {}  # id of a leaf -> the leaf (alive, so that its id stays unique) and its pieces
+    # Id of a leaf -> the leaf (kept alive, so that its id stays unique) and its pieces.
+    cuts: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def piece(leaf: Any, slot: int) -> Any:
         if id(leaf) not in cuts:
@@ -213,7 +212,7 @@ def fingerprint(batch: Any, microbatches: int = 1) -> int:
         stride = -(-flat.numel() // (_FINGERPRINT_ELEMENTS * microbatches)) or 1
         digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(flat[::stride].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # not NO_FINGERPRINT
+    return int.from_bytes(digest.digest(), "little") >> 1 or 1  # never NO_FINGERPRINT
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ class BatchOutput:
 
     @cached_property
     def _losses(self) -> Tensor | None:
-        """Losses of the microbatches that have a weight; None without any."""
+        """Losses of the microbatches whose weight is not 0; None if there are none."""
         losses = [loss_of(result).detach() for result, weight in zip(self.results, self.weights) if weight]
         return torch.stack(losses) if losses else None
 
@@ -251,7 +250,7 @@ class BatchOutput:
         if reduction == "mean":
             losses = losses * weights.to(losses.dtype)
         others = losses.masked_fill(missing, 0.0).sum() / (total - (weights * missing).sum()).to(losses.dtype)
-        return torch.where(missing.any(), others, losses.sum() / total)  # an if would wait for the GPU
+        return torch.where(missing.any(), others, losses.sum() / total)  # an `if` would wait for the GPU
 
     def extras(self) -> dict[str, Any]:
         """Return the entries that training steps returned besides their losses, merged over the batch."""
@@ -271,7 +270,7 @@ def loss_of(result: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
         if isinstance(result, Mapping):
-            what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} there"
+            what = f"a dict with the keys {list(result)}" if "loss" not in result else f"{what} under 'loss'"
         remedy = "" if result is not None else (
             "; to skip a batch, return a loss of 0, such as 0.0 * self.model(...).sum(): then only momentum and"
             " weight decay change weights"
@@ -305,9 +304,9 @@ class UserHooks:
     Attributes:
         split_batch: (batch, parts) -> list of ``parts`` microbatches, ``None`` for empty slots.
         microbatch_weight: microbatch -> its weight w_k in the mini-batch's mean loss.
-        loss_reduction: ``"mean"`` if the step returns a mean over the microbatch, ``"sum"`` if a sum.
+        loss_reduction: ``"mean"`` if the step returns a mean over the microbatch, ``"sum"`` if it returns a sum.
         forward_context: context manager around every forward, for the precision.
-        context_around_step: whether the context covers the user's whole step; else it covers only the model's layers.
+        context_around_step: whether the context covers the user's whole step, and not only the model's layers.
         model_name: name of the model in messages.
     """
 
@@ -393,9 +392,9 @@ class ModelCall:
         inside = "its forward()" if self.name == "self" else self.name
         skips = f"; to skip a batch, return a loss of 0, such as 0.0 * {self.name}(...).sum()"
         return (
-            f"the step ended {times} {self.name}(...): under a pipeline it must call it exactly once per microbatch,"
-            f" since earlier stages run only that call; move further computations into {inside}, or compute them"
-            f" from its output{'' if count else skips}"
+            f"the step ended {times} {self.name}(...): under a pipeline the step must call the model exactly once per"
+            f" microbatch, since earlier stages run only that call; move further computations into {inside}, or compute"
+            f" them from the model's output{'' if count else skips}"
         )
 
 

@@ -76,7 +76,7 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
         set_generator_states(states, device)
 
 
-class drawing_from:  # noqa: N801 - used like a function; a generator would cost more per update
+class drawing_from:  # noqa: N801 - used like a function; a `@contextmanager` generator would cost more per update
     """Seed the generators of torch, NumPy and Python, and restore their states at the end.
 
     The arguments are those of :func:`seed_generators`.
@@ -111,7 +111,7 @@ def random_states() -> dict[str, Any]:
     version, own, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
-        # As tensors: hundreds of numbers per rank would be unpickled one by one.
+        # As tensors, since otherwise hundreds of numbers per rank would be unpickled one by one.
         "python": (version, torch.tensor(own), gauss),
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),

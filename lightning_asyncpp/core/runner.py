@@ -124,7 +124,7 @@ class StageRunner(ABC):
     def forward(self, task: Task) -> Flight:
         """Run the forward of a microbatch, and send the result to the next stage.
 
-        Implementations do extra work before a wait, not after a send, since the receiver may need this core then. They
+        Implementations do extra work before a wait, not after a send: then the receiver may need this CPU core. They
         do not restore torch's generators: the engine does it once per batch.
 
         Args:
@@ -139,7 +139,8 @@ class StageRunner(ABC):
             parts: number of slots.
             host_batch: record of the batch's tensors on the host.
         """
-        weigh = self.hooks.microbatch_weight if self.mesh.is_first else None  # weights are sent with activations
+        # Later stages receive the weights with activations.
+        weigh = self.hooks.microbatch_weight if self.mesh.is_first else None
         on_host = host_batch.of(batch) if host_batch.copies else batch
         return cut_batch(batch, parts, self.hooks.split_batch, weigh, on_host)
 
@@ -147,7 +148,7 @@ class StageRunner(ABC):
         """Run the backward of a microbatch, add to the gradients of ``weights``, and send the inputs' gradients."""
         if not flight.weight:
             return
-        # A drain changes what runs before a backward, and the backward's random numbers must not depend on it. The
+        # A drain changes what runs before a backward, but a backward's random numbers must not depend on drains. The
         # generators are seeded before the wait for the gradient, since time after the wait is on the critical path.
         seed_generators(self.seed, self.device, "backward", self.stage.first_unit, self.mesh.replica, flight.k)
         self.stage.under(weights, partial(self._backward_in_place, flight))
@@ -178,9 +179,9 @@ class StageRunner(ABC):
             self._neighbours.send_gradients(flight.k, gradients)
 
     def announce_failure(self, k: int, error: Exception) -> None:
-        """Send an error to the next stage, so that it does not wait and the last stage can show the error."""
+        """Send an error to the next stage, so that no later stage waits, and the last stage can show the error."""
         text = str(error)
-        if not isinstance(error, StageBeforeFailedError):  # its text names the stage already
+        if not isinstance(error, StageBeforeFailedError):  # that error's text names the stage already
             text = f"stage {self.mesh.stage} failed at microbatch {k}: {type(error).__name__}: {text}"
         news = Header(k, Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace"))
         with suppress(PeerLostError):  # a lost neighbour does not wait
@@ -344,7 +345,7 @@ class LastStage(StageRunner):
         return flight
 
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
-        """Return the gradient of the loss: its weight w_k, or 1 for sums."""
+        """Return the gradient of the loss: the microbatch's weight w_k, or 1 if the loss is a sum."""
         weight = 1.0 if self.hooks.loss_reduction == "sum" else flight.weight
         return [torch.full_like(flight.outputs[0], weight)]
 

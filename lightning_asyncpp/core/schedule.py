@@ -6,8 +6,8 @@ Microbatches are counted over the whole run: with ``m`` per mini-batch, microbat
     depth(s) = b (1 + q) + b (r + 1) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1),
 
 which is P - 1 + lookahead on the first stage, and decreases strictly from stage to stage, so that every gradient that a
-stage waits for is already being computed. In the warmup a stage runs forwards until it is ``depth`` ahead. In the
-steady state it runs one backward per forward. In the cooldown it runs the backwards of a flush
+stage waits for is already being computed by the next stage. In the warmup a stage runs forwards until it is ``depth``
+ahead. In the steady state it runs one backward per forward. In the cooldown it runs the backwards of a flush
 (:meth:`Schedule.drain`).
 
 If the depths of two neighbours differ by one, the latency of the hop between them is exposed. Each further microbatch
@@ -62,8 +62,8 @@ def depth(stage: int, num_stages: int, lookahead: int) -> int:
 def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> int:
     """Return the largest lookahead of an asynchronous pipeline; negative if not even 0 fits.
 
-    The first stage can run ``microbatches`` ahead; with replicas one microbatch less, so that the gradient reduction
-    overlaps with a microbatch.
+    The forwards of the first stage can run at most ``microbatches`` microbatches ahead of its backwards; with replicas
+    one fewer, so that the gradient reduction overlaps with a microbatch.
     """
     return microbatches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
 
@@ -94,7 +94,7 @@ def agrees_first(staleness: Staleness, slack: Slack) -> bool:
 
 @dataclass(frozen=True)
 class StalenessRule:
-    """Rule for the weight versions of microbatches and for due updates; nothing else computes them.
+    """Rule for the weight versions of microbatches, and for when updates are due; nothing else computes either.
 
     Update t makes W_{t+1}. The first ``held`` microbatches of mini-batch t run, forward and backward, on
     W_{max(t - delay, N)}, the later ones on W_t. The first N mini-batches are a synchronous start: all of their
@@ -162,8 +162,9 @@ class Schedule:
         pipeline_rule: rule of the whole pipeline, for agreements of all stages and for flushes.
         staleness: choice of the microbatches that run on the older weights; see :func:`held_back`.
         slack: with ``"least"``, number of microbatches beyond the minimum.
-        shares_with: first stage that shares a parameter with this one; default: this stage. The first stage completes
-            the parameter's gradient last, so both stages run the same number of microbatches on the older weights.
+        shares_with: first stage that shares a parameter with this one; default: this stage. That earlier stage
+            completes the parameter's gradient last, so this stage runs as many microbatches on the older weights as
+            that one.
     """
 
     stage: int
@@ -199,7 +200,7 @@ class Schedule:
         return held is not None and not self.agrees_first and behind > 0
 
     def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> list[Action]:
-        """Return the actions that start ``count`` microbatches, including the backwards and the update due meanwhile.
+        """Return the forwards of ``count`` new microbatches, with the backwards and the update that are due among them.
 
         Args:
             first: number of the first new microbatch.

@@ -142,7 +142,8 @@ class PipelineSession:
         """
         self.watch.check()
         if self.engine is None:
-            error = sys.exc_info()[1]  # which Lightning's callbacks that save on an exception would hide
+            # Callbacks of Lightning that save on an exception would hide that exception.
+            error = sys.exc_info()[1]
             why = f": {type(error).__name__}: {error}" if error is not None else ""
             raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine
@@ -197,7 +198,7 @@ class PipelineSession:
 
     def set_delay(self) -> None:
         """Tell optimizers with ``set_delay`` how old gradients are from the next mini-batch on."""
-        for attached in self._attached[:1]:  # of the stage with the oldest gradients
+        for attached in self._attached[:1]:  # the first is that of the stage with the oldest gradients
             attached.set_delay()
 
     def check_failure(self) -> None:
@@ -215,7 +216,7 @@ class PipelineSession:
         return engine.apply_due()
 
     def check_drain(self) -> None:
-        """Raise RuntimeError if an update is being applied, since a drain would find it incomplete."""
+        """Raise RuntimeError if an update is being applied, since a drain would find the update incomplete."""
         if self._update is not None:
             raise RuntimeError(
                 "weights cannot be gathered, saved, loaded or evaluated while an update is applied, as in a hook of the"

@@ -79,7 +79,7 @@ class PipelineSettings:
     """Settings of a pipeline, which the strategies document.
 
     Attributes:
-        delay: maximum age of a gradient in updates, or 0 for a flush per mini-batch; set by the strategy's name.
+        delay: maximum age of a gradient in updates, or 0 for a flush per mini-batch; the strategy's name determines it.
         staleness: as in the strategies, except for its default; see :meth:`chosen`.
     """
 
@@ -108,7 +108,7 @@ class PipelineSettings:
         return [*types.values(), *right._problems_alone()]
 
     def resolve(self, world_size: int) -> tuple[ResolvedSettings | None, list[str]]:
-        """Resolve the settings for ``world_size`` processes; return them, or all problems, each with a remedy."""
+        """Resolve the settings for ``world_size`` processes; return (settings, []), or (None, problems)."""
         if types := self._type_problems():
             return None, list(types.values())
         problems = self._problems_alone()
@@ -182,7 +182,7 @@ class PipelineSettings:
         if self.slack and self.delay == 0:
             return [f"slack={self.slack!r} has no meaning without a delay: leave it out"]
         if self.slack and self.staleness != "least":
-            return [f"slack={self.slack!r} has a meaning only with staleness='least': set that, or leave it out"]
+            return [f"slack={self.slack!r} has a meaning only with staleness='least': set this, or leave slack out"]
         return []
 
     def _resolved_microbatches(self, num_stages: int) -> int:

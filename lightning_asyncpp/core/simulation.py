@@ -36,9 +36,9 @@ def simulate(
         microbatches: number of microbatches per mini-batch.
         forward: time of a forward.
         backward: time of a backward.
-        hop: latency of a message between two stages, which go on meanwhile. The control message of an update is summed
-            from the last stage to the first, which sends the sum to all. A stage that steps ahead needs the sum of
-            mini-batch t only before mini-batch t + 2.
+        hop: latency of a message between two stages; both stages go on meanwhile. The control message of an update
+            (:class:`.ControlMessage`) is summed from the last stage to the first, which sends the sum to all. A stage
+            that steps ahead (:meth:`.Schedule.steps_ahead`) needs the sum of mini-batch t only before mini-batch t + 2.
         update: time of an update; a function gets the stage and the mini-batch.
         reduction: time from a stage's last backward of a mini-batch until its gradients are reduced over replicas. The
             stage goes on meanwhile. A function gets the stage and the mini-batch.
@@ -72,7 +72,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed of a schedule over many mini-batches; with flushes, each has a warmup and a cooldown.
+    """Speed of a schedule over many mini-batches; with flushes, each mini-batch has a warmup and a cooldown.
 
     Attributes:
         step: time per mini-batch.
@@ -128,7 +128,7 @@ class _Progress:
     reduction: Duration
     transfer: Callable[[int], float]
     ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> end
-    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # with the sending stage
+    arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, sending stage, index) -> time
     free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # (direction, link) -> time
 
     @property

@@ -87,7 +87,7 @@ class StageOptimizer:
         """Call ``step`` with earlier hyper-parameters, then restore the present ones.
 
         Some optimizers keep state in their groups, such as a step count or a running maximum. Once a step has changed
-        an option, it is treated as the optimizer's state, and later calls do not overwrite it.
+        an option, this option is treated as the optimizer's state, and later calls do not overwrite it.
 
         Args:
             hyper_parameters: earlier result of :meth:`hyper_parameters`.
@@ -96,7 +96,7 @@ class StageOptimizer:
         with _NOTHING if self._kept else self._installed():
             kept = []
             for group, earlier, of_step in zip(self.optimizer.param_groups, hyper_parameters, self._of_step):
-                # Options that were added later, such as by another stage's step.
+                # Options that were added later, for instance by another stage's step.
                 later = {
                     key: group.pop(key) for key in group.keys() - earlier.keys() - of_step.keys() - set(_PARAMETERS)
                 }
@@ -168,7 +168,7 @@ class StageOptimizer:
                 group[key][:] = values
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return every group with the whole model's numbers; options only if the stage has parameters of the group."""
+        """Return the groups with the whole model's numbers; omit options if a group's parameters are all elsewhere."""
         return [
             {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
             for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
@@ -199,7 +199,7 @@ class AttachedOptimizer:
         engine.updates.apply = self._apply
 
     def release(self) -> None:
-        """Detach the optimizer from the engine; a reference cycle would keep the engine's weights alive."""
+        """Detach the optimizer from the engine, since a reference cycle would keep the engine's weights alive."""
         self._engine.updates.detach()
         self.stage_optimizer.release()
 
@@ -251,7 +251,7 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def in_words(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, str]:
-    """Describe the parameters and the optimizer with its options, which must be equal on all ranks.
+    """Describe the parameters, the optimizer and its options; all ranks must have the same descriptions.
 
     Args:
         optimizer: optimizer of the whole model.

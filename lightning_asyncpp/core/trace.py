@@ -1,8 +1,8 @@
-"""Trace of a stage: spans of its activities by the clock of its device, and their sums.
+"""Trace of a stage: times of its activities, measured by its device's clock, and sums of these times.
 
 On a GPU a forward returns once its kernels are launched. So moments are CUDA events on the compute stream. Events that
 have passed are converted to seconds of the host's clock, so that spans show when the device works or waits. Recording
-never waits for a device, except for a limited time at its end.
+never waits for a device, except for a limited time when the recording ends.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Span:
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 ANCHOR_SECONDS = 10.0
-"""Longest time between anchors, since clocks drift, and torch measures milliseconds with only 24 bits."""
+"""Longest time between anchors (see :class:`DeviceMoment`): clocks drift, and torch measures with only 24 bits."""
 _POLL_SECONDS = 1e-4
 
 
@@ -94,7 +94,7 @@ class Clock(Protocol):
         """Return the time of a moment in seconds of the host's clock; None if it has not passed yet."""
 
     def last(self, moments: Sequence[Moment]) -> Moment:
-        """Return the last of some moments, which are in the order of their marks."""
+        """Return the last of some moments; the caller gives them in the order in which they were marked."""
 
 
 class HostClock:
@@ -160,7 +160,7 @@ class CudaEvents:
     def aside(self) -> Any:
         """Record an event on an idle stream, so that it passes at once."""
         if self._idle is None:
-            self._idle = torch.cuda.Stream(self._device, priority=-1)  # few streams have this priority
+            self._idle = torch.cuda.Stream(self._device, priority=-1)  # few other streams have this priority
         return self._idle.record_event(torch.cuda.Event(enable_timing=True))
 
 
@@ -239,7 +239,7 @@ class Trace:
 
 
 class RunningSpan:
-    """Context manager that records a span; a class, since a generator would take twice as long."""
+    """Context manager that records a span; a `@contextmanager` generator would take twice as long."""
 
     __slots__ = ("_start", "_trace", "_what")
 
@@ -253,7 +253,7 @@ class RunningSpan:
         kind, index, version, num_bytes = self._what
         try:
             self._trace.record(kind, index, self._start, self._trace.clock.now(), version, num_bytes)
-        except RuntimeError:  # the device failed; its first error says more
+        except RuntimeError:  # the device failed, and its first error says more than this one
             if error is None:
                 raise
 

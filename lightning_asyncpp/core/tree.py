@@ -82,7 +82,7 @@ def children_of(tree: Any) -> list[Any]:
     return [getattr(tree, f.name) for f in fields(tree)]
 
 
-@lru_cache(maxsize=4096)  # isinstance(tree, Mapping) would dominate the cost
+@lru_cache(maxsize=4096)  # cached, since isinstance(tree, Mapping) would dominate the cost
 def _kind_of(kind: type) -> str:
     if issubclass(kind, Mapping):
         return "mapping"
@@ -102,7 +102,7 @@ def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
       from the microbatches that have it.
     * Named tuples are merged entry by entry.
     * Lists and tuples that contain tensors or arrays, at any depth, and tuples that contain other containers, are
-      merged entry by entry: ``return names, scores``. If their lengths differ, they are concatenated.
+      merged entry by entry, as in ``return names, scores``. If their lengths differ, they are concatenated.
     * Other lists and tuples, such as one string, number or list of strings per sample, are concatenated.
     * If all results are ``None``, the merged result is ``None``. Anything else (strings, booleans, objects, results of
       different types) becomes the list of the microbatches' results.
@@ -218,7 +218,7 @@ def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
         layer: name of the layer that returned the output, for messages.
 
     Returns:
-        Tensors in order, and the structure for :func:`unflatten`; empty for a tensor or a flat tuple of tensors.
+        Tensors in order, and the structure for :func:`unflatten`, b"" for a tensor or a flat tuple of tensors.
 
     Raises:
         ConfigurationError: ``output`` contains another type.

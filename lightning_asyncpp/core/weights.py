@@ -3,9 +3,9 @@
 Each version has separate leaf tensors, on which forwards and backwards run. The optimizer's parameters share the memory
 of the newest version. Replacing the data of a single set of leaves under a live graph would silently mix versions.
 
-With a compute dtype, the versions have this dtype, and the optimizer's parameters are masters, which keep their dtype.
-After a step, the newest version is written from the masters. Gradients are summed over microbatches in the masters'
-dtype.
+With a compute dtype, the versions have this dtype, and the optimizer's parameters are masters, whose dtype does not
+change. After a step, the newest version is written from the masters. Gradients are summed over microbatches in the
+masters' dtype.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class WeightVersions:
         return None if self.has_masters else {p: before[name] for name, p in self.parameters.items()}
 
     def older(self) -> dict[str, Tensor] | None:
-        """Return the weights of the version before the newest by name; None if there is only one."""
+        """Return the weights of the version before the newest by name; None if there is only one version."""
         if self.room == 1 or self.newest == 0:
             return None
         slot = self._slots[(self.newest - 1) % self.room]
@@ -162,7 +162,7 @@ class WeightVersions:
     def release_masters(self) -> None:
         """Replace masters in the module by the newest version if they differ from it by more than rounding.
 
-        With Error Feedback, masters differ from the weights. They are kept for checkpoints after the run.
+        With Error Feedback, masters differ from the weights. The masters are kept for checkpoints after the run.
         """
         if not self.has_masters or self._released:
             return
@@ -173,7 +173,7 @@ class WeightVersions:
                 parameter.data = weights.detach().to(parameter.dtype)
 
     def to_host(self) -> None:
-        """Move all versions to the host, after the module moved and all work ended."""
+        """Move all versions to the host; call this after the module has moved and all work has ended."""
         for slot in self._slots:
             for leaf in slot.values():
                 leaf.data = on_host(leaf)
@@ -238,7 +238,7 @@ class WeightVersions:
         return [*self.parameters.items(), *self.buffers.items()]
 
     def _slot(self, copied: bool) -> dict[str, Tensor]:
-        """Return the leaves of a version, which share the memory of the parameters and buffers or are copies."""
+        """Return the leaves of a version: copies, or tensors that share memory with the parameters and buffers."""
         slot = {name: p.data.clone() if copied else p.data for name, p in self._owned()}
         if self.has_masters:
             slot |= {name: p.data.to(self.compute_dtype, copy=True) for name, p in self.parameters.items()}

@@ -32,8 +32,8 @@ _FOUND = "found.json"  # number of conversations of each split, and the largest 
 class ChatDataModule(L.LightningDataModule):
     """LightningDataModule of conversations from JSON lines: ``messages``, or ``prompt`` and ``response``.
 
-    The tokenizer's chat template writes a conversation. Targets are the assistant's texts, with the ends of their
-    turns; all other labels are -100. A batch is padded on the right to its longest conversation: ``input_ids``,
+    The tokenizer's chat template renders a conversation as text. Targets are the assistant's texts, with the ends of
+    their turns; all other labels are -100. A batch is padded on the right to its longest conversation: ``input_ids``,
     ``attention_mask`` and ``labels``, (batch, time) int64 each. :meth:`prepare_data` tokenises the rows once, into a
     folder of ``cache_dir`` whose name is a hash of all that determines its content. The order depends on ``seed``, the
     epoch and the replicas, and never on the number of pipeline stages.
@@ -117,7 +117,7 @@ class ChatDataModule(L.LightningDataModule):
         self._check_sizes()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tokenizer for the checkpoint, which a module may compare with its model's."""
+        """Return the tokenizer's definition, for checkpoints; a module may compare it with that of its model."""
         return {} if self._definition is None else {"tokenizer": self._definition}
 
     def train_dataloader(self) -> StreamingDataLoader:
@@ -152,8 +152,8 @@ class ChatDataModule(L.LightningDataModule):
                 encoded[split].append(example)
         if left_out := seen - sum(map(len, encoded.values())):
             rank_zero_info(
-                f"{left_out:,} of {seen:,} conversations are longer than max_length={self.max_length} tokens, or say"
-                " nothing, and are left out"
+                f"{left_out:,} of {seen:,} conversations are longer than max_length={self.max_length} tokens, or have"
+                " no assistant text to learn from, and are left out"
             )
         largest = max((max(example.tokens) for examples in encoded.values() for example in examples), default=0)
         with new_folder(folder) as partial:
@@ -185,14 +185,15 @@ class ChatDataModule(L.LightningDataModule):
             raise DataError(
                 f"{self.source} has {found} conversations of at most max_length={self.max_length} tokens, and at least"
                 f" {needed} are needed for a batch; raise max_length, lower batch_size, or give more"
+                " conversations"
             )
         largest = self._found["largest"]
         for name, needs in (("vocab_size", max(largest, self._padding) + 1), ("context_length", self.max_length)):
             has = size_of_model(self.trainer, name)
             if has is not None and needs > has:
                 raise DataError(
-                    f"the model has a vocabulary of {has} token ids, and tokenizer={self.tokenizer_name!r} gives"
-                    f" {needs - 1}; name the model's own"
+                    f"the model has token ids 0 to {has - 1}, but tokenizer={self.tokenizer_name!r} produces id"
+                    f" {needs - 1}; name the tokenizer that belongs to the model"
                     if name == "vocab_size"
                     else f"max_length={needs} is longer than the model's context of {has} tokens; lower it"
                 )

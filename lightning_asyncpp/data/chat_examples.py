@@ -127,8 +127,9 @@ def _conversation(tokenizer: Any, row: Row) -> tuple[str, list[tuple[int, int]]]
         until = _rendered(tokenizer, row, row.messages[: place + 1])
         if not (text.startswith(before) and text.startswith(until)):
             raise DataError(
-                f"{row.where}: the chat template writes message {place + 1} otherwise once others follow, so the"
-                " assistant's text cannot be found; give rows with one response, or a template with {% generation %}"
+                f"{row.where}: the chat template renders message {place + 1} differently when further messages"
+                " follow it, so the assistant's text cannot be found; give rows with one response, or a template with"
+                " {% generation %}"
             )
         spans.append((len(before), len(until)))
     return text, spans

@@ -53,13 +53,13 @@ def replica_environment(num_replicas: int, rank: int) -> Iterator[None]:
 
 
 def replica_of(trainer: Any) -> tuple[int, int]:
-    """Return the number of replicas and the index of this process's; one replica without a trainer."""
+    """Return the number of replicas and the index of this process's replica; one replica without a trainer."""
     sampler = None if trainer is None else trainer.distributed_sampler_kwargs
     return (1, 0) if sampler is None else (sampler["num_replicas"], sampler["rank"])
 
 
 def size_of_model(trainer: Any, name: str) -> int | None:
-    """Return a size from the ``config`` of a trainer's model; ``None`` if it has none.
+    """Return a size from the ``config`` of a trainer's model; ``None`` if the model has no such size.
 
     Args:
         trainer: trainer of the data module; ``None`` for none.
@@ -140,7 +140,7 @@ def replica_loader(
     """
     from litdata import StreamingDataLoader, StreamingDataset  # see classes_of_litdata
 
-    # litdata reads tensors from a read-only map, at which torch warns, but copies them at once.
+    # litdata reads tensors from a read-only memory map, at which torch warns, but copies them at once.
     warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
     windows = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
     with replica_environment(*replica):
@@ -152,7 +152,7 @@ def replica_loader(
             drop_last=drop_last,
             seed=seed,
             transform=transform,
-            # Newer releases shuffle only within windows, so that batches would hold pieces of one document.
+            # Newer releases shuffle only within windows, which would put pieces of one document into the same batch.
             **({"item_shuffle_window": 0} if windows else {}),
         )
         _check_names(dataset, split)
@@ -177,7 +177,11 @@ def _distributed_env(num_replicas: int, rank: int) -> Any:
 
 
 def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:
-    """Make a loader that resumes compare a checkpoint with the world of replicas, and not with the writer's folders."""
+    """Make a resuming loader accept checkpoints of other processes.
+
+    litdata then checks a checkpoint against the number of replicas, and not against the folders of the process that
+    wrote it.
+    """
     load_state_dict = type(loader).load_state_dict
 
     def load_for_replica(state: dict[str, Any]) -> None:
@@ -214,6 +218,6 @@ def _check_names(dataset: Any, split: str) -> None:
 
 def _shuffle_as_everywhere(dataset: Any) -> None:
     # On NFS, Lustre and the like, newer releases distribute whole chunks, nearly in their order, and cut all shares to
-    # the smallest: replicas may get no data, sequences are lost, and a chunk without a sequence is an IndexError.
+    # the smallest: replicas may get no data, sequences are lost, and a chunk without a sequence raises an IndexError.
     if (profile := getattr(dataset, "posix_fast", None)) is not None:
         dataset.posix_fast = replace(profile, kind="posix")

@@ -38,10 +38,10 @@ class TextDataModule(L.LightningDataModule):
     """LightningDataModule of token sequences from text files, Python's standard library, or a litdata token dataset.
 
     Large corpora are tokenised before the training by ``asyncpp prepare``, whose folder is the ``source``. Other text
-    is tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` named by a hash of the text, which every
-    process reads to compute the name (1.1 s per GB). A batch is (batch, context_length + 1) int64; sequences do not
-    overlap. The order depends on ``seed``, the epoch, the replica, ``batch_size`` and ``num_workers``, and never on the
-    number of pipeline stages.
+    is tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` named by a hash of the text. Every
+    process reads the text to compute the name (1.1 s per GB). A batch is (batch, context_length + 1) int64; sequences
+    do not overlap. The order depends on ``seed``, the epoch, the replica, ``batch_size`` and ``num_workers``, and never
+    on the number of pipeline stages.
 
     Args:
         source: a folder of text files; ``"stdlib"`` for the running Python's standard library, ``"packages"`` for the
@@ -103,8 +103,8 @@ class TextDataModule(L.LightningDataModule):
         self.seed = seed
         self.tokens: TokenSource | None = None
         self._definition: str | None = None
-        # Saved in checkpoints to document the training data, but not sent to loggers, which would refuse names that the
-        # model's hyper-parameters have, too.
+        # Saved in checkpoints to document the training data, but not sent to loggers, which would refuse names that
+        # occur among the model's hyper-parameters as well.
         self.save_hyperparameters(logger=False)
 
     @property
@@ -120,7 +120,7 @@ class TextDataModule(L.LightningDataModule):
         if self.expected_vocab_size is not None:
             return self.expected_vocab_size
         if self.tokenizer_name is None and is_token_source(self.source):
-            raise DataError(f"{self.source} does not say its vocabulary. Give vocab_size")
+            raise DataError(f"{self.source} does not state the size of its vocabulary. Give vocab_size")
         return self.tokenizer.vocab_size
 
     @property
@@ -129,7 +129,7 @@ class TextDataModule(L.LightningDataModule):
         if self.tokens is not None and self.tokens.folder is not None:
             return load_tokenizer(str(self.tokens.folder))
         if self.tokenizer_name == "bpe":
-            raise DataError("the tokenizer is trained by prepare_data(); call it, and setup(), before")
+            raise DataError("the tokenizer is trained by prepare_data(); call prepare_data() and setup() first")
         return load_tokenizer(self.tokenizer_name or "byte")
 
     def example_batch(self) -> torch.Tensor:
@@ -178,8 +178,8 @@ class TextDataModule(L.LightningDataModule):
             self.tokens = prepared_tokens(folder)
         self._check_length(self.tokens)
         self._check_vocabulary(self.tokens)
-        # Read now and not for the first checkpoint, so that a missing tokenizer is an error before training. Tokens
-        # without metadata do not name their tokenizer.
+        # Read now, and not only when the first checkpoint is written, so that a missing tokenizer is an error before
+        # training. Tokens without metadata do not name their tokenizer.
         is_known = self.tokens.metadata is not None or self.tokenizer_name is not None
         self._definition = self.tokenizer.definition if is_known else None
 
@@ -197,7 +197,7 @@ class TextDataModule(L.LightningDataModule):
         return [] if validation is None else self._loader(validation, training=False)
 
     def test_dataloader(self) -> StreamingDataLoader | list[Any]:
-        """Return the validation batches: a language model's test set is a choice of the user."""
+        """Return the validation batches, since this module has no separate test set."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> StreamingDataLoader | list[Any]:

@@ -107,7 +107,7 @@ class PipelineStrategy(PipelineCheckpoints):
             self._cut(module, None if is_cut else module, example=example)
             module.to(self.root_device)
             self.session.start(self._hooks, self.root_device, training=False)
-            self.session.whole_model.pruned.show(True)  # for the optimizer, which is made from all parameters
+            self.session.whole_model.pruned.show(True)  # so that the user can make the optimizer from all parameters
         return module
 
     def _is_cut(self, module: Module) -> bool:
@@ -140,7 +140,8 @@ class PipelineStrategy(PipelineCheckpoints):
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def _hooks_of(self, module: Module) -> UserHooks:
-        # Fabric sets no precision context around the user's step; the wrapped model converts its own output.
+        # Fabric sets no precision context around the user's step. Its wrapper of the model sets one, and converts the
+        # output.
         around = {"context_around_step": False, "model_name": "model"}
         return UserHooks.of(module, forward_context=self._forward_context, **around)
 
@@ -389,7 +390,8 @@ def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Opt
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         drop()
 
-    # The name marks the class as local. With two public classes of one name, the command line would refuse the name.
+    # The name marks the class as local. A second public class of the same name would make the command line refuse the
+    # name as ambiguous.
     names = {
         "__module__": kind.__module__,
         "__qualname__": f"_with_zero_grad.<locals>.{kind.__name__}",

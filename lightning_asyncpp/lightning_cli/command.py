@@ -69,7 +69,7 @@ class AsyncppCLI(LightningCLI):
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Make only the parser of the requested subcommand; those of all would take four times as long."""
+        """Make only the requested subcommand's parser; making those of all would take four times as long."""
         asked = {name: skipped for name, skipped in self.subcommands().items() if [name] == sys.argv[1:2]}
         if asked:
             self.subcommands = lambda: asked  # type: ignore[method-assign]
@@ -100,7 +100,8 @@ class AsyncppCLI(LightningCLI):
 
         Raises:
             ConfigurationError: a class of this package refused its arguments.
-            Exception: error of another class, without jsonargparse's report of all types that it tried.
+            Exception: error that another package's class raised, without jsonargparse's report of all types that it
+                tried.
         """
         try:
             super().instantiate_classes()
@@ -223,7 +224,7 @@ def _shows_docstrings(arguments: Sequence[str]) -> bool:
 
 
 def _quiet() -> None:
-    # Lightning's warnings about its own internals and about loaders that are correct.
+    # Suppress Lightning's warnings about its own internals and about loaders that are correct.
     for message in (
         ".*isinstance\\(treespec, LeafSpec\\).*",
         ".*does not have many workers.*",

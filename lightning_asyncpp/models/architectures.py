@@ -15,7 +15,7 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.saved import WeightsError
 
 LAYER = "{layer}"
-EXPERT = "{expert}"  # the files hold one tensor per expert, a GPT one for all experts
+EXPERT = "{expert}"  # the files hold one tensor per expert; a GPT holds one tensor for all experts
 _BLOCK = re.compile(r"^blocks\.(\d+)\.")
 
 
@@ -42,7 +42,7 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys in config.json, which some releases write, mapped to the keys."""
     unused: frozenset[str] = frozenset()
-    """Fields of the GPT's config that do not affect such a model."""
+    """Fields of the GPT's config that do not affect a model of this class."""
     always_fp32: tuple[str, ...] = ()
     """Suffixes of the GPT's tensors that the class keeps in fp32 whatever the dtype of the others."""
 

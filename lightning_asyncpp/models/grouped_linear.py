@@ -1,9 +1,9 @@
 """One linear map per group of rows, by torch's grouped matmul or by a loop over the groups.
 
-A trial on the device and in the dtype decides between the two, with groups of several sizes and both gradients: the
-grouped matmul supports only some dtypes and rows of a multiple of 16 bytes, and its results must be right. The loop is
-a custom operator, into which a compiler does not look, because it reads the sizes of the groups on the host. On a GPU
-the host therefore waits in the loop, but not in the grouped matmul in bf16.
+A trial on the given device and in the given dtype decides between the two, with groups of several sizes and both
+gradients: the grouped matmul supports only some dtypes and rows of a multiple of 16 bytes, and its results must be
+right. Since the loop reads the sizes of the groups on the host, it is a custom operator, which compilers treat as
+opaque. On a GPU the host therefore waits in the loop, but not in the grouped matmul's bf16 kernel.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ loop_linear.register_autograd(_backward, setup_context=_keep)
 
 def serves_grouped(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> bool:
     """Return whether torch's grouped matmul gives the loop's results for such weights, by one trial."""
-    # Only a width's remainder modulo 16 bytes matters; a trial with full widths would take the memory of experts.
+    # Only a width's remainder modulo 16 bytes matters; a trial with full widths would take as much memory as real
+    # experts.
     small = (width if width < 128 else 64 + width % 64 for width in (in_features, out_features))
     return _trial(device, dtype, *small)
 

@@ -25,7 +25,8 @@ class DelayCorrection(Optimizer):
     sets ``group["lr"]`` or removes parameters from a group act on it. The correction's own state of a parameter is in
     ``state`` too, under the names in ``keys``; it is hidden from the base during its step.
 
-    A strategy sets the delay of the gradients (:meth:`set_delay`); without delay the base steps as it would alone.
+    A strategy sets the delay of the gradients (:meth:`set_delay`); without delay the base steps as it would alone,
+    unless a subclass says otherwise.
 
     Args:
         params: parameters as the base optimizer takes them: tensors, (name, tensor) pairs or groups.
@@ -70,12 +71,12 @@ class DelayCorrection(Optimizer):
         return self.delay_of(p) > 0
 
     def _weights_before(self, moving: list[Tensor], remembered: Entries) -> Weights:
-        """Return the weights of ``moving`` before the step: the tensors of :meth:`weights_before`, or copies."""
+        """Return the weights of ``moving`` before the step: the tensors given to :meth:`weights_before`, or copies."""
         provided = self._provided or {}
         return {p: provided[p] if p in provided and self.delay_of(p) else p.detach().clone() for p in moving}
 
     def _write(self, weights: Weights) -> None:
-        """Write the weights of forwards and backwards from the masters: by default the rounded masters."""
+        """Set the compute weights (those of forwards and backwards) from the masters; by default to rounded masters."""
         for p, tensor in weights.items():
             tensor.copy_(p)
 
@@ -94,7 +95,7 @@ class DelayCorrection(Optimizer):
 
     @contextmanager
     def weights_before(self, weights: Weights) -> Iterator[None]:
-        """Provide the weights before the step: ``with ef.weights_before({p: copy, ...}): ef.step()``.
+        """Provide the weights before the step: ``with optimizer.weights_before({p: copy, ...}): optimizer.step()``.
 
         Args:
             weights: for each parameter a tensor of its shape, dtype and value that shares no memory with it; only read.
@@ -107,7 +108,7 @@ class DelayCorrection(Optimizer):
 
     @contextmanager
     def compute_weights(self, weights: Weights) -> Iterator[None]:
-        """Write compute weights from the masters: ``with ef.compute_weights({p: tensor, ...}): ef.step()``.
+        """Write compute weights from the masters: ``with optimizer.compute_weights({p: t, ...}): optimizer.step()``.
 
         Args:
             weights: for every parameter a tensor of its shape, in the dtype of forwards and backwards.
@@ -158,7 +159,7 @@ class DelayCorrection(Optimizer):
         return {key: value for key, value in vars(self).items() if not key.startswith("_optimizer_") and key != "step"}
 
     def _take_remembered(self, params: list[Tensor]) -> Entries:
-        """Remove the correction's state from ``state``: a base may test whether it is empty."""
+        """Remove the correction's state from ``state``: a base may test whether ``state`` is empty."""
         remembered: Entries = {}
         for p in params:
             state = self.state.get(p, {})
@@ -168,16 +169,16 @@ class DelayCorrection(Optimizer):
 
 
 class WeightPrediction(DelayCorrection):
-    """Optimizer that extrapolates the weights by the last step, as far as the gradients are delayed.
+    """Optimizer that extrapolates the weights along the last step, over as many updates as gradients are delayed.
 
-    Sources: SpecTrain (Chen et al., arXiv 1809.02839) and XPipe (Guan et al., arXiv 1911.04610), which predict with
-    the optimizer's momentum: for SGD with momentum and for AdamW without weight decay that is the last step, here for
-    any optimizer. With u_t the base optimizer's step, h the horizon and a ``ahead``::
+    Sources: SpecTrain (Chen et al., arXiv 1809.02839) and XPipe (Guan et al., arXiv 1911.04610), which predict with the
+    optimizer's momentum. For SGD with momentum and AdamW without weight decay, that equals the last step. This class
+    uses the last step of any optimizer. With u_t = step of the base optimizer, h = ``horizon`` and a = ``ahead``::
 
         Y_{t+1} = Y_t - u_t                               the trajectory of the base, Y_0 = W_0
         W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here; h = 0 without delay
 
-    h may change during a run, at the end of a synchronous start; Y continues.
+    h may change during a run, at the end of a synchronous start; Y is not affected.
 
     In terms of W alone: W_{t+1} = W_t - u_t - (h + a) * (u_t - u_{t-1}), with u_{-1} = 0. With h + a = s this is
     :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s, except that it already predicts at the first update.

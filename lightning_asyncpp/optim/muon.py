@@ -105,15 +105,15 @@ class MuonAdamW(Optimizer):
         newton_schulz_dtype: "bfloat16" (as torch), "float32" or "float64", or the torch dtype.
         adamw_names: regular expression searched in parameter names; AdamW updates the parameters that match.
         batched: whether to join matrices of equal shape into one product. None to do so on GPUs, except with
-            deterministic algorithms (``torch.use_deterministic_algorithms``): a matrix's bits could depend on its
-            neighbours.
+            deterministic algorithms (``torch.use_deterministic_algorithms``), since the bits of a matrix's update could
+            depend on which matrices share its batch.
 
     Raises:
         ValueError: an option cannot be used.
     """
 
     keeps_second_moment: ClassVar[bool] = False
-    """Whether each neuron has a running average of its squares."""
+    """Whether each neuron has a running average of the squares in its row of the orthogonalised momentum."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class MuonAdamW(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and choose the algorithm of its parameters by their names if it has any."""
+        """Add a group, and choose the algorithm of its parameters by their names if the group has names."""
         for key in ("lr", "weight_decay"):
             if key in param_group:
                 param_group.setdefault(f"adamw_{key}", None)
@@ -168,8 +168,8 @@ class MuonAdamW(Optimizer):
         adamw_lr = group.pop("adamw_lr")
         if adamw_lr is not None and not group["lr"]:
             raise ValueError(
-                f"{type(self).__name__} cannot use lr={group['lr']} with adamw_lr={adamw_lr}, which is kept as its "
-                "multiple. Set lr above 0."
+                f"{type(self).__name__} cannot use lr={group['lr']} with adamw_lr={adamw_lr}, which is stored as a "
+                "multiple of lr. Set lr above 0."
             )
         group.setdefault("adamw_lr_ratio", 1.0 if adamw_lr is None else adamw_lr / group["lr"])
         self._choose_all(group)
@@ -188,7 +188,11 @@ class MuonAdamW(Optimizer):
                     self._choose(p, names[p], group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; a copy, which has other parameters, chooses algorithms by the names in its groups."""
+        """Restore a state.
+
+        A copied or unpickled optimizer has new parameter objects, so it chooses their algorithms anew, by the names in
+        its groups.
+        """
         super().__setstate__(state)
         if "_uses_muon" not in self.__dict__:
             self._uses_muon = {}
@@ -329,7 +333,7 @@ def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
 
 
 def _stacks(p: Tensor, state: dict[str, Any]) -> Iterator[Stack]:
-    """Cut a weight into stacks of bounded size, which depends only on this weight's shape."""
+    """Cut a weight into stacks of bounded size; the cut depends only on this weight's shape."""
     tensors = [p.detach(), p.grad, state["momentum_buffer"], state.get("second_moment_buffer")]
     views = [t if t.ndim == 3 else t.unsqueeze(0) for t in tensors if t is not None]
     matrices = max(1, BATCH_ELEMENTS // math.prod(p.shape[-2:]))
@@ -406,8 +410,9 @@ def step_adamw(params: list[Tensor], state: dict[Tensor, dict[str, Any]], lr: fl
 
 
 def _can_be_fused(p: Tensor, entries: dict[str, Any]) -> bool:
-    """Return whether the fused kernel, one pass over memory instead of a dozen, equals the plain step to rounding.
+    """Return whether the fused kernel equals the plain step up to rounding.
 
+    The kernel passes over memory once, instead of a dozen times.
     On CPUs it ignores strides: with a gradient that is laid out unlike its parameter it silently pairs the wrong
     elements (torch 2.15).
     """

@@ -1,8 +1,8 @@
 """Symmetric product as a Triton kernel that computes the blocks on and below the diagonal and mirrors them.
 
 This saves half of the arithmetic of a full product. The reference is
-:func:`~lightning_asyncpp.optim.newton_schulz.full_product`. Block sizes are fixed, so that a matrix's bits depend
-neither on the matrices in its batch nor on a search for the fastest sizes.
+:func:`~lightning_asyncpp.optim.newton_schulz.full_product`. Block sizes are fixed, so that the bits of a matrix's
+result depend neither on the matrices in its batch nor on a search for the fastest sizes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ BLOCK = 128
 """Rows and columns of a block of the result, whose accumulator of 64 KiB fits the registers of 8 warps."""
 
 BLOCK_INNER = 64
-"""Depth of a product of blocks: in 16 bits, 16 KiB each of A and B, times ``STAGES``, take 96 KiB of shared memory,
-which all GPUs from Ampere on have."""
+"""Depth of a product of blocks. In 16 bits, 2 blocks (of A and B) x 16 KiB x 3 stages = 96 KiB of shared memory, which
+all GPUs from Ampere on have."""
 
 STAGES = 3
-"""Number of such pairs in shared memory: while one is multiplied, the next ones are loaded."""
+"""Number of pairs of blocks (of A and of B) in shared memory: while one is multiplied, the next ones are loaded."""
 
 WARPS = 8
 """Number of warps of 32 threads; with 4 the accumulator would not fit their registers."""

@@ -96,9 +96,9 @@ class PipelineStrategyMixin:
         slack: with ``staleness="least"``, number of further microbatches on the older weights; a reduction over
             replicas can run during them. ``"exact"``: all stages run as many microbatches on the older weights as the
             first stage, so that clipping is exact and non-finite gradients can be skipped.
-        lookahead: extra microbatches in flight, up to ``microbatches`` - P + 1, one less with replicas. They hide
-            latency and jitter, cost activation memory, and run on the older weights with ``staleness="least"``.
-            Default: 0; with ``staleness="uniform"`` 1 if that is not too many.
+        lookahead: extra microbatches in flight, up to ``microbatches`` - P + 1, one less with replicas. The extra
+            microbatches hide latency and jitter, cost activation memory, and run on the older weights with
+            ``staleness="least"``. Default: 0; with ``staleness="uniform"`` 1 if that is not too many.
         data_parallel_size: number of replicas of the pipeline; ``devices`` is a multiple of it.
         partition: layers of each stage. ``"auto"`` minimises the largest cost of a stage. Costs are the model's
             ``pipeline_costs()``; without that method the times of its layers on ``example_input_array``; without an
@@ -108,8 +108,8 @@ class PipelineStrategyMixin:
             takes as much memory as two versions in fp32 and computes faster; it needs precision ``"bf16-mixed"``.
             Checkpoints then have both the bf16 weights and the masters.
         nonfinite_gradients: ``"stop"`` raises on every rank, ``"skip"`` leaves weights and optimizer unchanged.
-        state_dict_type: ``"full"`` writes a checkpoint as one file, on rank 0; ``"sharded"`` as a folder with a part of
-            every stage.
+        state_dict_type: ``"full"`` writes a checkpoint as one file, on rank 0; ``"sharded"`` as a folder with one part
+            per stage.
         async_checkpoints: write checkpoints while training continues; costs a copy of the saved state on the host.
         timeout: timeout of blocking communication.
         process_group_backend: backend of ``torch.distributed``; ``None``: NCCL if every rank has a GPU to itself, gloo
@@ -122,7 +122,8 @@ class PipelineStrategyMixin:
             of the Trainer or Fabric.
 
     Raises:
-        ConfigurationError: arguments are wrong for any number of processes; the message names all of them.
+        ConfigurationError: arguments are wrong whatever the number of processes is; the message names all wrong
+            arguments.
 
     Attributes:
         delay: delay of the gradients in updates: 1 or 0.

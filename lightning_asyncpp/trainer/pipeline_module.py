@@ -30,8 +30,8 @@ class PipelineModule(L.LightningModule):
 
     loss_reduction: str = "mean"
 
-    # Strategies recognise this function, and may call it once more with the batch on the host, since it draws no random
-    # numbers.
+    # Strategies recognise this function, and may call it a second time, on the host's copy of the batch; this is safe
+    # because the function draws no random numbers.
     split_batch = staticmethod(split_batch)
     """Cut a batch into ``parts`` microbatches along the first dimension; ``None`` stands for an empty slot."""
 

@@ -140,7 +140,10 @@ def optimizers_in(configured: Any) -> list[Optimizer]:
 
 @contextmanager
 def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
-    """Hide a network that was refused while on the meta device; an error from moving it would hide the reason."""
+    """Hide a refused network that is still on the meta device.
+
+    An error from moving it would mask the reason for the refusal.
+    """
     network = network_in(module)
     is_attribute = module is not None and network is getattr(module, network_name(module), None)
     if module is None or network is None or not is_attribute or not any(p.is_meta for p in network.parameters()):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from lightning_asyncpp.core.microbatch import ModelCall
 from lightning_asyncpp.errors import ConfigurationError
 
-NEVER = "the step ended without calling self.model(...): under a pipeline it must call it exactly once per microbatch"
-TWICE = "the step ended after calling twice self.model(...): under a pipeline it must call it exactly once"
+RULE = "under a pipeline the step must call the model exactly once per microbatch"
+NEVER = f"the step ended without calling self.model(...): {RULE}"
+TWICE = f"the step ended after calling twice self.model(...): {RULE}"
 
 
 def double(args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -145,5 +145,5 @@ def test_a_wrong_row_is_named(tmp_path: Path, row: Any, message: str) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
     forgetful = TEMPLATE.replace("{{ m['content'] }}", "{% if loop.last %}{{ m['content'] }}{% endif %}")
-    with pytest.raises(DataError, match="line 1: the chat template writes message 3 otherwise"):
+    with pytest.raises(DataError, match="line 1: the chat template renders message 3 differently"):
         make(tmp_path, [{"messages": TURNS}], forgetful)

@@ -148,7 +148,7 @@ def test_a_limit_holds_until_somebody_takes(ends: Ends) -> None:
 def test_a_tensor_that_was_not_put_out_ends_both_sides(ends: Ends) -> None:
     with pytest.raises(PeerLostError):
         ends.inbox.take(infos(torch.ones(1)))
-    with pytest.raises(ProtocolError, match="rank 1 asked for tensors that were not put out: \\(1, 0, 0\\)"):
+    with pytest.raises(ProtocolError, match="rank 1 asked for tensors that were not offered: \\(1, 0, 0\\)"):
         ends.outbox.put([torch.ones(1)])
 
 

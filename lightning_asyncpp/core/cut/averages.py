@@ -1,7 +1,7 @@
 """Averages of a model's weights, which are cut like the model.
 
 An average is updated by pairing its parameters with the model's parameters, in order. If only the model were cut,
-layers would be averaged with different layers; if their shapes agree, there would be no error.
+layers would be averaged with different layers, without an error if their shapes agree.
 """
 
 from __future__ import annotations

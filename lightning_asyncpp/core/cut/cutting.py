@@ -105,7 +105,7 @@ def _prune(
         kept |= set(buffers_everywhere(model, model_cut))
     others = [units[position] for position in range(len(units)) if position not in own]
     # Layers of other stages also lose the parameters that they share with this stage; but not if the model's own
-    # forward runs on every stage, since its code may use any module.
+    # forward runs on every stage (see own_forward.py), since its code may use any module.
     own_modules = {module for position in own for module in units[position].module.modules()}
     modules = {module for unit in others for module in unit.module.modules()} if model_cut is None else set()
     gone = [t for unit in others for t in _tensors_of(unit) if t not in kept]
@@ -150,7 +150,8 @@ def materialize(
     """
     replaced: dict[Tensor, Tensor] = {}
     problems: list[str] = []
-    for index in sorted(indices):  # in order: on every stage, the last unit sets a shared parameter
+    # In order, so that on every stage a shared parameter gets the value of the last unit that has it.
+    for index in sorted(indices):
         unit = units[index]
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
         if not modules:

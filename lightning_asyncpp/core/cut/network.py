@@ -130,7 +130,7 @@ def no_network(module: nn.Module) -> str:
 
 
 def _is_network(module: nn.Module) -> bool:
-    """Return whether a module has parameters, and steps that call the user's ``forward``."""
+    """Return whether a module has a ``forward`` of the user's, parameters, and methods that call ``self(...)``."""
     return _is_own(type(module).forward) and _has_parameters(module) and _calls_itself(module)
 
 

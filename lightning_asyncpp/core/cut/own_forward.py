@@ -69,7 +69,7 @@ class OwnForwardCut:
         outputs: for each block, the shape of its first floating-point input in the example, and its output with tensors
             on the meta device.
         crossing: for each unit, the values that cross a cut before it: numbers of the earlier blocks whose outputs
-            cross; with ``by_inputs``, positions among the inputs of its block.
+            cross; with ``by_inputs``, positions among the inputs of the unit's block.
         by_inputs: whether inputs of blocks cross cuts instead of outputs.
         blank: positions and names of arguments whose floating-point values only the first stage needs.
         is_exact: whether gradients are added in the same order as in the whole model, because no value is used on
@@ -217,7 +217,7 @@ class OwnForwardStage:
         originals = [place.table[place.key] for place, _ in self._stand_ins]
         _UNDER_WAY.append(self)
         try:
-            torch.backends.mha.set_fastpath_enabled(False)  # it would read weights of other stages' blocks
+            torch.backends.mha.set_fastpath_enabled(False)  # the fast path would read weights of other stages' blocks
             for block, _, steered in self._kinds:
                 object.__setattr__(block, "__class__", steered)
             for place, stand_in in self._stand_ins:
@@ -295,7 +295,7 @@ class _Reached(BaseException):
     """End of a forward, where the next stage begins."""
 
 
-_UNDER_WAY: list[OwnForwardStage] = []  # the running one is last
+_UNDER_WAY: list[OwnForwardStage] = []  # the running stage is last
 
 
 @functools.cache
@@ -307,7 +307,8 @@ def _steered(kind: Any) -> Any:
 
     steered = type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
     if "forward" in vars(steered):
-        delattr(steered, "forward")  # transformers adds a checkpointing one to each new class; the base has one already
+        # transformers adds a checkpointing forward to each new class, but the base class has one already.
+        delattr(steered, "forward")
     return steered
 
 
@@ -320,7 +321,7 @@ def _mapped(
 
 
 def buffers_everywhere(model: nn.Module, cut: OwnForwardCut) -> list[Tensor]:
-    """Return the buffers around blocks that no unit changes, which every stage has."""
+    """Return the buffers around blocks that no unit changes; every stage has these buffers."""
     owned = {name for names in cut.around for name in names}
     in_blocks = tuple(f"{name}." for name in cut.blocks)
     named = model.named_buffers(remove_duplicate=False)

@@ -81,10 +81,10 @@ def uniform(has_parameters: Sequence[bool], num_stages: int) -> list[int]:
 
 
 def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Return each stage's number of units, minimising the largest load; the result is exact.
+    """Return each stage's number of units, minimising the largest load; optimal, not a heuristic's.
 
     Between partitions with the same largest load, the second largest load decides, then the third, and so on, then the
-    distance from :func:`uniform`, then shorter first stages.
+    distance from :func:`uniform`; finally, shorter first stages win.
 
     Args:
         costs: cost of each unit, finite and at least 0.

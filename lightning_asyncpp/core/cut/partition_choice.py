@@ -87,7 +87,7 @@ def choose_partition(
     if num_stages == 1:
         if not isinstance(asked, str):
             check_given(asked, heavy)
-        return Partition((len(units),), even, "as the whole")
+        return Partition((len(units),), even, "for a single stage")
     if before is not None and asked == "auto":
         return Partition(before.counts, even, "as the model was cut before")
     if asked == "auto":

@@ -42,7 +42,7 @@ class Pruned:
 
     Attributes:
         stage: index of the remaining stage; -1 while the model is whole.
-        names: names of the removed tensors in the ``state_dict`` of the root.
+        names: names of the removed tensors in the ``state_dict`` of the root; see :meth:`prune`.
         places: all former places of the removed tensors.
         shown_now: whether the removed tensors are in their places.
     """
@@ -98,9 +98,8 @@ class Pruned:
         """
         own = {name: value for name, value in state.items() if name not in self.names}
         missing, unexpected = module.load_state_dict(own, strict=False)
-        unexpected = [
-            name for name in unexpected if name not in self.names
-        ]  # some modules add entries that older states lack
+        # While loading, some modules add entries that older states lack, and these may belong to other stages.
+        unexpected = [name for name in unexpected if name not in self.names]
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"the state_dict does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected};"
@@ -179,7 +178,7 @@ def without_memory(tensor: Tensor, device: torch.device | None = None, dtype: to
 
     Args:
         tensor: tensor with the shape.
-        device: device of the result; default: the device of ``tensor``, but the CPU if that is the meta device.
+        device: device of the result; default: the device of ``tensor``, or the CPU if the tensor is on the meta device.
         dtype: dtype of the result; default: the dtype of ``tensor``.
     """
     device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)

@@ -40,8 +40,8 @@ class Stage:
         whole: description of the whole model.
         parameters: name in the model -> parameter, each parameter once.
         uses: name of a later unit's use of a shared parameter -> name of the parameter.
-        root: the model, or the module around it, whose names checkpoints have.
-        names: every name of a parameter in the root -> name of the parameter.
+        root: module whose names checkpoints have: the model, or the module around it.
+        names: every name of a parameter in the root -> its name in ``parameters``.
         counting_layers: name in the model -> layer with statistics.
         buffers: name in the model -> buffer that these layers change once per update.
         runs_whole_step: whether the only unit is a whole LightningModule, whose step may call anything.
@@ -126,11 +126,11 @@ class Stage:
     def under(self, weights: dict[str, Tensor] | None, function: Callable[[], T]) -> T:
         """Call ``function`` while the units' parameters are ``weights`` (name in the model -> leaf tensor).
 
-        Backwards must run within it, too, since activation checkpointing recomputes with the present weights.
+        Backwards must run within such a call, too, since activation checkpointing recomputes with the present weights.
         """
         if weights is None:
             return function()
-        # Like torch.func.functional_call, but without its checks of every name in each call: they would take longer
+        # Like torch.func.functional_call, but without checks of every name in each call: these checks would take longer
         # than launching a layer's kernels.
         originals: list[tuple[Place, Any]] = []
         try:
@@ -142,7 +142,7 @@ class Stage:
             return function()
         finally:
             self._weights = None
-            for place, original in reversed(originals):  # a place may have two names
+            for place, original in reversed(originals):  # in reverse, since a place may occur twice
                 place.table[place.key] = original
 
     def refresh(self) -> None:

@@ -73,7 +73,7 @@ def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
 
 
 def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
-    """Return the first of the stages that shared parameters link to a stage; None if the stage shares none.
+    """Return the first of the stages linked to a stage by shared parameters; None if the stage shares none.
 
     Stages that share different parameters with a third stage are linked, too. Frozen parameters count, since they may
     be trained later.

@@ -1,4 +1,4 @@
-"""Units of a model: its ordered layers, between which a pipeline can cut."""
+"""Units: the ordered layers of a model, between which a pipeline can cut it."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def has_layers(model: nn.Module) -> bool:
 def pipeline_units(model: nn.Module) -> list[Unit]:
     """Return the ordered units of an ``nn.Sequential``, or of a module with ``pipeline_layers()``.
 
-    ``pipeline_layers()`` returns submodules. If a submodule's arguments or output do not fit its neighbours, it returns
-    a pair (submodule, function) instead: the function takes the submodule and the previous layer's output, and calls
-    the submodule.
+    ``pipeline_layers()`` returns submodules. If a submodule's arguments or output do not fit its neighbours, the list
+    has a pair (submodule, function) instead: the function takes the submodule and the previous layer's output, and
+    calls the submodule.
 
     Raises:
-        ConfigurationError: the model is none of these, or its layers are not distinct submodules of it.
+        ConfigurationError: the model is neither, or its layers are not distinct submodules of the model.
     """
     if (own := cut_of(model)) is not None:
         held = [own.names_of(number) for number in range(own.num_units)]
@@ -139,14 +139,14 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
 
 
 def _name_of(around: Sequence[str], block: str) -> str:
-    """Return the name of a unit in messages: its block, after the modules whose tensors its code uses around it."""
+    """Return a unit's name for messages: modules outside of the block whose tensors the unit uses, then the block."""
     holders = list(dict.fromkeys(name.rpartition(".")[0] or name for name in around))
     more = [f"{len(holders) - 2} more"] if len(holders) > 2 else []
     return " + ".join([*holders[:2], *more, *filter(None, [block])]) or _ONLY_CODE
 
 
 def telling(names: Sequence[str]) -> list[str]:
-    """Return the names of units for messages, without units that have no weights."""
+    """Return the names of units for messages; units without weights are left out."""
     return [name for name in names if name != _ONLY_CODE] or list(names)
 
 

@@ -1,6 +1,7 @@
-"""Description of the whole model, which every stage creates before it cuts the model.
+"""Description of the whole model; every stage creates it before the cut.
 
-It includes the position of each layer's statistics in the control message, and how their metrics are reduced.
+The description includes the position of each layer's statistics in the control message (the numbers that all ranks sum
+before an update), and the reduction of the layers' metrics.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 
 T = TypeVar("T")
 MOST_EXCHANGING = 16
-"""Up to this number of ranks, every rank sends its control message to all others."""
+"""Up to this number of ranks, every rank sends its control message (:class:`.ControlMessage`) to all others."""
 _FINISHED = "finished"
 _MOST = 8  # differences that an error names
 _CONTROL_TAG = 4
@@ -111,7 +111,7 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     texts = exchange(mesh, text, group)
     configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
     others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
-    if error is not None and texts.count(text) == len(texts) > 1:  # > 1: in one process, stages call this one by one
+    if error is not None and texts.count(text) == len(texts) > 1:  # > 1: a single rank just raises the error
         raise raised_alike(error, mesh.rank)
     if error is not None and (not config or configuration == [str(error)]):
         raise error  # with the traceback into the user's code
@@ -165,12 +165,12 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
 
 
 def batches_behind(num_stages: int, microbatches: int) -> int:
-    """Return the number of batches after which a sum is read: enough that no stage waits for later stages."""
+    """Return the number of batches after which stop flags are read: enough that no stage waits for later stages."""
     return 2 + (num_stages - 1) // microbatches
 
 
 class StopRounds:
-    """Agreement on an early end of an evaluation, which has no control messages.
+    """Agreement on an early end of an evaluation; in training, control messages carry the requests to stop.
 
     After every batch each rank contributes its flag to an asynchronous sum, and reads the sum from a few batches ago.
     All ranks read the same sum after the same batch, and so stop together. If replicas have different numbers of
@@ -225,7 +225,7 @@ class StopRounds:
                 self._give(stop, running=False)
             agreed, running = self._take()
             if agreed and last is None:
-                last = self._read + self.behind  # ranks with more batches stop there
+                last = self._read + self.behind  # number of sums that other ranks read before they stop
             if not running or self._read == last:
                 self._finish_with(0)
                 return last is not None
@@ -258,8 +258,9 @@ class ControlExchange:
     """Sum of a mini-batch's control messages over all ranks, with several replicas or on GPUs.
 
     Every rank sends its message to all others; if there are many ranks, they use an all-reduce instead. Replicas finish
-    in any order, so their messages cannot follow the gradients along the pipeline, as with one replica on CPUs. On GPUs
-    hosts run far ahead, and along the pipeline each host would wait for the GPUs of all later stages.
+    in any order, so their messages cannot follow the gradients along the pipeline, as they do with one replica on CPUs.
+    On GPUs hosts run far ahead, and messages along the pipeline would make each host wait for the GPUs of all later
+    stages.
 
     Args:
         mesh: connected mesh of ranks.
@@ -270,8 +271,8 @@ class ControlExchange:
         assert mesh.groups is not None
         self.mesh = mesh
         self._group = mesh.groups.control
-        # With one replica, other collectives use the same group. Ranks start the all-reduce at different times, so it
-        # could be mixed up with these.
+        # With one replica, other collectives use the same group. Ranks start the all-reduce at different times, so
+        # it could be mixed up with those collectives.
         shares_group = mesh.groups.control is mesh.groups.host
         self._pairwise = mesh.world_size <= MOST_EXCHANGING or shares_group
         self._works: list[dist.Work] = []

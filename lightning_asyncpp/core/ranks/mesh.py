@@ -121,11 +121,12 @@ class Mesh:
         if self.world_size == 1 or self.groups is not None:
             return
         destroy_retired()
-        # gloo on any device: headers, control messages and checks are host data.
+        # gloo whatever the device is, since headers, control messages and checks are host data.
         host = new_group(timeout, backend="gloo")
         agree(host)
         # Each gloo group has a thread that wakes a hundred times a second, so there are few groups. With replicas, an
-        # all-reduce of control messages may still run when another collective starts, so it has a second group.
+        # all-reduce of control messages may still run when another collective starts, so control messages have a group
+        # of their own.
         groups = Groups(control=host if self.num_replicas == 1 else new_group(timeout, backend="gloo"), host=host)
         if direct if direct is not None else dist.get_backend() != "gloo":
             self._connect_neighbours(groups, timeout)
@@ -171,14 +172,14 @@ class Groups:
     """Process groups of a rank.
 
     Attributes:
-        control: all ranks, for control messages; with one replica the same as ``host``.
+        control: all ranks, for control messages (:class:`.ControlMessage`); with one replica the same as ``host``.
         host: all ranks, for host data between any two of them.
         forward: activations on devices, from the previous stage.
         backward: gradients of these activations, to the previous stage.
         to_next: activations on devices, to the next stage.
         from_next: gradients of these activations, from the next stage.
         data_parallel: ranks of this stage in all replicas; None with one replica.
-        last_stages: last stages of all replicas; None with one replica, and on stages that are not the last.
+        last_stages: last stages of all replicas; None with one replica, and on all earlier stages.
         saving: all ranks, for the thread that writes checkpoints; None until its first use.
     """
 
@@ -213,7 +214,7 @@ def _retire(groups: list[dist.ProcessGroup]) -> None:
 
 
 def destroy_retired(grace: float = GRACE_SECONDS) -> None:
-    """Destroy unused groups; else torch would keep them and their threads.
+    """Destroy unused groups, since torch would keep the groups and their threads.
 
     Args:
         grace: seconds that must have passed since their last use on this rank. Slower ranks may still read messages,

@@ -3,11 +3,11 @@
 With NCCL, creating a group splits the communicator of all ranks, and all ranks must take part. One split creates
 several disjoint groups. NCCL refuses several stages on one GPU.
 
-With gloo, ``is_completed()`` of ``isend`` and ``irecv`` stays false until ``wait()`` is called. So polling would never
-see that a message has arrived or was sent, and a thread waits for each message.
+With gloo, ``is_completed()`` of ``isend`` and ``irecv`` stays false until ``wait()`` is called. Polling would never see
+that a message has arrived or was sent. Therefore a thread waits for each message.
 
 torchrun's agent keeps one key-value store for all attempts. After a restart, torch would find the addresses of ended
-processes in it, and wait for them (https://github.com/pytorch/pytorch/issues/135712).
+processes in the store, and wait for these processes (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def new_group(
         timeout: timeout of blocking communication; default: torch's.
         ranks: ranks of the group; default: all.
         backend: backend of the group; default: the default group's backend.
-        options: function that returns new options for NCCL, which changes them; ignored with other backends.
+        options: function that returns a new object with NCCL's options, since NCCL changes the object; ignored with
+            other backends.
     """
     given = options() if options is not None and dist.get_backend() == "nccl" else None
     members = None if ranks is None else list(ranks)
@@ -57,7 +58,7 @@ def disjoint_groups(
     Args:
         parts: disjoint lists of ranks; a list of a single rank gets no group.
         timeout: timeout of blocking communication; default: torch's.
-        options: function that returns new options for NCCL, which changes them.
+        options: function that returns a new object with NCCL's options, since NCCL changes the object.
 
     Returns:
         This rank's group, if any.
@@ -77,7 +78,10 @@ def disjoint_groups(
 
 
 def splits() -> bool:
-    """Return whether new groups split the communicator of all ranks: with NCCL, if it is bound to a device."""
+    """Return whether new groups split the communicator of all ranks.
+
+    This is so with NCCL, if the default group is bound to a device.
+    """
     world = dist.group.WORLD
     return dist.get_backend() == "nccl" and world is not None and getattr(world, "bound_device_id", None) is not None
 
@@ -85,8 +89,8 @@ def splits() -> bool:
 def neighbour_options() -> Any:
     """Return NCCL's options for groups of two neighbours.
 
-    A message is a kernel that occupies its thread blocks until the other side's kernel runs. So it gets few blocks, and
-    a stream of high priority, since other ranks wait for it.
+    A message is a kernel that occupies its thread blocks until the other side's kernel runs. So messages get few
+    blocks. They also get a stream of high priority, since other ranks wait for them.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = _MOST_CTAS

@@ -1,10 +1,12 @@
 """Mini-batch from its first forward to its update: reduction over replicas, then the control message.
 
+A control message has the numbers of a mini-batch that all ranks sum before they update (:class:`ControlMessage`).
+
 Gradients become complete stage by stage, from the last to the first. An all-reduce of control messages would start only
 when the first stage is ready, and then take further rounds. So with one replica, each stage sends its control message
-to the previous stage, behind its last gradient, and stages sum them on the way. When the first stage is ready, the sum
-of all later stages has arrived. It sends the total to the other stages in front of the activations that need it, so the
-number of messages per stage does not grow with the pipeline.
+to the previous stage, behind its last gradient, and stages sum the messages on the way. When the first stage is ready,
+the sum of all later stages has arrived. The first stage sends the total to the other stages in front of the activations
+that need the total, so the number of messages per stage does not grow with the pipeline.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class MiniBatch:
 
     Batches are added until :meth:`complete`. After the last backward, :meth:`launch` starts the reduction of the
     gradient and the control message. Nothing blocks before :meth:`wait`, with one exception: with one replica on CPUs,
-    :meth:`poll` reads the next stage's control message, which follows that stage's last gradient.
+    :meth:`poll` waits for the next stage's control message, which follows that stage's last gradient.
 
     The control message is an fp64 vector that is summed over all ranks: five numbers, then the layers' statistics.
 
@@ -122,7 +124,7 @@ class MiniBatch:
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Tensor = field(init=False)  # on the device of the layers
-    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or while they are copied there
+    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or their reading from a device
     _count: tuple[Tensor, dist.Work] | None = None
     _norms: dict[str, Tensor] | None = None
     _reading: Reading | None = None  # norms that are on a device
@@ -269,7 +271,7 @@ class MiniBatch:
             transport.send_total(self.index, vector)
 
     def _written(self) -> Tensor:
-        """Return this rank's vector. Only last stages contribute weights, and only the first replica squares."""
+        """Return this rank's vector. Only last stages add weights, and only the first replica adds squares."""
         mesh, squares = self.mesh, math.fsum(self.squares.values())  # exact, so that the order does not matter
         finite = math.isfinite(squares)
         weight = self.weight if mesh.is_last else 0.0

@@ -47,8 +47,8 @@ operands, so the alignment must not depend on the stage."""
 class Bucket:
     """Gradients of one dtype, packed into a flat tensor for an all-reduce.
 
-    The tensor ends with one flag per gradient, which says whether it exists. A parameter that no replica used keeps the
-    gradient None, so that the optimizer does not decay it.
+    The tensor ends with one flag per gradient, which says whether the gradient exists. A parameter that no replica used
+    keeps the gradient None, so that the optimizer does not decay it.
 
     Args:
         names: names of the parameters.
@@ -366,7 +366,7 @@ class TiedGradients:
         return _Received(self._mesh.receive(flat, self._mesh.rank_of(stage), self._tags[number]), flat)
 
     def _taken(self, received: list[_Received | None], number: int) -> Tensor | None:
-        """Wait for a received gradient and return it; this object then no longer keeps its memory."""
+        """Wait for a received gradient and return it; afterwards this object does not keep the gradient's memory."""
         arriving, received[number] = received[number], None
         if arriving is None:
             return None

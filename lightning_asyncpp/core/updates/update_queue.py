@@ -57,8 +57,8 @@ class UpdateQueue:
         open: mini-batch to which batches are added.
         pending: complete mini-batches whose updates are outstanding, in order.
         last_norm: norm of the newest finite gradient that all ranks have agreed on; None before the first.
-        requested: requests to stop by this rank.
-        agreed: requests to stop by any rank, once all ranks know them.
+        requested: stop requests of this rank.
+        agreed: stop requests of any rank, once all ranks know them.
         apply: function that steps the optimizer while the parameters have gradients.
         reduces: whether gradients are reduced over replicas.
         busy: whether :meth:`poll` may have work.
@@ -165,7 +165,7 @@ class UpdateQueue:
         self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context for the backward of microbatch ``k``; in a mini-batch's last one, the reduction starts.
+        """Return a context for the backward of microbatch ``k``; the last one of a mini-batch starts the reduction.
 
         Args:
             k: number of the microbatch.
@@ -180,8 +180,8 @@ class UpdateQueue:
     def poll(self, next_backward: int | None = None) -> None:
         """Launch mini-batches whose backwards are all done, and process messages that have arrived.
 
-        Nothing blocks, with one exception: with one replica on CPUs, this reads the next stage's control message, which
-        follows that stage's last gradient.
+        Nothing blocks, with one exception: with one replica on CPUs, this waits for the next stage's control message,
+        which follows that stage's last gradient.
 
         Control messages and shared gradients are sent in the order of the mini-batches, since receivers identify them
         by their order.
@@ -206,11 +206,11 @@ class UpdateQueue:
         self.busy = not in_order or bool(self._dropped or self._sending)
 
     def apply_held(self) -> None:
-        """Apply the previous mini-batch's update, once the open mini-batch no longer needs the older weights.
+        """Apply the previous mini-batch's update; call this when the open mini-batch no longer needs older weights.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``. Not raised here if the stage
-                steps ahead.
+                steps ahead (see :meth:`.Schedule.steps_ahead`).
         """
         while self.pending and not self.pending[0].stepped:
             if self.schedule.steps_ahead(self.pending[0].index):
@@ -219,7 +219,7 @@ class UpdateQueue:
             self._applied.append(self._apply(self.pending.popleft()))
 
     def iter_due(self) -> Iterator[Action]:
-        """Apply the updates that are due after mini-batch t: those up to t - delay.
+        """Apply the updates that are due after t, the last complete mini-batch: those up to t - delay.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
@@ -281,8 +281,8 @@ class UpdateQueue:
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before other stages' gradients are known, clipped by the norm of the previous mini-batch.
 
-        The first mini-batch has no delay, so its norm is known. If no mini-batch had samples yet, the norm is 0, which
-        clips nothing.
+        The first mini-batch has no delay, so a previous norm exists afterwards. If no mini-batch had samples yet, 0
+        stands for it, which clips nothing.
 
         This waits for replicas and for shared gradients. A gradient that is not finite is not applied; if only the
         device knows this so far, zeros replace it. The control message stops all ranks later.
@@ -364,7 +364,7 @@ class UpdateQueue:
 
 
 def _no_optimizer(_: Update) -> None:
-    raise RuntimeError("there is no optimizer for an update: call attach() first")
+    raise RuntimeError("there is no optimizer for an update: call the session's attach() first")
 
 
 def _non_finite(mini_batch: MiniBatch, agrees_first: bool) -> str:

@@ -13,7 +13,7 @@ device, not even for memory. Each tensor of a microbatch is a message of its own
 
 The thread answers at once, whatever its process waits for. So the receiver's host waits for one round trip, and its
 device never waits while it has work. Each side launches from a separate stream: a send waits for its tensor, but not
-for the present computation. A receive waits for all work launched before it.
+for later work on the compute stream. A receive waits for all work launched before it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class Way(NamedTuple):
     def to(cls, peer: int, group: dist.ProcessGroup | None, device: torch.device) -> Way:
         """Return a direction to or from a rank."""
         assert group is not None
-        # torch hands out the same streams repeatedly. Few users take streams of high priority.
+        # torch hands out the same streams repeatedly. Few users take streams of high priority, so a stream of high
+        # priority is less likely to be shared.
         return cls(peer, group, device, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
 
     def enter(self) -> None:
-        """Set this thread's device; else the thread would use, and initialise, the first device."""
+        """Set this thread's device; by default the thread would use, and initialise, the first device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -84,7 +85,8 @@ class Way(NamedTuple):
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Return memory to receive into; the allocator may make the host wait for the whole device."""
-        with self.launching():  # memory of this stream, which no running kernel of another stream still reads
+        # From this stream's memory pool, so no kernel still running on another stream reads this memory.
+        with self.launching():
             return [info.empty(self.device) for info in infos]
 
     def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
@@ -125,7 +127,7 @@ class Outbox:
         self._way, self._link = way, link
         self._changed = threading.Condition()
         self._waiting: deque[_Put] = deque()
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # tensors live until they are sent
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()  # keeps tensors alive until they are sent
         self._error: BaseException | None = None
         self._closed = False
         background.run(self._serve, "outbox")
@@ -184,15 +186,17 @@ class Outbox:
         frame = self._link.read_frame()
         put = self._waiting[0] if self._waiting else None
         if frame != (_TAKE, number, 0) or put is None:
-            raise ProtocolError(f"{self._link.peer} asked for tensors that were not put out: {tuple(frame)}")
+            raise ProtocolError(f"{self._link.peer} asked for tensors that were not offered: {tuple(frame)}")
         works = self._way.send([put.tensors[0]], put.ready)
         self._link.write(_SENT, number, [])
-        with self._changed:  # after the answer: a waiting thread may then close the connection
+        # Only after the answer is written, since a thread that this wakes up may close the connection.
+        with self._changed:
             self._sends.append((works[0], put.tensors.popleft()))
             if not put.tensors:
                 self._waiting.popleft()
-            # This thread must not free the tensors; put() does. Here it would wait for the allocator's lock with the
-            # GIL, while the thread that has the lock may wait for the next answer of this thread.
+            # This thread must not free the tensors; put() does. Freeing them here, this thread would wait for the
+            # allocator's lock while holding the GIL, and the thread that holds the lock may itself be waiting for this
+            # thread's next answer.
             del works, put
             self._changed.notify_all()
 
@@ -228,16 +232,16 @@ class Inbox:
         """
         if not infos:
             return []
-        # Before the send is launched: two hosts would deadlock if each had a send in flight and waited for its device
-        # to get memory.
+        # Memory is allocated before the neighbour launches the send: two hosts would deadlock if each had a send in
+        # flight and, in order to get memory, waited for its device.
         tensors, received = self._way.allocate(infos), list[Tensor]()
-        # One by one: a second send behind the first could not start. It would hold up whatever shares its hardware
-        # queue before the first receive is launched, perhaps on both sides.
+        # One tensor at a time: a second send queued behind the first could not start. Until the first receive is
+        # launched, the second send would block everything else in its hardware queue, perhaps on both sides.
         for info, tensor in zip(infos, tensors):
             self._link.write(_TAKE, self._taken, [])
             frame = self._link.read_frame()
             if frame != (_SENT, self._taken, 0):
-                raise ProtocolError(f"{self._link.peer} did not send the tensor that was taken: {tuple(frame)}")
+                raise ProtocolError(f"{self._link.peer} did not send the tensor asked for by this rank: {tuple(frame)}")
             self._taken += 1
             received += self._way.receive([info], [tensor])
         return received

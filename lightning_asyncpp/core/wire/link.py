@@ -260,7 +260,7 @@ class TensorInfo(NamedTuple):
         return torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=device)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """Return a view of a tensor with its dimensions in their order in memory, for sending."""
+        """Return a view of a tensor for sending, with the dimensions in their order in memory."""
         return tensor.permute(self.order) if self.order else tensor
 
 

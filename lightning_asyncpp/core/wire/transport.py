@@ -1,8 +1,10 @@
 """Transport of activations, gradients and control messages between neighbouring stages.
 
+A control message has the numbers of a mini-batch that all ranks sum before an update (:class:`.ControlMessage`).
+
 Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.core.wire.link`, in
-order. Tensors on GPUs go through NCCL; their headers announce them. If NCCL cannot be used (several stages on one GPU),
-the tensors are copied through the host.
+order. Tensors on GPUs go through NCCL; headers announce these tensors. If NCCL cannot be used (several stages on one
+GPU), the tensors are copied through the host.
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ class Transport:
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
             parts += map(_bytes_of, stored)
-        else:  # before the header announces it
+        else:  # before the header announces the tensors
             self._direct.put_activation(stored)
         self._after.write(_ACTIVATION, header.k, parts)
         self._sent = header.k + 1
@@ -216,7 +218,7 @@ class Transport:
         self._before.write(_PART, mini_batch, [_bytes_of(vector)])
 
     def has_part(self, mini_batch: int) -> bool:
-        """Return whether :meth:`receive_part` can be called; always true, since it waits."""
+        """Return whether :meth:`receive_part` can be called; always true, since that call waits."""
         return True
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
@@ -235,7 +237,7 @@ class Transport:
     def announce_drop(self, k: int) -> None:
         """Tell the neighbours that the open mini-batch's gradient, up to microbatch ``k``, is dropped; never waits.
 
-        The neighbours must drop it, too. If one does not, the announcement gives an error instead of a deadlock.
+        The neighbours must drop this gradient, too. If one does not, the result is an error instead of a deadlock.
         """
         self._drops.append(k)
         for link in (self._before, self._after):
@@ -268,14 +270,14 @@ class Transport:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def announce_end(self) -> None:
-        """Tell the next stage that no activation follows until it has drained, too; never waits."""
+        """Tell the next stage that no activation follows until both stages have drained; never waits."""
         if (
             self._after is not None and not self._closed
         ):  # gathering weights drains again after a run, with closed links
             self._after.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
-        """Tell the next stage that no message will follow, since it may wait for one; never waits."""
+        """Tell the next stage that no message will follow, since that stage may be waiting; never waits."""
         if self._after is not None and not self._closed:
             self._after.write(_RUN_END, self._sent, [])
 

@@ -126,7 +126,7 @@ class _Check:
     def compare_stages(self, name: str, **arguments: Any) -> Difference | str:
         """Compare a pipeline with the reference.
 
-        They must be equal bit for bit, or up to the order of sums if several stages use the same value.
+        The results must be equal bit for bit, or up to the order of sums if several stages use the same value.
         """
         print(f"check_model: comparing {name} ...", file=sys.stderr, flush=True)
         strategy = DelayedGradientStrategy(**arguments)

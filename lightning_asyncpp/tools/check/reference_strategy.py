@@ -45,9 +45,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
         held: name of a parameter -> number of microbatches per update that its stage runs on older weights.
         seed: seed of the run.
         device: device of the training.
-        at_first: whether to compute every gradient on the initial weights, so that it does not depend on the number of
-            microbatches: random numbers are the same for every sample, there are no auxiliary losses, and BatchNorm is
-            in evaluation mode. With one microbatch, the batch is not split.
+        at_first: whether to compute every gradient on the initial weights and independently of the number of
+            microbatches: with the same random numbers for every sample, without auxiliary losses, and with BatchNorm in
+            evaluation mode. With one microbatch, the batch is not split.
         zeros: (update, name) of parameters that had a gradient of 0 in the pipeline and get the same here. A pipeline
             sends zeros back for values that the loss does not use, so weight decay applies. Without a pipeline these
             parameters have no gradient, and no weight decay.
@@ -152,7 +152,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         """Do nothing, since every update is applied at once."""
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the gradient after hooks.
+        """Clip by the norm of the gradient as the user's hooks have left it.
 
         A stage that steps before this norm is known clips by the norm of the previous update.
         """

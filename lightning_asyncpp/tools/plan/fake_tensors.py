@@ -1,8 +1,8 @@
-"""Fake tensors, which have shape and dtype but no data, a meter of memory and work, and stand-ins for GPU kernels.
+"""Fake tensors (with shape and dtype but no data), a meter of memory and work, and stand-ins for GPU kernels.
 
-A plan is made without a GPU, so operators run as on the CPU. Some operators of language models need other memory on
-CUDA, and are replaced by stand-ins that need the same as there: RMSNorm is one kernel, dropout keeps a mask of bytes,
-attention with dropout keeps no matrix of scores, and autocast runs more operators in fp32.
+A plan is made without a GPU, so operators run as on the CPU. Some operators of language models need a different amount
+of memory on CUDA, and are replaced by stand-ins that need as much as on CUDA: RMSNorm is one kernel, dropout keeps a
+mask of bytes, attention with dropout keeps no matrix of scores, and autocast runs more operators in fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ stands_for_tensors(FakeTensor)
 FAKE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 """Mode that makes all new tensors fake. There is only one, since fake tensors of two modes cannot be mixed.
 
-An operator must have a rule for the shape of its result; without one it raises, in place of running on real zeros.
+An operator must have a rule for the shape of its result; without such a rule an error is raised, and the
+operator does not run on real zeros.
 """
 
 
@@ -176,7 +177,7 @@ def as_on_gpu(optimizer: Optimizer) -> None:
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Run LayerNorm, which keeps as much for the backward as CUDA's RMSNorm, plus one number per row."""
-    return F.layer_norm(input, normalized_shape, weight)  # kernels_of_gpu() replaces it, too
+    return F.layer_norm(input, normalized_shape, weight)  # kernels_of_gpu() replaces F.layer_norm, too
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -22,7 +22,7 @@ _GB = 1e9
 
 
 class _Batch(NamedTuple):
-    """Start and end of a batch, its tokens over all replicas, and the spans of the stage until its end."""
+    """Start and end of a batch, its tokens over all replicas, and the spans of the stage until the batch's end."""
 
     since: float
     until: float
@@ -64,7 +64,7 @@ class PipelineMonitor(L.Callback):
 
     Args:
         window: number of batches that are averaged.
-        every_n_batches: number of batches between two logs; logging takes the last stage longer than measuring.
+        every_n_batches: number of batches between two logs; on the last stage, logging costs more time than measuring.
         peak_flops: peak of one device in operations per second; ``None`` for the value that Lightning knows.
 
     Attributes:
@@ -196,7 +196,7 @@ class PipelineMonitor(L.Callback):
 
 def _log(pl_module: L.LightningModule, name: str, value: float) -> None:
     """Log a value of this process only."""
-    # Lightning would copy a float to the device, and the progress bar would wait for the device to read it.
+    # Lightning would copy a float to the device, and to read it back the progress bar would wait for the device.
     tensor = torch.tensor(value, device="cpu")
     pl_module.log(name, tensor, prog_bar=name in _IN_BAR, rank_zero_only=True, on_step=True, on_epoch=False)
 
@@ -212,7 +212,8 @@ def _tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> flo
     if not callable(weigh):
         return 0.0
     weighed = getattr(trainer.strategy, "batch_weight", None)
-    # `batch` may be on a GPU, for which the host would wait; a pipeline has counted its tokens on the host before.
+    # `batch` may be on a GPU, for which the host would wait; a pipeline has already counted its tokens on
+    # the host.
     return float(weigh(batch) if weighed is None else weighed) * _replicas(trainer)
 
 

@@ -26,7 +26,7 @@ _SHORT = {"train_loss": "loss", "tokens_per_second": "tok/s", "val_loss": "val"}
 _FIRST = ("loss", "tok/s", "bubble", "val")
 _LEAST_BAR = 8
 _TQDMS_BAR = 10
-"""Columns of tqdm's bar in a line without a width."""
+"""Width in columns that tqdm gives its bar if the line has no fixed width."""
 
 
 class PipelineProgressBar(TQDMProgressBar):
