@@ -176,6 +176,9 @@ REPEATED = {
     "three stages share a weight": (
         3, Case(4, model=SHARED_BY_ALL, cut=(2, 2, 4), error_feedback=0.7, max_norm=0.3, drains=(2,), resumes=(3,)),
     ),
+    "three of four share, with empty microbatches": (
+        4, Case(12, model=SHARED_BY_ALL, cut=(2, 2, 3, 1), batch_sizes=(7, 8, 9, 2)),
+    ),
     "four stages share, accumulating": (
         4, Case(4, model=SHARED_BY_ALL, cut=(3, 1, 1, 3), max_norm=0.3, accumulate=2, batch_sizes=(8,) * 6),
     ),
