@@ -88,7 +88,7 @@ class EvaluationSteps(ReplicaBatches):
 
     @abstractmethod
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
-        """Return the user's step as a function of a microbatch and its weight that records logged values."""
+        """Return a function of a microbatch and its weight that runs the user's step and records logged values."""
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
