@@ -219,7 +219,7 @@ def number_of_targets(batch: Any, task: str) -> float:
 
 
 def mean_loss(output: Any, batch: Any, task: str) -> Tensor:
-    """Return the mean loss in nats over targets other than -100, or 0 without any; for a classifier, the model's loss."""
+    """Return the mean loss in nats over targets other than -100 (0 if none); for a classifier, the model's loss."""
     if task == CLASSIFICATION:
         loss: Tensor = output.loss
         return loss
