@@ -202,7 +202,7 @@ def fetch(name: str, file: str) -> Path:
     Raises:
         DataError: the hub cannot be reached, or has no such file.
     """
-    import huggingface_hub  # imported late: takes half as long as importing this whole package
+    import huggingface_hub  # imported late, since it takes half as long as this whole package
 
     try:
         return Path(huggingface_hub.hf_hub_download(name, file))
@@ -216,7 +216,7 @@ def fetch(name: str, file: str) -> Path:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the token ids of a prompt; an empty prompt becomes the token that ends a document, so that one begins.
+    """Return the token ids of a prompt; an empty one becomes the token after which a document begins.
 
     Raises:
         DataError: the prompt is not valid text, or is empty while the tokenizer has no token that ends a document.

@@ -43,11 +43,11 @@ class HFTensors(Mapping[str, Tensor]):
 
     Args:
         config: shape of the GPT.
-        architecture: class of `transformers`, whose names the tensors have in the files.
+        architecture: class of `transformers` whose tensor names the files use.
         files: path of each tensor's file, by the tensor's name in the file.
 
     Attributes:
-        shapes: shapes of all tensors in the files; a tensor that a GPT does not have has its name in the file.
+        shapes: shapes of all tensors in the files, by name; tensors that a GPT does not have are named as in the files.
     """
 
     def __init__(self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path]) -> None:

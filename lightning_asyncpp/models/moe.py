@@ -43,8 +43,8 @@ class Router(StatisticsLayer):
     """Router that scores the experts for each token and chooses ``top_k`` of them.
 
     With router "softmax" the scores are the softmax over all experts, as in Mixtral (arXiv 2401.04088) and Switch
-    (arXiv 2101.03961). With "sigmoid" the scores are sigmoids. For the choice alone, a bias is added to them that
-    is adapted to the loads, as in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5. The bias and its update are from Wang et
+    (arXiv 2101.03961). With "sigmoid" the scores are sigmoids. For the choice alone, a bias that is adapted
+    to the loads is added to them, as in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5. Bias and update are from Wang et
     al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, Algorithm 1).
 
     The arithmetic is in fp32 whatever the dtype of tokens, weight or autocast: in bf16 two scores are often equal.

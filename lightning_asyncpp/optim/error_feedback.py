@@ -37,8 +37,8 @@ class ErrorFeedback(DelayCorrection):
     An identity: with Y_0 = W_0 and Y_{t+1} = Y_t - u_t, strength s gives W_{t+1} = Y_{t+1} - s * (u_t - u_0). So Error
     Feedback is weight prediction: gradients are taken at Y, the trajectory of the base optimizer, extrapolated by s
     times the last step of Y. For gradients that are d updates old, strength d extrapolates by d steps at the price of
-    one buffer. A strength above d looks ahead of the current weights, which synchronous training can do as well
-    (``WeightPrediction(ahead=...)``).
+    one buffer. A strength above d looks ahead of the current weights. So does ``WeightPrediction(ahead=...)``, also
+    in synchronous training.
 
     ``param_groups``, ``state`` and ``defaults`` are those of the base optimizer, so schedulers, monitors and code that
     sets ``group["lr"]`` act on the base. Names of parameters are passed through to the base.

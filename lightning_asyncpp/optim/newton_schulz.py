@@ -77,8 +77,8 @@ def _like(x: Tensor) -> Tensor:
 
 def _normalized(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
     # Norms are computed before stacks are joined: a reduction over a larger batch may sum in another order, and a
-    # matrix's result must not depend on the other matrices. The iteration needs singular values of at most 1, which
-    # the Frobenius norm ensures, since it is at least the spectral norm.
+    # matrix's result must not depend on the other matrices. The iteration needs singular values of at most 1, so
+    # division by the Frobenius norm suffices: it is at least the spectral norm.
     x = matrices[0].new_empty(sum(stack.size(0) for stack in matrices), *matrices[0].shape[1:], dtype=dtype)
     for part, stack in zip(x.split([stack.size(0) for stack in matrices]), matrices):
         part.copy_(stack)

@@ -94,7 +94,7 @@ class ResumableLoader(LoaderInFront):
                     next(iter(loader), _END)  # drops the rest of an epoch that was cut short
 
     def _iterate(self, begun: bool) -> Iterator[Any]:
-        """Return an iterator over the loader, which draws the seed of the epoch's workers.
+        """Return an iterator over the loader; making it draws the seed of the epoch's workers.
 
         If the epoch had begun before the interruption, the process's generators do not advance, since the seed was
         drawn then.

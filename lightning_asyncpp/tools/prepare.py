@@ -89,7 +89,7 @@ def prepare(
                 num_workers=num_workers,
                 use_checkpoint=True,
                 item_loader=TokensLoader(),
-                start_method="fork" if sys.platform == "linux" else None,  # other methods import for seconds
+                start_method="fork" if sys.platform == "linux" else None,  # spawned workers import for seconds
             )
     found = finish_token_dataset(output, tokenizer)
     print(

@@ -26,7 +26,7 @@ class ReplicaBatches(Launching):
     """Strategy that distributes the batches of loaders over replicas.
 
     Attributes:
-        progress: progress of the run, which holds the position of a resumed loader.
+        progress: progress of this rank in the run, with the positions of resumed loaders.
     """
 
     progress: Progress

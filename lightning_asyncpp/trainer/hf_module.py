@@ -61,8 +61,8 @@ class HFModule(LightningModule):
             ``precision: bf16-mixed`` and the strategy's ``weight_dtype: bf16``.
         attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ...; ``None``: `transformers` chooses.
         config_overrides: fields of the model's config with new values: ``{"num_labels": 3}``.
-        lora: train only adapters, with the package `peft`: fields of its ``LoraConfig``, with ``alpha`` and ``dropout``
-            for ``lora_alpha`` and ``lora_dropout``, such as ``{"r": 16, "alpha": 32}``. Adapters are trained in fp32.
+        lora: fields of the ``LoraConfig`` of the package `peft`, such as ``{"r": 16, "alpha": 32}``, to train only
+            adapters, in fp32; ``alpha`` and ``dropout`` are short for ``lora_alpha`` and ``lora_dropout``.
             Checkpoints also hold the frozen weights. ``asyncpp export`` merges the adapters into these weights, or
             writes only the adapters.
         freeze: globs of names of parameters that are not trained, such as ``"model.embed_tokens.*"``.

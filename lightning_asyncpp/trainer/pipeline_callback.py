@@ -75,7 +75,7 @@ class PipelineCallback(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Drain if anything after this batch needs it, and log the statistics that layers counted."""
+        """Drain if what follows this batch needs the newest weights, and log the layers' statistics."""
         engine = self.session.engine
         assert engine is not None
         self._hold_back_stop(trainer)

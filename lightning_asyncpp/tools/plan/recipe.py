@@ -35,7 +35,7 @@ class Recipe:
     """Recipe to plan."""
 
     module: LightningModule  # with fake tensors, connected to the trainer
-    model: nn.Module  # network of the module, which is cut
+    model: nn.Module  # the module's network, which a pipeline cuts
     trainer: L.Trainer  # stand-in for the recipe's Trainer; it runs nothing
     settings: PipelineSettings
     devices: int  # number of processes on all nodes
