@@ -101,7 +101,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Load a checkpoint of :meth:`save_checkpoint` on every rank; the run then continues as if uninterrupted.
 
         Raises:
-            ConfigurationError: the checkpoint belongs to another pipeline, or model or optimizer were not set up first.
+            ConfigurationError: the checkpoint belongs to another pipeline, or the model or optimizer is not set up.
         """
         if self.session.stage is not None:
             self._drain()
@@ -169,7 +169,7 @@ class FabricLoader(ResumableLoader):
         shuffle_by_epoch(given, shuffle=True)
         super().__init__(loader, lambda: 0)
         self._given = given
-        self._epoch, self._is_over = -1, True  # epoch of the newest iteration, and whether this is over
+        self._epoch, self._is_over = -1, True  # epoch of the newest iteration; whether it has ended
         self._newest: object = None
         self._rest: Mapping[str, Any] | None = None
 

@@ -151,7 +151,8 @@ class HFModule(LightningModule):
         elif own.backend.to_str() != tokenizer_of_definition(definition).backend.to_str():
             raise ConfigurationError(
                 f"the data's tokenizer is not that of model_id={self.model_id!r}. Give the data the argument"
-                f" tokenizer={self.model_id!r}, or prepare it with that tokenizer; with pretrained=False, any one works"
+                f" tokenizer={self.model_id!r}, or prepare the data with that tokenizer; with pretrained=False any"
+                " tokenizer works"
             )
 
     def microbatch_weight(self, microbatch: Any) -> float:
