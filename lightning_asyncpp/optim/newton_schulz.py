@@ -4,7 +4,7 @@ The quintic iteration, its coefficients and its results are those of Jordan et a
 (https://kellerjordan.github.io/posts/muon/) and of ``torch.optim.Muon``. Here all matrices of one shape go through one
 batched product, and only half of a symmetric product is computed. All products of a step except the last are symmetric:
 X X^T, and the products of polynomials in X X^T, since these commute. torch has no operator for symmetric products. On
-CPUs, strips up to the diagonal are multiplied one by one; on GPUs, a Triton kernel skips the blocks above the diagonal.
+CPUs, strips of rows up to the diagonal are computed one by one. On GPUs, a Triton kernel skips blocks above it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Spans of one rank.
+    """Spans (timed activities) of one rank.
 
     Attributes:
         meta: description of the rank.

@@ -25,7 +25,7 @@ CAUSES = {
     "data": "waiting for the loader, and the loop's work between batches",
     "evaluate": "validation",
     "checkpoint": "saving",
-    "rest": "time that no span covers",
+    "rest": "time that no recorded activity covers",
 }
 """Cause of time outside of forwards and backwards -> its meaning."""
 

@@ -33,7 +33,7 @@ class ReplicaBatches(Launching):
     _only_moves_batches = True
 
     def take_batch_hooks(self, owners: list[Any], until: ExitStack) -> None:
-        """Hide the placeholder batches of middle stages from the users' hooks.
+        """Hide the placeholder batches of middle stages, which read no data, from the users' hooks.
 
         Args:
             owners: the module, and the data module or None.
