@@ -13,7 +13,7 @@ from typing import TypeVar
 from lightning_asyncpp.errors import DataError
 
 LIBRARIES = {"stdlib": "stdlib", "packages": "purelib"}
-"""Names of sources, mapped to `sysconfig`'s names of their folders: the standard library, and installed packages."""
+"""Special sources, the standard library and installed packages, mapped to `sysconfig`'s names of their folders."""
 TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.tex", "**/*.html", "**/*.json", "**/*.jsonl")
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -63,7 +63,7 @@ def find_text_files(
 
     Args:
         source: a folder, ``"stdlib"`` for the running Python's standard library, or ``"packages"`` for the installed
-            packages; the last two without tests.
+            packages. Tests are left out of the latter two.
         patterns: globs of the files, relative to the folder; in the two libraries only Python files match. Hidden files
             and folders are left out.
         max_bytes: maximum number of bytes; documents that do not fit are skipped.
@@ -76,7 +76,7 @@ def find_text_files(
     if not folder.is_dir():
         raise DataError(
             f"source={str(source)!r}: there is no such folder. Give a folder of text files (with `patterns`, to take"
-            " some of them), one that `asyncpp prepare` wrote, 'stdlib', or 'packages'"
+            " some of them), a folder that `asyncpp prepare` wrote, 'stdlib', or 'packages'"
         )
     if library is not None:
         patterns = [pattern for pattern in patterns if pattern.endswith(".py")]
@@ -94,7 +94,8 @@ def find_text_files(
 def split(items: Sequence[Item], val_fraction: float) -> tuple[list[Item], list[Item]]:
     """Split documents into training and validation by a hash of their names.
 
-    A document keeps its split when others are added or removed, except that neither split is left empty.
+    A document keeps its split when other documents are added or removed. The only exception: if a split would be empty,
+    one document is moved to it.
 
     Raises:
         DataError: there is only one document.

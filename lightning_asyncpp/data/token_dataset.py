@@ -37,14 +37,17 @@ class Metadata:
     tokenizer: str
     """Fingerprint of the tokenizer."""
     train_tokens: int
-    """Number of training tokens, ends of documents included."""
+    """Number of training tokens, including those that end documents."""
     val_tokens: int
-    """Number of validation tokens; 0 without validation."""
+    """Number of validation tokens; 0 without a validation split."""
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Fill a temporary folder and rename it when it is complete; if another process was faster, its folder stays."""
+    """Yield a temporary folder, and rename it to ``folder`` when the caller has filled it.
+
+    If another process has made ``folder`` in the meantime, that folder stays and the temporary one is deleted.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -62,10 +65,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_split(folder: Path, samples: Iterable[Any], item_loader: Any = None) -> None:
     """Write a litdata dataset in this process.
 
-    ``litdata.optimize`` would spawn processes, which run a user's script again unless it has an ``if __name__ ==
-    "__main__"``.
+    ``litdata.optimize`` is not used here, since it spawns processes, and each of them would run the user's script again
+    unless the script has an ``if __name__ == "__main__"``.
     """
-    # Imported here, since litdata imports clients of object stores, which take as long as this package.
+    # Imported late: litdata imports clients of object stores, which takes as long as importing this whole package.
     from litdata.streaming import Cache
 
     with replica_environment(num_replicas=1, rank=0):
@@ -91,7 +94,7 @@ def write_token_dataset(
 
 
 def finish_token_dataset(folder: Path, tokenizer: Tokenizer) -> Metadata:
-    """Write the tokenizer and ``metadata.json``, which complete a folder with splits to a token dataset."""
+    """Turn a folder with splits into a token dataset by writing the tokenizer and ``metadata.json``."""
     tokenizer.save(folder)
     counts = {
         name: sum(chunk["dim"] for chunk in read_index(folder / name)["chunks"]) if (folder / name).is_dir() else 0
@@ -137,13 +140,13 @@ def count_sequences(split: Path, length: int) -> int:
 
 
 def smallest_dtype(vocab_size: int) -> torch.dtype:
-    """Return the smallest integer dtype for tokens below ``vocab_size``."""
+    """Return the smallest integer dtype that represents all token ids below ``vocab_size``."""
     limits = ((2**8, torch.uint8), (2**16, torch.uint16), (2**31, torch.int32))
     return next(dtype for limit, dtype in limits if vocab_size <= limit)
 
 
 def joined(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
-    """Return the concatenated token ids of documents, each followed by the end of a document: (length,)."""
+    """Return the concatenated token ids of documents, each followed by the token that ends a document: (length,)."""
     dtype = smallest_dtype(tokenizer.vocab_size)
     end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
     ending = torch.tensor(end, dtype=dtype)
@@ -152,7 +155,7 @@ def joined(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
 
 
 def token_groups(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tensor]:
-    """Yield the token ids of groups of documents, which are encoded in parallel: (length,) each."""
+    """Yield the token ids of each group of documents, (length,); the documents of a group are encoded in parallel."""
     texts = iter(texts)
     while group := list(islice(texts, _GROUP)):
         if (tokens := joined(group, tokenizer)).numel():
@@ -168,7 +171,7 @@ class TokenSource:
     validation: str | None
     """Folder or URI of the validation split; ``None`` for none."""
     folder: Path | None = None
-    """Prepared folder with the metadata and the tokenizer; ``None`` for other litdata datasets."""
+    """Folder that was prepared from text, with metadata and tokenizer; ``None`` for other litdata datasets."""
     metadata: Metadata | None = None
     """Metadata of the dataset; ``None`` if it has none."""
 

@@ -17,20 +17,21 @@ from lightning_asyncpp.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
-_CONFIG = "tokenizer_config.json"  # beside a tokenizer.json, as on the Hugging Face Hub
+_CONFIG = "tokenizer_config.json"  # in the folder of tokenizer.json, as on the Hugging Face Hub
 _WITH_END = '{"end_of_text": '
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2", "HuggingFaceTB/SmolLM-360M"
 
 
 class Tokenizer:
-    """``tokenizers.Tokenizer`` for pretraining, which encodes whole documents, each ended by a token.
+    """``tokenizers.Tokenizer`` for pretraining: it encodes whole documents, and names the token that ends a document.
 
-    A text that spells a special token ("<|endoftext|>") is encoded as plain characters, so that it does not end the
-    document.
+    If the text of a document contains the characters of a special token, such as "<|endoftext|>", they are encoded as
+    ordinary characters and do not end the document.
 
     Args:
         backend: tokenizer whose truncation and padding are disabled.
-        end_of_text: token that ends a document; ``None`` for the usual one of the vocabulary, if it has one.
+        end_of_text: token that ends a document; ``None`` for the first usual one ("<|endoftext|>", "</s>", ...)
+            that the vocabulary has.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, end_of_text: str | None = None) -> None:
@@ -59,18 +60,18 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added ones included."""
+        """Number of token ids, including those of added tokens."""
         return int(max(self.backend.get_vocab(with_added_tokens=True).values())) + 1
 
     @property
     def end_of_document(self) -> int | None:
-        """Id written after every document; ``None`` for no id."""
+        """Id of the token that ends a document; ``None`` if there is no such token."""
         found = None if self.end_of_text is None else self.backend.token_to_id(self.end_of_text)
         return None if found is None else int(found)
 
     @property
     def definition(self) -> str:
-        """Text for :func:`tokenizer_of_definition`: the tokenizer.json, and the end of a document if it is unusual."""
+        """Text for :func:`tokenizer_of_definition`: tokenizer.json, and ``end_of_text`` unless it is the usual one."""
         content = str(self.backend.to_str())
         if not self._ends_unusually:
             return content
@@ -78,20 +79,20 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Name that differs between tokenizers that encode some text differently."""
+        """Name by which two tokenizers differ if they encode any text differently."""
         return "tokenizer-" + hashlib.sha256(self.definition.encode()).hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tensor]:
-        """Return the token ids of each text, without the end of the document: (length,) int32."""
+        """Return the token ids of each text, without the token that ends a document: (length,) int32."""
         encoded = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [torch.tensor(one.ids, dtype=torch.int32) for one in encoded]
 
     def decode(self, tokens: Tensor) -> str:
-        """Return the text of ``tokens`` (length,) without special tokens; invalid text is replaced."""
+        """Return the text of ``tokens`` (length,) without special tokens; invalid UTF-8 is replaced."""
         return str(self.backend.decode(tokens.tolist()))
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and the token that ends a document into another file if it is unusual."""
+        """Write ``tokenizer.json``, and ``end_of_text`` into ``tokenizer_config.json`` if it is not the usual token."""
         self.backend.save(str(folder / "tokenizer.json"))
         if self._ends_unusually:
             (folder / _CONFIG).write_text(json.dumps({"eos_token": self.end_of_text}) + "\n", encoding="utf-8")
@@ -103,7 +104,7 @@ class ByteTokenizer(Tokenizer):
     definition = fingerprint = "byte"
 
     def __init__(self) -> None:
-        # A byte-pair encoding without pairs, for readers of a tokenizer.json; this class encodes bytes directly.
+        # A byte-pair encoding without pairs, for programs that read the saved tokenizer.json; not used by this class.
         vocabulary = {"\0" if byte == 0 else character: byte for byte, character in enumerate(_alphabet())}
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -121,7 +122,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _alphabet() -> list[str]:
-    """Return the character of each byte in GPT-2's vocabulary: itself if it is printable, else from 256 on."""
+    """Return the character for each byte in GPT-2's vocabulary: of the same code if printable, else from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -133,8 +134,8 @@ def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
     Args:
         name: ``"byte"``, the path of a tokenizer.json or of a folder with one, or the name of a repository of models on
             the Hugging Face Hub, from which the file is fetched once.
-        end_of_text: token that ends a document; ``None`` for that of the ``tokenizer_config.json`` beside it, or else
-            for the usual one of the vocabulary.
+        end_of_text: token that ends a document; ``None`` takes it from the ``tokenizer_config.json`` in the
+            same folder or, without that file, takes the usual one in the vocabulary.
 
     Raises:
         DataError: the file does not exist, or is not a tokenizer.json.
@@ -158,7 +159,7 @@ def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> 
 
     Args:
         definition: definition of a tokenizer, or the content of a tokenizer.json.
-        end_of_text: token that ends a document, if the definition does not name it.
+        end_of_text: token that ends a document, for definitions that do not name one.
 
     Raises:
         DataError: the definition is not a tokenizer's.
@@ -171,7 +172,7 @@ def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> 
             definition, end_of_text = json.dumps(content["tokenizer"]), content["end_of_text"]
         backend = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # the package raises bare Exceptions
-        raise DataError(f"this is the content of no tokenizer.json: {error}") from error
+        raise DataError(f"this is not the content of a tokenizer.json: {error}") from error
     byte = ByteTokenizer()
     if backend.to_str() == byte.backend.to_str():
         return byte
@@ -180,7 +181,7 @@ def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> 
 
 
 def end_of_text_in(folder: Path) -> str | None:
-    """Return the token that ends a text by the ``tokenizer_config.json`` of ``folder``; ``None`` without one."""
+    """Return the ``eos_token`` in the ``tokenizer_config.json`` of ``folder``; ``None`` if there is none."""
     try:
         content = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -201,30 +202,30 @@ def fetch(name: str, file: str) -> Path:
     Raises:
         DataError: the hub cannot be reached, or has no such file.
     """
-    import huggingface_hub  # its import takes half as long as this package's
+    import huggingface_hub  # imported late, since it takes half as long as this whole package
 
     try:
         return Path(huggingface_hub.hf_hub_download(name, file))
-    except Exception as error:  # the client has changed its HTTP library, and with it its exceptions, twice
+    except Exception as error:  # of any class: the client has twice changed its HTTP library and its exceptions
         reason = next(iter(str(error).strip().splitlines()), "")
         raise DataError(
-            f"{name!r} is no file or folder here, and the Hugging Face Hub gives no {file} of it"
-            f" ({type(error).__name__}: {reason}). Correct the name, or without internet copy the repository here"
+            f"{name!r} is not a local file or folder, and the Hugging Face Hub gives no {file} of it"
+            f" ({type(error).__name__}: {reason}). Correct the name. Without internet access, copy the repository here"
             f" (`hf download {name} --local-dir DIR`) and give its path"
         ) from error
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the token ids of a prompt; for an empty one the end of a document, after which another begins.
+    """Return the token ids of a prompt; an empty one becomes the token after which a document begins.
 
     Raises:
-        DataError: the prompt is empty and the tokenizer has no such token, or the prompt is not valid text.
+        DataError: the prompt is not valid text, or is empty while the tokenizer has no token that ends a document.
     """
     if prompt:
         try:
             prompt.encode()
-        except UnicodeEncodeError as error:  # an argument of a command may hold bytes that are not text
-            raise DataError(f"the prompt {prompt!r} is no text in UTF-8") from error
+        except UnicodeEncodeError as error:  # arguments of commands may contain bytes that are not text
+            raise DataError(f"the prompt {prompt!r} is not UTF-8 text") from error
         return [int(token) for token in tokenizer.encode_batch([prompt])[0]]
     if tokenizer.end_of_document is None:
         raise DataError("the prompt is empty, and the tokenizer has no token that ends a document: give a prompt")
@@ -232,7 +233,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def hf_tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """Return the contents of a tokenizer's files by name, as `transformers` reads them.
+    """Return the contents of the files from which `transformers` loads a tokenizer, by file name.
 
     Args:
         tokenizer: the tokenizer.

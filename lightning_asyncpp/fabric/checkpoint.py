@@ -44,7 +44,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def full_state_dict(self) -> dict[str, Any]:
         """Drain, and return a ``state_dict``; a collective call.
 
-        On rank 0 it has the whole model, on other ranks their stage.
+        On rank 0 the result covers the whole model; on other ranks, only their stage.
         """
         self._drain()
         with self._driving():
@@ -101,7 +101,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Load a checkpoint of :meth:`save_checkpoint` on every rank; the run then continues as if uninterrupted.
 
         Raises:
-            ConfigurationError: the checkpoint belongs to another pipeline, or something was not set up before.
+            ConfigurationError: the checkpoint belongs to another pipeline, or the model or optimizer is not set up.
         """
         if self.session.stage is not None:
             self._drain()
@@ -144,7 +144,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a ``state_dict`` into a module; the pipeline's model takes its stage's part of the whole model's."""
+        """Load a ``state_dict`` into a module; the pipeline's model takes only this stage's part of it."""
         if module is self._trained_model:
             load_model_state(self.session, module, state_dict, strict)
         else:
@@ -169,7 +169,7 @@ class FabricLoader(ResumableLoader):
         shuffle_by_epoch(given, shuffle=True)
         super().__init__(loader, lambda: 0)
         self._given = given
-        self._epoch, self._is_over = -1, True  # of the newest iteration
+        self._epoch, self._is_over = -1, True  # epoch of the newest iteration; whether it has ended
         self._newest: object = None
         self._rest: Mapping[str, Any] | None = None
 

@@ -11,7 +11,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     Args:
         name: the given name. Only the last part of dotted names is compared; hyphens equal underscores.
-        known: all known names. Of several with the same last part, the first may be suggested.
+        known: all known names. Of several names with the same last part, only the first can be suggested.
     """
     ends: dict[str, str] = {}
     for candidate in known:

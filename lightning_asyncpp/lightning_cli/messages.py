@@ -83,7 +83,7 @@ def _shortened(text: str) -> str:
 
 def _end(text: str, code: int) -> NoReturn:
     rank = f"[rank {_rank()}] " if _rank() else ""
-    sys.stderr.write(f"asyncpp: error: {rank}{text}\n")  # at once: other ranks write as well
+    sys.stderr.write(f"asyncpp: error: {rank}{text}\n")  # in one call, since other ranks write as well
     sys.exit(code)
 
 

@@ -26,7 +26,7 @@ _SECTIONS = {
     "model.": "lightning_asyncpp.GPTModule",
     "data.": "lightning_asyncpp.data.TextDataModule",
 }
-"""Section of a recipe -> class that most recipes have there, for names that are given without their section."""
+"""Section of a recipe -> its class in most recipes, for suggestions if a name is given without its section."""
 _PLACES = (
     "lightning_asyncpp", "lightning_asyncpp.data", "lightning_asyncpp.optim", "torch.optim",
     "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
@@ -34,7 +34,7 @@ _PLACES = (
 
 
 def explained(message: str, keys: Iterable[str]) -> str:
-    """Return a message of jsonargparse, after a suggestion for each unknown name that is similar to a known one.
+    """Return a message of jsonargparse, preceded by a suggestion for each unknown name that resembles a known one.
 
     Args:
         message: message of jsonargparse.

@@ -16,7 +16,7 @@ as many in the backward."""
 class MoEConfig:
     """Blocks with experts, the routing of tokens, and the balancing of the experts' load.
 
-    docs/guides/moe.md has the formulas, research/notes/experts.md the settings of Mixtral and GLM-4.5.
+    The formulas are in docs/guides/moe.md. The settings of Mixtral and GLM-4.5 are in research/notes/experts.md.
     """
 
     num_experts: int = 8
@@ -24,27 +24,29 @@ class MoEConfig:
     top_k: int = 2
     """Number of experts to which each token is routed."""
     expert_dim: int | None = None
-    """Inner width of an expert's SwiGLU, in features; null for that of the dense layers (mlp_dim)."""
+    """Inner width of an expert's SwiGLU, in features; null for mlp_dim, the width of the dense layers."""
     num_shared_experts: int = 0
-    """Number of experts for every token, unweighted: one SwiGLU of num_shared_experts * expert_dim features."""
+    """Number of shared experts, which every token uses with weight 1. They are computed as one SwiGLU of
+    num_shared_experts * expert_dim features."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """Function from the router's logits to scores: softmax over all experts (Mixtral), or a sigmoid of each (GLM-4.5,
-    DeepSeek-V3), to which a bias may be added for the choice."""
+    """Function from the router's logits to scores: softmax over all experts (Mixtral), or a sigmoid of each logit
+    (GLM-4.5, DeepSeek-V3). With sigmoids, balance_bias_rate adds a bias to the scores when experts are chosen."""
     normalize_top_k: bool = True
-    """Divide the scores of the chosen experts by their sum before they weight the experts' outputs; not with top_k 1,
-    where the weight would always be 1 and the router would not learn from the loss."""
+    """Divide the scores of the chosen experts by their sum before they weight the experts' outputs. Set it to false
+    with top_k 1: the only weight would always be 1, and the router would not learn from the loss."""
     routed_scaling: float = 1.0
     """Factor on the sum of the chosen experts' weighted outputs; it does not apply to shared experts."""
     balance_loss: float = 0.01
-    """Coefficient of the load-balancing loss, E * sum over experts of (share of the choices) * (mean probability),
-    which is 1 with even load; a mean over the MoE layers. 0 for no loss."""
+    """Coefficient of the load-balancing loss; 0 for no such loss. The loss is E * sum over experts of (share of the
+    choices) * (mean probability), averaged over the MoE layers; with even load it is 1."""
     balance_bias_rate: float = 0.0
-    """Change of an expert's bias per update, upwards below the mean load and downwards above it, with router sigmoid.
-    0 keeps the biases; DeepSeek-V3 uses 0.001."""
+    """Change of an expert's bias per update, with router sigmoid: the bias rises if the expert's load is below the
+    mean, and falls if it is above. 0 keeps biases constant; DeepSeek-V3 uses 0.001."""
     num_dense_layers: int = 0
-    """Number of first blocks with a dense layer instead of experts."""
+    """Number of blocks at the beginning that have a dense layer instead of experts."""
     every: int = 1
-    """After these, one block in this many has experts, the last of each group; 1 for all."""
+    """Size of the groups into which the blocks after num_dense_layers are divided. The last block of each group has
+    experts, the others have a dense layer; 1 gives experts to all."""
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether block ``layer``, counted from 0, has experts."""
@@ -52,14 +54,14 @@ class MoEConfig:
         return behind >= 0 and (behind + 1) % self.every == 0
 
     def problems(self, num_layers: int) -> list[str]:
-        """Return the problems of these values in a model of ``num_layers``; names begin with ``moe.``."""
+        """Return the problems of these values in a model of ``num_layers`` blocks; each begins with ``moe.``."""
         wrong = {
             f"top_k={self.top_k}: must be from 1 to num_experts={self.num_experts}": (
                 not 1 <= self.top_k <= self.num_experts
             ),
             f"router={self.router!r}: must be 'softmax' or 'sigmoid'": self.router not in ("softmax", "sigmoid"),
-            f"balance_bias_rate={self.balance_bias_rate!r}: only scores of the sigmoid router take a bias; set router:"
-            " sigmoid, or leave it at 0 and use balance_loss": self.router == "softmax" and self.balance_bias_rate != 0,
+            f"balance_bias_rate={self.balance_bias_rate!r}: only the sigmoid router has a bias; set router: sigmoid, or"
+            " set this to 0 and use balance_loss": self.router == "softmax" and self.balance_bias_rate != 0,
             f"num_dense_layers={self.num_dense_layers}, every={self.every}: none of num_layers={num_layers} blocks has"
             " experts": not any(map(self.is_moe_layer, range(num_layers))),
         }
@@ -99,7 +101,7 @@ class GPTConfig:
     qk_norm: bool = False
     """Normalise each head's query and key (RMSNorm over its features, before the rotation), as Qwen3 and GLM-4.5 do."""
     moe: MoEConfig | None = None
-    """Experts instead of the SwiGLU of some blocks, or a mapping of their fields; null for a dense model."""
+    """Settings of experts that replace the SwiGLU of some blocks, or a mapping of them; null for a dense model."""
 
     def __post_init__(self) -> None:
         given: Any = self.moe
@@ -132,7 +134,7 @@ class GPTConfig:
 
     @property
     def expert_width(self) -> int:
-        """Inner width of an expert, with the default filled in; that of the dense layers in a dense model."""
+        """Inner width of an expert, with the default filled in; in a dense model, ``mlp_width``."""
         if self.moe is None or self.moe.expert_dim is None:
             return self.mlp_width
         return self.moe.expert_dim
@@ -157,7 +159,7 @@ class GPTConfig:
         return matrices * self.vocab_size * self.dim + blocks + self.dim
 
     def num_active_parameters(self) -> int:
-        """Return the number of parameters that one token uses: all but those of experts it is not routed to."""
+        """Return the number of parameters that one token uses; of the routed experts, only the token's own count."""
         if self.moe is None:
             return self.num_parameters()
         unused = (self.moe.num_experts - self.moe.top_k) * 3 * self.dim * self.expert_width
@@ -166,24 +168,24 @@ class GPTConfig:
     def flops_per_token(self) -> float:
         """Return the floating-point operations of a forward and its backward per token, at full context length.
 
-        Each weight takes two operations per token in the forward and four in the backward. Attention counts without the
-        half that causality saves, as in Chowdhery et al., "PaLM" (2022). Reading the embedding counts nothing.
+        Each weight takes two operations per token in the forward and four in the backward. Attention is counted as
+        if it were not causal, as in Chowdhery et al., "PaLM" (2022). Looking up the embedding counts as 0.
         """
         return sum(map(self.block_flops, range(self.num_layers))) + _PER_WEIGHT * self.dim * self.vocab_size
 
     def block_flops(self, layer: int) -> float:
-        """Return the FLOPs per token of block ``layer``, counted from 0, with a token's own experts."""
+        """Return the FLOPs per token of block ``layer``, counted from 0; only the experts that a token uses count."""
         weights = self.attention_weights() + self.mlp_weights(layer, all_experts=False)
         return _PER_WEIGHT * weights + 12.0 * self.attention_width * self.context_length
 
     def unit_flops(self, recomputes_blocks: bool = False) -> list[float]:
         """Return the FLOPs per token of each layer (embedding, blocks, head), by which a pipeline balances stages.
 
-        The embedding counts the addition of its gradient, the head also the loss. Norms, rotations, gates and residuals
-        are left out: they are few operations, and as many in every block.
+        The embedding counts as the addition of its gradient; the head includes the loss. Norms, rotations, gates and
+        residuals are left out: they are few operations, and every block has equally many.
 
         Args:
-            recomputes_blocks: whether backwards recompute the forwards of blocks, which costs a third more.
+            recomputes_blocks: whether the backward recomputes each block's forward, which costs a third more.
         """
         times = 4 / 3 if recomputes_blocks else 1.0
         blocks = [times * self.block_flops(layer) for layer in range(self.num_layers)]
@@ -194,7 +196,7 @@ class GPTConfig:
         return 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width
 
     def mlp_weights(self, layer: int, all_experts: bool) -> int:
-        """Return the number of weights of a dense or MoE layer, of all experts or of those that a token uses."""
+        """Return the number of weights of a block's dense or MoE layer, with all experts or only a token's."""
         if self.moe is None or not self.moe.is_moe_layer(layer):
             return 3 * self.dim * self.mlp_width
         experts = self.moe.num_shared_experts + (self.moe.num_experts if all_experts else self.moe.top_k)
@@ -219,8 +221,8 @@ class GPTConfig:
             f"num_heads={self.num_heads}: must divide dim={self.dim}, or set head_dim": (
                 self.head_dim is None and self.dim % self.num_heads > 0
             ),
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}: rotary embeddings turn pairs of features of"
-            f" a head, and {self.head_width} is odd": self.head_width % 2 > 0,
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}: rotary embeddings need an even number of"
+            f" features per head, not {self.head_width}": self.head_width % 2 > 0,
             f"num_kv_heads={self.kv_heads}: must divide num_heads={self.num_heads}": self.num_heads % self.kv_heads > 0,
         }
         problems = [problem for problem, found in wrong.items() if found]

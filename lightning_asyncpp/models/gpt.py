@@ -35,10 +35,10 @@ class Execution:
         activation_checkpointing: ``"none"`` keeps all activations for the backward; ``"block"`` keeps the input of each
             block and recomputes the block in the backward; ``"selective"`` keeps the results of matrix products and of
             attention as well, and recomputes the rest.
-        compile_blocks: compile each block with ``torch.compile``; a mapping holds its arguments.
+        compile_blocks: whether to compile each block with ``torch.compile``, or a mapping of arguments for it.
 
     Raises:
-        ValueError: ``activation_checkpointing`` is none of these.
+        ValueError: ``activation_checkpointing`` has another value.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Execution:
         self.compiles = isinstance(compile_blocks, Mapping) or compile_blocks
 
     def run(self, function: Callable[..., Any], *args: Any, random: bool) -> Any:
-        """Call a function without side effects.
+        """Call a function with these settings; it must have no side effects.
 
         Args:
             function: function to call.
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
     Args:
         config: shape of the model.
-        layer: number of the block, from 0, by which the config decides whether it has experts.
+        layer: number of the block, from 0; the config decides by it whether the block has experts.
         execution: settings of the computation; ``None`` for no checkpointing and no compilation.
 
     Attributes:
@@ -112,8 +112,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform ``x`` (batch, time, dim); return the same shape.
 
-        In training, auxiliary losses and statistics of experts are reported here, outside of the compiled or recomputed
-        code; the caller of the model collects them (:mod:`lightning_asyncpp.auxiliary`).
+        In training, this method reports the experts' auxiliary losses and statistics, since compiled or recomputed code
+        may have no side effects. The caller of the model collects them (:mod:`lightning_asyncpp.auxiliary`).
         """
         random = self.training and self.dropout.p > 0
         if isinstance(self.mlp, SwiGLU):
@@ -189,15 +189,15 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         # A Parameter of the head and not an nn.Linear, whose reset_parameters() would overwrite a shared matrix.
         self.weight: Tensor = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        # In a tuple, or the embedding would be registered as a submodule of the head.
+        # In a tuple, since otherwise the embedding would be registered as a submodule of the head.
         self._tied_to: tuple[TokenEmbedding, ...] = () if tied_to is None else (tied_to,)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights from the global generator, or take a shared matrix from the embedding.
 
-        ``to_empty`` gives every module its own parameters and so breaks the tie. After it, call the embedding's
-        ``reset_parameters`` before the head's.
+        ``to_empty`` gives every module its own parameters and so breaks the tie. After ``to_empty``, call the
+        embedding's ``reset_parameters`` before the head's.
         """
         nn.init.ones_(self.norm.weight)
         if self._tied_to:
@@ -216,17 +216,15 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT of layers between which a pipeline may cut.
+    """GPT that a pipeline can cut between any two layers.
 
     Args:
         config: shape of the model.
-        activation_checkpointing: activations that the blocks keep for the backward: ``"none"`` keeps all of them,
-            ``"block"`` the inputs of the blocks, ``"selective"`` the results of matrix products and of attention. The
-            rest is recomputed.
-        compile_blocks: compile each block with ``torch.compile``; a mapping holds its arguments.
+        activation_checkpointing: ``"none"``, ``"block"`` or ``"selective"``, see :class:`Execution`.
+        compile_blocks: whether to compile each block with ``torch.compile``, or a mapping of arguments for it.
 
     Raises:
-        ValueError: ``activation_checkpointing`` is none of these.
+        ValueError: ``activation_checkpointing`` has another value.
     """
 
     def __init__(
@@ -244,7 +242,7 @@ class GPT(nn.Module):
         self.head = Head(config, tied_to=self.embedding if config.tie_embeddings else None)
 
     def pipeline_layers(self) -> list[nn.Module]:
-        """Return the layers in their order: embedding, blocks, head; each takes the previous one's result.
+        """Return the layers in order: embedding, blocks, head. Each takes the result of the layer before it.
 
         Every layer has a ``reset_parameters()`` that initialises all of its parameters and buffers, also after
         ``to_empty``, from the global generator alone.
@@ -299,9 +297,9 @@ _known: dict[tuple, Callable[..., Any]] = {}
 
 
 def _compiled(function: Callable[..., Any], how: str, random: bool, options: dict[str, Any]) -> Callable[..., Any]:
-    """Return the compiled function, one for all blocks and models, whose weights are its inputs.
+    """Return the compiled function; all blocks and models share it, since their weights are among its inputs.
 
-    It is not an attribute of a model, which may be copied or pickled.
+    It is kept here and not as an attribute of a model, since models may be copied or pickled.
     """
     key = function, how, random and how != "none", repr(sorted(options.items()))
     if key not in _known:

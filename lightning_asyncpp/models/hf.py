@@ -1,6 +1,6 @@
-"""Conversion between models of this package and folders of `transformers`, which itself is not imported.
+"""Conversion between GPTs of this package and model folders of `transformers`, without importing `transformers`.
 
-Tensors are read one at a time, so that every stage reads only its own.
+Tensors are read one at a time, so that every stage reads only the tensors of its layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"
 _IGNORED = "rotary_emb.inv_freq"  # a table that old releases saved
 _ROPE = ("rope_type", "rope_theta", "partial_rotary_factor")
-_FOLLOWING = ("num_key_value_heads", "head_dim")  # by default they follow from num_attention_heads
+_FOLLOWING = ("num_key_value_heads", "head_dim")  # if missing, they follow from num_attention_heads
 _ABSENT = object()
 
 
@@ -37,22 +37,22 @@ _ABSENT = object()
 
 
 class HFTensors(Mapping[str, Tensor]):
-    """Tensors of a GPT by its own names, each read from the folder when it is accessed, in fp32.
+    """Tensors of a GPT in fp32, by their names in its ``state_dict``; each is read from its file when it is accessed.
 
-    It holds only names and paths, so that a copy can be sent to other processes.
+    The mapping itself holds only names, paths and shapes, so that copies of it can be sent to other processes.
 
     Args:
         config: shape of the GPT.
-        architecture: class of `transformers` that names the tensors in the files.
-        files: file of each tensor, by its name in the files.
+        architecture: class of `transformers` whose tensor names the files use.
+        files: path of each tensor's file, by the tensor's name in the file.
 
     Attributes:
-        shapes: shapes by name; tensors that a GPT does not have keep their names in the files.
+        shapes: shapes of all tensors in the files, by name; tensors that a GPT does not have are named as in the files.
     """
 
     def __init__(self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path]) -> None:
         if config.num_layers > len(files):
-            raise WeightsError(f"num_layers={config.num_layers}, and the files have {len(files)} tensors")
+            raise WeightsError(f"num_layers={config.num_layers} does not fit files with {len(files)} tensors")
         self._files = files
         self._names = {name: _name_there(architecture, name, config) for name in expected_shapes(config)}
         self.shapes = self._read_shapes(architecture)
@@ -77,7 +77,7 @@ class HFTensors(Mapping[str, Tensor]):
         there = _shapes_there(self._files)
         shapes = {name: shape for name, theirs in self._names.items() if (shape := _shape(theirs, there)) is not None}
         known = {name for theirs in self._names.values() for name in ([theirs] if isinstance(theirs, str) else theirs)}
-        known.add(architecture.tensors["head.weight"])  # some files hold a copy of a shared matrix
+        known.add(architecture.tensors["head.weight"])  # with tied embeddings, some files have a second copy
         unknown = {name: s for name, s in there.items() if name not in known and not name.endswith(_IGNORED)}
         return shapes | unknown
 
@@ -89,7 +89,7 @@ def read_hf(folder: Path) -> SavedGPT:
         folder: folder with ``config.json`` and ``model.safetensors``, or shards of it with their index.
 
     Raises:
-        WeightsError: the folder is not a model's, or its model is not a GPT; the reasons are named.
+        WeightsError: the folder does not contain a model, or the model is not a GPT; the message gives all reasons.
     """
     content = _json(folder / CONFIG)
     try:
@@ -108,7 +108,7 @@ def _name_there(architecture: Architecture, name: str, config: GPTConfig) -> str
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by its name in the files."""
+    """Return the path of each tensor's file, by the tensor's name in the file."""
     if (folder / INDEX).is_file():
         content = _json(folder / INDEX).get("weight_map")
         if not isinstance(content, dict):
@@ -136,11 +136,11 @@ def _headers(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise WeightsError(f"{path} is damaged, or no safetensors file: {error}") from error
+        raise WeightsError(f"{path} is damaged, or is not a safetensors file: {error}") from error
 
 
 def _shape(name: str | list[str], there: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the shape of a tensor of the GPT; ``None`` if it is missing or its parts have different shapes."""
+    """Return the shape of a tensor of the GPT; ``None`` if a part is missing or parts differ in shape."""
     if isinstance(name, str):
         return there.get(name)
     shapes = {there.get(part) for part in name}
@@ -152,7 +152,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise WeightsError(f"{path} cannot be read, or is not the JSON that it should be: {error}") from error
+        raise WeightsError(f"{path} cannot be read, or is not a JSON object: {error}") from error
 
 
 def write_hf(
@@ -168,7 +168,7 @@ def write_hf(
     Args:
         model: model to write.
         folder: new or empty folder.
-        dtype: dtype of the weights; ``None`` for their own, or the widest of them.
+        dtype: dtype of the written weights; ``None`` for the one that represents all of the model's weights exactly.
         max_shard_bytes: maximum bytes of tensors per file; a single tensor may be larger.
         end: id of the token that ends a document; ``None`` if there is none.
         files: contents of further files to write, by name.
@@ -177,8 +177,8 @@ def write_hf(
         The class of `transformers` that loads the folder.
 
     Raises:
-        WeightsError: no class can represent the model, the weights are not those of its config, or the folder is in
-            use.
+        WeightsError: no class can represent the model, the weights do not fit its config, or the folder is not
+            empty.
     """
     architecture = architecture_of(model.config)
     model.check()
@@ -196,7 +196,7 @@ def write_hf(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Write a folder under a temporary name and rename it at the end; nothing remains after an error.
+    """Yield a temporary folder, and rename it to ``folder`` at the end; nothing remains after an error.
 
     Raises:
         WeightsError: the folder exists and is not empty.
@@ -208,7 +208,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for file in temporary.iterdir():
-            file.chmod(0o644)  # safetensors keeps other users out
+            file.chmod(0o644)  # safetensors denies access to other users
 
 
 def _tensors(model: SavedGPT, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -266,8 +266,8 @@ def config_json(config: GPTConfig, architecture: Architecture, dtype: str, end: 
     """
     values = values_of(config)
     flat = dict(architecture.constants) | {theirs: values[ours] for ours, theirs in architecture.values.items()}
-    # `rope_theta` and `torch_dtype` are also written under their names of releases before 5. Special tokens are set to
-    # None explicitly, since the class has defaults for them.
+    # Releases of transformers before 5 read `torch_dtype`, and the rotary settings at the top level. Special tokens are
+    # set to None explicitly, since the class has defaults for them.
     return {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -283,10 +283,10 @@ def config_json(config: GPTConfig, architecture: Architecture, dtype: str, end: 
 
 
 def config_from_json(content: Mapping[str, Any]) -> tuple[GPTConfig, Architecture]:
-    """Return the config of the GPT that a config.json describes, and the class that it names.
+    """Return the config of the GPT that a config.json describes, and the class of `transformers` that the file names.
 
     Raises:
-        WeightsError: the class is unknown, or its model is not a GPT; all reasons are named.
+        WeightsError: the class is unknown, or its model is not a GPT; the message gives all reasons.
     """
     architecture = _named_architecture(content)
     flat = dict(architecture.defaults) | _flattened(content, architecture)
@@ -301,7 +301,7 @@ def config_from_json(content: Mapping[str, Any]) -> tuple[GPTConfig, Architectur
             "quantization_config: the weights are quantised; give the model in float32, bfloat16 or float16"
         )
     if problems:
-        raise WeightsError.from_problems(f"config.json of a {architecture.class_name} that no GPT is", problems)
+        raise WeightsError.from_problems(f"config.json of a {architecture.class_name} that is not a GPT", problems)
     given = {ours: flat[theirs] for ours, theirs in architecture.values.items() if theirs in flat}
     return _built({**architecture.required, **given}), architecture
 
@@ -310,7 +310,7 @@ def _lacking(architecture: Architecture, values: Mapping[str, Any]) -> list[str]
     """Return the features of a model that a class of `transformers` lacks."""
     has_experts = "moe.num_experts" in architecture.values
     if has_experts != ("moe.num_experts" in values):
-        return ["has experts, and the model none" if has_experts else "has no experts, and the model has"]
+        return ["has experts, and the model has none" if has_experts else "has no experts, and the model has some"]
     problems = []
     for name, value in values.items():
         if name in architecture.values or name in TRAINING_ONLY | architecture.unused | {"moe"}:
@@ -318,9 +318,9 @@ def _lacking(architecture: Architecture, values: Mapping[str, Any]) -> list[str]
         if name not in architecture.required:
             problems.append(f"does not know {name}={value!r}")
         elif value != architecture.required[name]:
-            problems.append(f"has {name}={architecture.required[name]!r} only, and the model {value!r}")
+            problems.append(f"has {name}={architecture.required[name]!r} only, and the model has {value!r}")
     return problems + [
-        f"has a {name} of at least {least}, and the model {values[name]!r}"
+        f"has a {name} of at least {least}, and the model has {values[name]!r}"
         for name, least in architecture.least.items()
         if values[name] < least
     ]
@@ -340,20 +340,20 @@ def _named_architecture(content: Mapping[str, Any]) -> Architecture:
 
 
 def _flattened(content: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Return config.json without nulls, and with rotary settings at the top level, as in old releases."""
+    """Return the content of config.json without nulls, and with rotary settings at the top level as before 5.0."""
     given = content.get("rope_parameters") or content.get("rope_scaling") or {}
     rope = dict(given) if isinstance(given, Mapping) else {"rope_type": given}
     if "type" in rope:
         rope.setdefault("rope_type", rope["type"])
     if any(isinstance(value, Mapping) for value in rope.values()):
-        rope = {"rope_type": "another for every type of layer"}
+        rope = {"rope_type": "one per type of layer"}
     flat = dict(content) | {key: rope[key] for key in _ROPE if key in rope}
     renamed = {key: flat[alias] for alias, key in architecture.aliases.items() if alias in flat}
     return {key: value for key, value in (renamed | flat).items() if value is not None}
 
 
 def _built(values: Mapping[str, Any]) -> GPTConfig:
-    """Return a config made from its values."""
+    """Build a config from values by name; ``outer.inner`` is a field of a nested config."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         outer, _, inner = name.partition(".")
@@ -364,4 +364,4 @@ def _built(values: Mapping[str, Any]) -> GPTConfig:
     try:
         return GPTConfig(**nested)
     except (TypeError, ValueError) as error:
-        raise WeightsError(f"config.json describes no GPT: {error}") from error
+        raise WeightsError(f"config.json does not describe a GPT: {error}") from error

@@ -14,7 +14,8 @@ from lightning_asyncpp.models.config import GPTConfig
 class RotaryEmbedding(nn.Module):
     """Rotation of pairs of query and key features by an angle that grows with the position.
 
-    The tables stay in fp32 when the module is converted: bf16 cannot represent all positions beyond 256.
+    The tables stay in fp32 when the module is converted to another dtype: in bf16, neighbouring positions beyond 256
+    often have equal entries.
 
     Args:
         dim: number of features per head, even.
@@ -38,7 +39,7 @@ class RotaryEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the tables, in fp32, on the device where they are."""
         device = self.cos.device
-        if device.type == "meta":  # no data, and the angles of a long context would take half a second per block
+        if device.type == "meta":  # nothing to fill; and computing many angles takes half a second per block
             self.cos, self.sin = self.cos.float(), self.sin.float()
             return
         # Angles are computed in fp64: in fp32 the product of position and frequency is off by 1e-4 at position 4096.
@@ -49,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         self.sin = angles.sin().to(device, torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate ``x`` (batch, heads, time, head_dim), from position 0 on; return the same shape and dtype."""
+        """Rotate ``x`` (batch, heads, time, head_dim), which begins at position 0; return the same shape and dtype."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]  # (time, dim / 2)
         first, second = x.float().chunk(2, dim=-1)  # (batch, heads, time, dim / 2) each
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -58,7 +59,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> RotaryEmbedding:
         # `module.to(torch.bfloat16)` rounds every floating-point buffer; the tables are recomputed instead.
         super()._apply(fn, recurse)
-        if self.cos is not None and self.cos.dtype != torch.float32:  # None on other stages
+        if self.cos is not None and self.cos.dtype != torch.float32:  # None on stages without this layer
             self.reset_parameters()
         return self
 

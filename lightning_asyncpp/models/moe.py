@@ -21,8 +21,8 @@ def _has_autocast(device_type: str) -> bool:
 
 
 has_autocast: Callable[[str], bool] = torch.compiler.assume_constant_result(_has_autocast)
-"""Return whether ``torch.autocast`` supports a type of device, unlike "meta". A constant for the compiler: that of
-torch 2.11 cannot trace torch's own function."""
+"""Return whether ``torch.autocast`` supports a type of device; it does not support "meta". The compiler takes the
+result as a constant, since the compiler of torch 2.11 cannot trace torch's own function."""
 
 
 class Routing(NamedTuple):
@@ -30,7 +30,7 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: (T, k) int64, the experts of each token, highest score first.
-        weights: (T, k), the weights of their outputs.
+        weights: (T, k), the weights of these experts' outputs.
         probabilities: (T, E), the scores of a token divided by their sum.
     """
 
@@ -43,9 +43,9 @@ class Router(StatisticsLayer):
     """Router that scores the experts for each token and chooses ``top_k`` of them.
 
     With router "softmax" the scores are the softmax over all experts, as in Mixtral (arXiv 2401.04088) and Switch
-    (arXiv 2101.03961). With "sigmoid" they are sigmoids, and a bias that learns from the loads is added for the choice
-    only, as in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5; the bias and its update are those of Wang et al.,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, Algorithm 1).
+    (arXiv 2101.03961). With "sigmoid" the scores are sigmoids. For the choice alone, a bias that is adapted
+    to the loads is added to them, as in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5. Bias and update are from Wang et
+    al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, Algorithm 1).
 
     The arithmetic is in fp32 whatever the dtype of tokens, weight or autocast: in bf16 two scores are often equal.
 
@@ -54,10 +54,10 @@ class Router(StatisticsLayer):
 
     Attributes:
         weight: (E, dim).
-        balance_bias: (E,), in fp32 even if the module is converted to another dtype, as steps of 0.001 vanish in bf16;
-            None with router "softmax".
-        num_statistics: E + 3: the number of tokens of each expert, of all tokens, and of choices (k per token), and the
-            sum of the entropies of the tokens' probabilities, in nats.
+        balance_bias: (E,), in fp32 even if the module is converted to another dtype, since in bf16 steps of 0.001
+            vanish; None with router "softmax".
+        num_statistics: E + 3. The statistics are the number of tokens of each expert (E numbers), the number of tokens,
+            the number of choices (k per token), and the sum of the entropies of the tokens' probabilities, in nats.
     """
 
     metrics: ClassVar[Mapping[str, Literal["mean", "max", "min", "sum"]]] = {
@@ -97,7 +97,7 @@ class Router(StatisticsLayer):
         experts = preferences.topk(self.moe.top_k, dim=-1).indices  # (T, k)
         weights = scores.gather(-1, experts)  # (T, k)
         if self.moe.normalize_top_k:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # as GLM-4.5: all sigmoids may vanish
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # as in GLM-4.5: all sigmoids may be 0
         return Routing(experts, weights * self.moe.routed_scaling, probabilities)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Router(StatisticsLayer):
 
     @torch.no_grad()
     def update_from_statistics(self, totals: Tensor) -> None:
-        """Move each expert's bias by ``balance_bias_rate`` towards the mean load.
+        """Raise the biases of experts below the mean load by ``balance_bias_rate``; lower those of experts above it.
 
         Args:
             totals: (E + 3,), see :class:`Router`.
@@ -122,9 +122,9 @@ class Router(StatisticsLayer):
 
     @classmethod
     def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
-        """Return the largest and smallest load of an expert over the mean load, the mean entropy, and dropped choices.
+        """Return the metrics: largest and smallest load divided by the mean load, mean entropy (nats), dropped choices.
 
-        The entropy is in nats.
+        The load of an expert is its number of tokens.
         """
         counts, (tokens, choices, entropy) = totals[:-3], totals[-3:].tolist()
         mean = float(counts.mean()) or 1.0  # without any token the loads are 0
@@ -147,9 +147,9 @@ class Router(StatisticsLayer):
 def balance_loss(routing: Routing, counts: Tensor) -> Tensor:
     """Return E * sum over experts of f * P: 1 with even loads, up to E if all tokens are routed to the same expert.
 
-    f is an expert's share of the T * k choices, P its mean probability. With one choice per token it is the loss of
-    Switch (arXiv 2101.03961, equation 4) without its coefficient. With k choices f also sums to 1, as in DeepSeek-V3
-    (arXiv 2412.19437, equations 17 to 20), so that the least value does not depend on k.
+    f is an expert's share of the T * k choices, and P is its mean probability. With one choice per token, this is the
+    loss of Switch (arXiv 2101.03961, equation 4) without the coefficient. With k choices, the shares f still sum to 1,
+    as in DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), so that the minimum does not depend on k.
 
     Args:
         routing: routing of T tokens.
@@ -160,7 +160,7 @@ def balance_loss(routing: Routing, counts: Tensor) -> Tensor:
 
 
 def count(routing: Routing, counts: Tensor) -> Tensor:
-    """Return the statistics of a :class:`Router`, (E + 3,) fp64 without a graph.
+    """Return the statistics of a :class:`Router`, (E + 3,) fp64, without gradients.
 
     Args:
         routing: routing of T tokens.
@@ -207,12 +207,12 @@ class Experts(nn.Module):
         return serves_grouped(device, dtype, dim, width) and serves_grouped(device, dtype, width, dim)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, grouped: bool) -> tuple[Tensor, Tensor]:
-        """Apply each token's experts to it.
+        """Apply to each token its experts, and sum their weighted outputs.
 
         Args:
             x: (T, dim), the tokens.
             experts: (T, k) int64, the experts of each token.
-            weights: (T, k) fp32, the weights of the outputs, which are summed in this dtype.
+            weights: (T, k) fp32, the weights of the experts' outputs; the sum is taken in this dtype.
             grouped: see :meth:`use_grouped`.
 
         Returns:
@@ -228,16 +228,16 @@ class Experts(nn.Module):
         return mixed.to(dtype), ends.diff(prepend=ends.new_zeros(1))
 
     def _dtype(self, device: torch.device) -> torch.dtype:
-        # Autocast does not cover torch's grouped matmul.
+        # Autocast does not convert the operands of torch's grouped matmul.
         if has_autocast(device.type) and torch.is_autocast_enabled(device.type):
             return torch.get_autocast_dtype(device.type)
         return self.gate.dtype
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the choices of T tokens by expert, and those of one expert by token.
+    """Sort the choices of T tokens by expert, and the choices of one expert by token.
 
-    The host reads nothing, and results do not depend on the order of threads.
+    No values are copied to the host, and results do not depend on the order in which threads run.
 
     Args:
         experts: (T, k) int64; choice c belongs to token c // k.
@@ -256,9 +256,9 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 
 
 class _Copy(torch.autograd.Function):
-    """Copies of rows in another order, where choice c belongs to row c // copies.
+    """Copy every row ``copies`` times, in the given order of copies; copy c is of row c // ``copies``.
 
-    ``back`` is the inverse of ``order``, with which the gradient is summed over the copies in a fixed order.
+    The backward uses ``back``, the inverse of ``order``, to sum the gradients of a row's copies in a fixed order.
     """
 
     @staticmethod
@@ -274,10 +274,10 @@ class _Copy(torch.autograd.Function):
 
 
 class MoEOutput(NamedTuple):
-    """Results of a layer, of which its caller reports the last two (:mod:`lightning_asyncpp.auxiliary`).
+    """Results of an MoE layer; the caller reports ``loss`` and ``counts`` (:mod:`lightning_asyncpp.auxiliary`).
 
     Attributes:
-        output: output of the input's shape.
+        output: the output, in the shape of the input.
         loss: the layer's part of the auxiliary loss, with its coefficient, a scalar.
         counts: (E + 3,) fp64, see :class:`Router`.
     """
@@ -288,7 +288,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Experts in place of a block's SwiGLU; without side effects, so that the backward may recompute them.
+    """Layer of experts in place of a block's SwiGLU; it has no side effects, so the backward may recompute it.
 
     Args:
         config: shape of the model, with experts.
@@ -297,7 +297,7 @@ class MoE(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         assert config.moe is not None
-        # A mean over the layers, so that a coefficient means the same in a deep and in a shallow model.
+        # The loss is a mean over the layers, so that a coefficient means the same in deep and in shallow models.
         self.balance_coefficient = config.moe.balance_loss / config.num_moe_layers
         self.router = Router(config)
         self.experts = Experts(config)

@@ -38,7 +38,7 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             problems.append(f"top_p={self.top_p!r}: must be above 0 and at most 1")
         if problems:
-            raise ValueError("no token can be drawn so:\n" + "\n".join(f"  - {problem}" for problem in problems))
+            raise ValueError("no token can be drawn:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def generate_tokens(
@@ -62,10 +62,10 @@ def generate_tokens(
         context_length: maximum number of tokens that the model sees.
         max_new_tokens: maximum number of tokens to yield.
         sampling: settings of the draws.
-        end: token that ends the text, which is yielded; ``None`` for no end.
+        end: token after which generation ends; it is yielded, too. ``None`` for no such token.
         vocab_size: number of ids that may be drawn; ``None`` for all of the model's.
-        agree: function from this process's token, -1 without logits, to that of the process that drew it, such as a
-            strategy's ``broadcast``.
+        agree: function that returns, in every process, the token of the process that has the logits, such as a
+            strategy's ``broadcast``. Its argument is this process's token, or -1 in a process without logits.
 
     Raises:
         ValueError: the prompt is empty.
@@ -106,7 +106,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probabilities = values.softmax(0)
     if sampling.top_p is not None:
-        before = probabilities.cumsum(0) - probabilities  # of all more likely tokens
+        before = probabilities.cumsum(0) - probabilities  # sum over all more likely tokens
         probabilities = probabilities * (before < sampling.top_p)
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
 

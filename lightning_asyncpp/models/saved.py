@@ -19,7 +19,7 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.gpt import GPT
 from lightning_asyncpp.storage import StorageError, is_sharded, load
 
-# Values that do not matter to a trained model.
+# Values that only training uses.
 TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.balance_bias_rate"})
 # Values in which two models with the same weights may differ.
 _FREE = TRAINING_ONLY | {"context_length", "init_std"}
@@ -31,11 +31,11 @@ _DATA_HYPER_PARAMETERS = "datamodule_hyper_parameters"
 
 
 class WeightsError(ValueError):
-    """Error of saved weights or of their use; the message names the file and what to do."""
+    """Error: saved weights cannot be read or used. The message names the file and says what to do."""
 
     @classmethod
     def from_problems(cls, what: str, problems: Sequence[str]) -> WeightsError:
-        """Return one error with all problems of ``what``, a line each."""
+        """Return an error whose message is ``what``, followed by one line per problem."""
         return cls(f"{what}:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
@@ -58,7 +58,7 @@ class SavedGPT:
         """Compare names and shapes with those of a GPT of this config.
 
         Raises:
-            WeightsError: they differ; all differences are named.
+            WeightsError: names or shapes differ; the message lists the differences.
         """
         problems = tensor_problems(self.shapes, expected_shapes(self.config))
         if problems:
@@ -81,7 +81,7 @@ class SavedGPT:
         model.head.tie_weights()
         for module in model.modules():
             _fill_buffers(module)
-        # By the module and not tensor by tensor: some modules keep tensors in fp32.
+        # The modules convert their tensors themselves, since some of them keep tensors in fp32.
         return model.to(device, dtype).eval().requires_grad_(False)
 
 
@@ -121,7 +121,7 @@ def _fill_buffers(module: nn.Module) -> None:
 
 
 def values_of(config: GPTConfig) -> dict[str, Any]:
-    """Return all values of a config by name; names of nested values have the outer name and a dot before them."""
+    """Return all values of a config by name; nested values are named ``outer.inner``."""
     values: dict[str, Any] = {}
     for name, value in asdict(config).items():
         nested = {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
@@ -131,7 +131,7 @@ def values_of(config: GPTConfig) -> dict[str, Any]:
 
 
 def differences(config: GPTConfig, saved: GPTConfig) -> list[str]:
-    """Return the values that keep a model of ``config`` from loading the weights of a model of ``saved``."""
+    """Return the differences because of which a model of ``config`` cannot load weights of a model of ``saved``."""
     wanted, found = values_of(config), values_of(saved)
     free = _FREE | ({"mlp_dim"} if 0 < config.num_moe_layers == config.num_layers else set())  # no block is dense
     return [
@@ -149,7 +149,7 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
         config: shape of the model, if the checkpoint does not hold it.
 
     Raises:
-        WeightsError: the path is neither, or holds no GPT.
+        WeightsError: the path is not one of these, or does not contain a GPT.
     """
     path = Path(path).expanduser()
     if path.is_file() or is_sharded(path):
@@ -157,10 +157,10 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
     if (path / "config.json").is_file():
         if config is not None:
             raise WeightsError(f"{path} has a config.json; leave the other config out")
-        from lightning_asyncpp.models.hf import read_hf  # which imports this file
+        from lightning_asyncpp.models.hf import read_hf  # imported late, since it imports this module
 
         return read_hf(path)
-    what = "is a folder without index.json and config.json" if path.is_dir() else "is no checkpoint, and no folder"
+    what = "is a folder without index.json and config.json" if path.is_dir() else "is neither a checkpoint nor a folder"
     raise WeightsError(f"{path} {what}; models of a hub have to be downloaded first")
 
 
@@ -179,15 +179,15 @@ def start_problems(config: GPTConfig, path: str | Path) -> list[str]:
 def start_from(model: GPT, path: str | Path) -> None:
     """Load the initial weights of a model from a checkpoint, or from a folder of `transformers`, in fp32.
 
-    A layer on the meta device loads its tensors when its ``reset_parameters()`` is called, so that under a pipeline
-    every stage reads only its own. A layer with real weights loads them at once.
+    A layer on the meta device loads its tensors when its ``reset_parameters()`` is called, so that in a pipeline every
+    stage reads only the tensors of its layers. A layer with real weights loads its tensors at once.
 
     Args:
         model: model whose weights are replaced.
         path: path of the checkpoint or folder.
 
     Raises:
-        WeightsError: the weights are not those of such a model; all differences are named.
+        WeightsError: the weights do not fit the model; the message lists the differences.
     """
     if problems := start_problems(model.config, path):
         raise WeightsError.from_problems(f"the model cannot start from {path}", problems)
@@ -204,13 +204,13 @@ def start_from(model: GPT, path: str | Path) -> None:
 @torch.no_grad()
 def _take(unit: nn.Module, name: str, path: str | Path) -> None:
     """Initialise a layer, and replace its random weights by the saved ones."""
-    type(unit).reset_parameters(unit)  # type: ignore[attr-defined]  # fills buffers that are in no file
+    type(unit).reset_parameters(unit)  # type: ignore[attr-defined]  # fills buffers that are not saved
     tensors = open_saved(path).tensors
     unit.load_state_dict({own: tensors[f"{name}.{own}"] for own in unit.state_dict()})
 
 
 def read_checkpoint(path: Path, config: GPTConfig | None = None) -> SavedGPT:
-    """Read a checkpoint of a ``GPTModule``, or one of Fabric that holds a GPT; its tensors are mapped, not copied.
+    """Read a Trainer's checkpoint of a ``GPTModule``, or Fabric's checkpoint of a GPT; tensors are memory-mapped.
 
     Args:
         path: path of the file, or of a sharded checkpoint's folder.
@@ -245,7 +245,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the prefix of a GPT's names in a ``state_dict``, and that ``state_dict``."""
+    """Find the ``state_dict`` of a GPT; return the prefix of its names, and the ``state_dict`` itself."""
     values = [content.get("state_dict"), content, *content.values()]
     candidates = [value for value in values if isinstance(value, Mapping)]
     for state in candidates:
@@ -254,9 +254,9 @@ def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[
                 return plain.removesuffix(_MARK), state
     entries = ", ".join(map(str, [*content][:8]))
     raise WeightsError(
-        f"{path} holds no GPT of this package: its entries are {entries}. The weights of any model alone are written by"
-        f" asyncpp checkpoint convert {shlex.quote(str(path))} weights.safetensors --to weights; asyncpp export takes"
-        " checkpoints of GPTModule and HFModule"
+        f"{path} holds no GPT of this package: its entries are {entries}. asyncpp export takes checkpoints of GPTModule"
+        " and HFModule. To write the weights of any other model, run asyncpp checkpoint convert"
+        f" {shlex.quote(str(path))} weights.safetensors --to weights"
     )
 
 
@@ -277,7 +277,7 @@ def _config(path: Path, values: Mapping[str, Any] | None) -> GPTConfig:
     if values is None:
         raise WeightsError(
             f'{path} says nothing of the model\'s shape: it has no hyper-parameters of a GPTModule and no "config"; '
-            'save it, fabric.save(path, {"model": model, "config": dataclasses.asdict(config)})'
+            'save the config with fabric.save(path, {"model": model, "config": dataclasses.asdict(config)})'
         )
     try:
         return GPTConfig(**values)
@@ -286,7 +286,7 @@ def _config(path: Path, values: Mapping[str, Any] | None) -> GPTConfig:
 
 
 def _tokenizer(content: Mapping[str, Any]) -> str | None:
-    """Return the definition that a ``TextDataModule`` saved, or that is in a checkpoint of ``fabric.save``."""
+    """Return the tokenizer's definition, which ``TextDataModule`` or a user of ``fabric.save`` has saved."""
     arguments = (_HYPER_PARAMETERS, _DATA_HYPER_PARAMETERS)
     for value in (content, *(value for name, value in content.items() if name not in arguments)):
         if isinstance(value, Mapping) and isinstance(definition := value.get("tokenizer"), str):

@@ -12,11 +12,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from lightning_asyncpp.optim.correction import DelayCorrection, Entries, Weights
 
 CPU_CHUNK_ELEMENTS = 2**17
-"""Elements of a piece on a CPU, small enough for its cache, so that memory is read once. The arithmetic is
-elementwise, so results do not depend on it."""
+"""Number of elements of a piece on a CPU: a piece fits the CPU's cache, so that memory is read once. Results do not
+depend on this number, since the arithmetic is elementwise."""
 
 CHUNK_ELEMENTS = 2**23
-"""Elements of a piece on other devices, where every piece costs a few kernel launches."""
+"""Number of elements of a piece on other devices: larger, since every piece costs a few kernel launches."""
 
 
 class ErrorFeedback(DelayCorrection):
@@ -27,44 +27,41 @@ class ErrorFeedback(DelayCorrection):
 
         W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at a parameter's first update
 
-    If only the share phi of a gradient is an update old, as with the least staleness, a strategy scales strength by
-    phi, stage by stage (:meth:`set_delay`; docs/research/theory.md, section 7).
+    With the strategies' ``staleness="least"``, only a share phi of a gradient's microbatches is one update old. The
+    strategy then scales ``strength`` by each stage's phi (:meth:`set_delay`; docs/research/theory.md, section 7).
 
-    In words: the step at t-1 was computed from a stale gradient; one update later the correct step is known, and the
-    difference is fed back. This is not the "error feedback" of the dion optimizers, which feeds back what a low-rank
+    In words: the step at t-1 was computed from a stale gradient. One update later the correct step is known, and the
+    difference is fed back. The "error feedback" of the dion optimizers is something else: it feeds back what a low-rank
     compression of the gradient lost.
 
-    An identity: with Y_0 = W_0 and Y_{t+1} = Y_t - u_t, strength s gives W_{t+1} = Y_{t+1} - s * (u_t - u_0). So EF is
-    weight prediction: gradients are taken at the base trajectory, extrapolated by s times its last step. For gradients
-    that are d updates old, strength d extrapolates by d steps at the price of one buffer. A strength above d looks
-    ahead of the current weights, which synchronous training can do as well (``WeightPrediction(ahead=...)``).
+    An identity: with Y_0 = W_0 and Y_{t+1} = Y_t - u_t, strength s gives W_{t+1} = Y_{t+1} - s * (u_t - u_0). So Error
+    Feedback is weight prediction: gradients are taken at Y, the trajectory of the base optimizer, extrapolated by s
+    times the last step of Y. For gradients that are d updates old, strength d extrapolates by d steps at the price of
+    one buffer. A strength above d looks ahead of the current weights. So does ``WeightPrediction(ahead=...)``, also
+    in synchronous training.
 
-    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and code that
-    sets ``group["lr"]`` act on it. Names of parameters are passed through to the base.
+    ``param_groups``, ``state`` and ``defaults`` are those of the base optimizer, so schedulers, monitors and code that
+    sets ``group["lr"]`` act on the base. Names of parameters are passed through to the base.
 
-    The base does not move a parameter without a gradient: u_t = 0, and the formula holds as for all others, so the
-    extrapolation of its last step is undone. A parameter that never had a gradient costs nothing and never moves.
+    If a parameter has no gradient, the base does not move it: u_t = 0. The formula still applies, and undoes the
+    extrapolation of the parameter's last step. A parameter that never had a gradient needs no buffer and never moves.
 
-    With masters (``compute_weights``, the strategies' ``weight_dtype="bf16"``) the identity is the rule: the masters
-    hold Y, to which s * u_0 is added once, after the first update, and W_{t+1} = Y_{t+1} - s * u_t is only ever written
-    in the dtype of forwards and backwards. The buffer holds Y_t during the step and u_t after it, so no further copy is
-    needed. Decoupled weight decay then acts on Y, a difference of the order of lr * weight_decay * u. With a
-    ``buffer_dtype``, which the identity does not cover, the masters hold W instead, as without.
+    With masters (``compute_weights``, the strategies' ``weight_dtype="bf16"``) the identity gives the weights. The
+    masters hold Y, to which s * u_0 is added once, after the first update. W_{t+1} = Y_{t+1} - s * u_t is only ever
+    written in the dtype of forwards and backwards. The buffer holds Y_t during the step and u_t after it, so no further
+    copy is needed. Decoupled weight decay then acts on Y and not on W, which makes a difference of the order of lr *
+    weight_decay * u. The identity does not hold for rounded steps, so with a ``buffer_dtype`` the masters hold W.
 
     Memory: one buffer per parameter, u_{t-1}, in the parameter's dtype or ``buffer_dtype``. :meth:`step` also needs the
-    weights before the step; provide them with :meth:`weights_before` if they are in memory anyway, otherwise they are
-    copied for the duration of the step.
+    weights before the step: they are copied for the duration of the step, unless :meth:`weights_before` provides them.
 
     Args:
         params: parameters as the base optimizer takes them: tensors, (name, tensor) pairs or groups.
         base: function that makes the optimizer from ``params``: a class,
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or in a YAML file ``class_path`` and ``init_args``.
         strength: factor on the difference of the steps, at least 0; 1 is the published rule, 0 keeps the base step.
-        buffer_dtype: dtype of the stored steps, "bfloat16" or "float32"; None for the parameter's. The rounded value
-            that is stored is also the one that is subtracted, so rounding errors do not add up: they telescope.
-
-    Raises:
-        ValueError: an option cannot be used.
+        buffer_dtype: dtype of the stored steps, "bfloat16" or "float32"; None for the parameter's. The weights are
+            corrected by the rounded steps that are stored, so rounding errors do not add up: they telescope.
     """
 
     keys = ("previous_step",)
@@ -149,12 +146,12 @@ def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength:
 
     Args:
         weight: the weights after the base step; changed in place.
-        before: the weights before it, of the same shape and dtype; None if the base did not move them: u = 0.
+        before: the weights before the base step, of the same shape and dtype; None if they did not move (u = 0).
         previous: u of the previous update, in the dtype in which u is rounded; changed in place.
         strength: factor on the difference; 0 only stores the step.
     """
     tensors = [weight, previous] if before is None else [weight, previous, before]
-    if all(t.is_contiguous() for t in tensors):  # rows may be long: pieces of one dimension are never too large
+    if all(t.is_contiguous() for t in tensors):  # flattened, since even one row may be too large for a piece
         tensors = [t.view(-1) for t in tensors]
     scratch: Tensor | None = None
     for start, length in _chunks(tensors[0]):
@@ -192,21 +189,21 @@ def _set_step(step: Tensor, weight: Tensor, before: Tensor | None) -> None:
 
 def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: float) -> None:
     if step.dtype != previous.dtype:
-        # Rounded once: the next update adds back exactly the bits that are subtracted now. The difference of two
-        # rounded steps is taken in the weights' dtype, not in the buffer's.
+        # The step is rounded once, so that the next update adds back exactly the bits that are subtracted now. The
+        # difference of two rounded steps is taken in the weights' dtype, not in the buffer's.
         rounded = step.to(previous.dtype)
         if strength != 0:
             weight.sub_(torch.sub(rounded.to(weight.dtype), previous), alpha=strength)
         previous.copy_(rounded)
         return
     if strength != 0:
-        torch.sub(step, previous, out=previous)  # the buffer holds the difference in between
+        torch.sub(step, previous, out=previous)  # the buffer holds the difference until the copy_() below
         weight.sub_(previous, alpha=strength)
     previous.copy_(step)
 
 
 def _chunks(t: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) along the first dimension, which needs no copy for any strides."""
+    """Yield start and length of each piece along the first dimension; such pieces are views, whatever the strides."""
     size = t.size(0)
     elements = CPU_CHUNK_ELEMENTS if t.device.type == "cpu" else CHUNK_ELEMENTS
     length = max(1, elements * size // max(1, t.numel()))

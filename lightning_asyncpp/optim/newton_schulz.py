@@ -1,10 +1,10 @@
 """Newton-Schulz orthogonalisation of a stack of matrices, the expensive part of Muon.
 
-The quintic iteration and its coefficients are those of Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/)
-and of ``torch.optim.Muon``, and so are the results. Here all matrices of one shape go through one batched product, and
-only half of a symmetric product is computed. All products of a step but the last one are symmetric: X X^T, and products
-of polynomials of one symmetric matrix, which commute. torch has no such product: on CPUs strips up to the diagonal are
-multiplied one by one, on GPUs a Triton kernel skips the blocks above the diagonal.
+The quintic iteration, its coefficients and its results are those of Jordan et al. 2024
+(https://kellerjordan.github.io/posts/muon/) and of ``torch.optim.Muon``. Here all matrices of one shape go through one
+batched product, and only half of a symmetric product is computed. All products of a step except the last are symmetric:
+X X^T, and the products of polynomials in X X^T, since these commute. torch has no operator for symmetric products. On
+CPUs, strips of rows up to the diagonal are computed one by one. On GPUs, a Triton kernel skips blocks above it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def orthogonalize(
         symmetric_product(x, x.mT, gram)
         symmetric_product(gram, gram, product, gram, beta=b, alpha=c)
         full_product(product, x, spare, x, beta=a)
-        # Memory for the next step, but not that of a transposed matrix, into which products round differently.
+        # The next step writes into the memory of x, unless x is transposed: then products would round differently.
         x, spare = spare, x if x.is_contiguous() else _like(x)
     return x.mT if tall else x
 
@@ -77,7 +77,8 @@ def _like(x: Tensor) -> Tensor:
 
 def _normalized(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
     # Norms are computed before stacks are joined: a reduction over a larger batch may sum in another order, and a
-    # matrix's result must not depend on its neighbours. The spectral norm is at most the Frobenius norm.
+    # matrix's result must not depend on the other matrices. The iteration needs singular values of at most 1, so
+    # division by the Frobenius norm suffices: it is at least the spectral norm.
     x = matrices[0].new_empty(sum(stack.size(0) for stack in matrices), *matrices[0].shape[1:], dtype=dtype)
     for part, stack in zip(x.split([stack.size(0) for stack in matrices]), matrices):
         part.copy_(stack)
@@ -135,14 +136,14 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def _may_have_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    # In float32 its products would be those of TF32.
+    # For float32 the kernel would compute in TF32.
     if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
         return False
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _give_up_kernel(device: torch.device, error: Exception) -> None:
-    """Compute full products on a device from now on, and warn: results differ by rounding and take longer."""
+    """Compute full products on a device from now on, and warn, since they round differently and take longer."""
     _without_kernel.add(device)
     warnings.warn(
         f"the Triton kernel for symmetric products cannot run on {device} ({error}): Newton-Schulz computes full"

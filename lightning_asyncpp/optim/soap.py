@@ -13,7 +13,7 @@ from lightning_asyncpp.optim.muon import is_matrix
 
 
 class SOAP(Optimizer):
-    """Adam in a basis, for each matrix, in which the entries of its gradient are about uncorrelated.
+    """Adam, for each matrix, in a basis in which the entries of the matrix's gradient are nearly uncorrelated.
 
     Source: "SOAP: Improving and Stabilizing Shampoo using Adam", Vyas et al. 2024, arXiv 2409.11321, Algorithm 3. For a
     matrix W (rows, columns) with gradient G and the bases Q_L (rows, rows), Q_R (columns, columns)::
@@ -26,17 +26,19 @@ class SOAP(Optimizer):
 
     As in the authors' code, the first gradient of a matrix only sets the bases (eigenvectors of G G^T and G^T G) and
     moves no weights, so that no gradient is rotated into a basis made of itself. Before QR the columns of L Q_L are
-    sorted by their eigenvalue estimates, and V with them. As in the paper, a side above ``max_precondition_dim`` (a
-    vocabulary) is not rotated, Q = 1. Vectors and other parameters without a side to rotate are updated exactly as by
-    AdamW, from the first gradient on. A 3-D weight (experts, out, in) is a stack of matrices, each with its own bases.
-    A small vocabulary, bytes for instance, is rotated as any other side.
+    sorted by their eigenvalue estimates, and V with them. As in the paper, a side longer than
+    ``max_precondition_dim``, such as a vocabulary, is not rotated: its Q is the identity. Vectors and other parameters
+    without a side to rotate are updated exactly as by AdamW, from the first gradient on. A 3-D weight (experts, out,
+    in) is a stack of matrices, each with its own bases.
+    A small vocabulary, for instance of bytes, is rotated like any other side.
 
     The shape alone decides how a parameter is updated, so names are not needed. The update of a parameter depends on no
-    other one and begins at its first gradient. Bases are computed in fp32 (fp64 for fp64 weights) and kept in the
-    parameter's dtype.
+    other parameter, and begins at its first gradient. Bases are computed in fp32 (fp64 for fp64 weights) and kept in
+    the parameter's dtype.
 
-    Memory: two buffers per parameter, and for each rotated side of n two of n x n. Compute: every update six products
-    with such matrices and one of G with itself per side; at every ``precondition_frequency``-th one QR per side.
+    Memory: two buffers per parameter, and two n x n matrices per rotated side of length n. Compute per update and
+    rotated side: three products with an n x n basis, and the product of G and G^T or of G^T and G. Every
+    ``precondition_frequency``-th update adds, per rotated side, a product of n x n matrices and a QR decomposition.
 
     Args:
         params: ``module.named_parameters()``, ``module.parameters()`` or torch parameter groups.
@@ -134,7 +136,7 @@ def _average_products(grad: Tensor, state: dict[str, Any], group: dict[str, Any]
 
 
 def _refresh_bases(state: dict[str, Any]) -> None:
-    """Take one step of orthogonal iteration towards the eigenvectors; reorder the squares like the basis."""
+    """Take one step of orthogonal iteration towards the eigenvectors; reorder ``exp_avg_sq`` like the basis."""
     for side, axis in (("left", -2), ("right", -1)):
         if f"basis_{side}" not in state:
             continue

@@ -1,4 +1,4 @@
-"""Recording of a run: every rank writes its spans (timed activities) in some mini-batches, and between them, to a file.
+"""Recording of a run: every rank writes its spans (timed activities) during and between some mini-batches to a file.
 
 The files are in Chrome's trace format, which ui.perfetto.dev loads.
 """

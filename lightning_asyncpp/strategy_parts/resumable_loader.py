@@ -47,13 +47,13 @@ class ResumableLoader(LoaderInFront):
         return sized_len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that training received, also if that was in an earlier run."""
+        """Return the position after the last batch that training received, even if that was in an earlier run."""
         if self._resumed is not None:
             return dict(self._resumed[0])
         return self._before if self._prefetched() else self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of the wrapped loader, as Lightning saves it; :meth:`resume` loads those of this class."""
+        """Load a state of the wrapped loader, as Lightning saves it; :meth:`resume` loads states of this class."""
         if "batches" not in state and is_stateful(self.loader):
             self.loader.load_state_dict(state)
 
@@ -70,7 +70,7 @@ class ResumableLoader(LoaderInFront):
         """Iterate over an epoch; nothing is read before the first batch is requested."""
         resumed, self._resumed = self._resumed, None
         state, ended = resumed or ({}, True)
-        if not ended and state.get("exhausted"):  # of several loaders, this one had ended before the epoch
+        if not ended and state.get("exhausted"):  # one of several loaders, which ended before the epoch did
             self._resumed = (state, True)
             return
         self._batches, self._exhausted = 0 if ended else int(state["batches"]), False
@@ -94,10 +94,10 @@ class ResumableLoader(LoaderInFront):
                     next(iter(loader), _END)  # drops the rest of an epoch that was cut short
 
     def _iterate(self, begun: bool) -> Iterator[Any]:
-        """Return an iterator over the loader, which draws the seed of the epoch's workers.
+        """Return an iterator over the loader; making it draws the seed of the epoch's workers.
 
-        If the epoch had begun before the interruption, the process's generators do not advance, since the seed had
-        been drawn before.
+        If the epoch had begun before the interruption, the process's generators do not advance, since the seed was
+        drawn then.
         """
         if getattr(self.loader, "generator", _END) in (None, self._generator):
             self.loader.generator = self._generator.set_state(torch.get_rng_state())
@@ -112,7 +112,7 @@ class ResumableLoader(LoaderInFront):
         try:
             while True:
                 if length is None and self._batches > begin:  # Lightning reads loaders without a length one batch ahead
-                    self._before = self._state()  # before the first batch, litdata would lose its position
+                    self._before = self._state()  # not before the first batch: litdata would lose its position
                 if (batch := next(iterator, _END)) is _END:
                     self._exhausted = True
                     return

@@ -35,7 +35,7 @@ class Next(IntEnum):
 
     END = 0
     BATCH = 1
-    NOTHING = 2  # None in place of a batch, which is skipped; a collate_fn may return it if no sample is valid
+    NOTHING = 2  # None, which is skipped; a collate_fn may return it in place of a batch without valid samples
 
 
 class LoaderInFront:
@@ -140,12 +140,12 @@ def shuffles(loader: object) -> bool:
 def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
     """Shuffle a ``StatefulDataLoader(shuffle=True)`` as Lightning shuffles a ``DataLoader(shuffle=True)``.
 
-    Lightning replaces torch's random sampler by one whose order depends on the epoch, but it only wraps torchdata's.
-    The wrapper hides the position of torchdata's sampler, so that the loader could not resume within an epoch.
+    Lightning replaces torch's random sampler by one whose order depends on the epoch, but only wraps torchdata's random
+    sampler. The wrapper hides the position of that sampler, so that the loader could not resume within an epoch.
 
     Args:
         loader: loader of training data with the sampler that Lightning chose.
-        shuffle: whether to shuffle; None: as Lightning's wrapper says. Under Fabric, the wrapper is wrong.
+        shuffle: whether to shuffle; None: by the wrapper's setting, which is wrong under Fabric.
     """
     wrapper = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if not isinstance(wrapper, DistributedSamplerWrapper):
@@ -161,7 +161,7 @@ def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
 
 def _seed_workers(loader: object, replica: int) -> None:
     # seed_everything(workers=True) seeds the workers of every rank differently; here the ranks of a replica must agree.
-    # Fabric has set worker_init_fn before; the Trainer sets it later unless there is one.
+    # Fabric has already set worker_init_fn; the Trainer sets it later if it is still None.
     if not isinstance(loader, DataLoader):
         return
     function = loader.worker_init_fn

@@ -69,7 +69,7 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
         # The format does not allow tensors that share memory.
         own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
         save_safetensors(own, partial)
-        partial.chmod(0o644)  # other users cannot read files of safetensors
+        partial.chmod(0o644)  # safetensors denies access to other users
 
 
 @contextmanager
@@ -132,7 +132,8 @@ def size_on_disk(path: Path) -> int:
 def writer_of(entries: Mapping[str, Any]) -> str | None:
     """Return the writer of a checkpoint; None if it is unknown.
 
-    It is ``"Trainer"``, ``"Fabric"`` (with a strategy of this package), or ``"weights"`` if there are only tensors.
+    The writer is ``"Trainer"``, ``"Fabric"`` (with a strategy of this package), or ``"weights"`` if there are only
+    tensors.
     """
     if _LIGHTNING in entries:
         return "Trainer"

@@ -19,7 +19,7 @@ _UNRECOGNIZED = "unrecognized arguments: "
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parser whose errors suggest the most similar option, without the usage, which would hide the message."""
+    """Parser whose errors suggest the most similar option; they omit the usage, which would hide the message."""
 
     def __init__(self, **how: Any) -> None:
         self._names: list[str] = []
@@ -200,7 +200,7 @@ def prepare_parser() -> ToolParser:
         prog="asyncpp prepare",
         description="Tokenise documents into a dataset that a training streams. The documents are in parquet files,"
         " JSON lines (.jsonl, .ndjson, also .gz and .zst) or text (.txt, .md), on this machine or on the Hugging Face"
-        " Hub. After an interruption, the same command goes on where it was.",
+        " Hub. After an interruption, the same command resumes.",
     )
     parser.add_argument(
         "sources",

@@ -83,13 +83,13 @@ def prepare(
         if chosen and not (output / name / INDEX).is_file():
             optimize(
                 _Tokens(tokenizer.definition, text_key),
-                [json.dumps(astuple(piece)) for piece in chosen],  # as JSON, since litdata would download a path
+                [json.dumps(astuple(piece)) for piece in chosen],  # as JSON, since litdata would download paths
                 str(output / name),
                 chunk_bytes=CHUNK_BYTES,
                 num_workers=num_workers,
                 use_checkpoint=True,
                 item_loader=TokensLoader(),
-                start_method="fork" if sys.platform == "linux" else None,  # with other methods imports take seconds
+                start_method="fork" if sys.platform == "linux" else None,  # spawned workers import for seconds
             )
     found = finish_token_dataset(output, tokenizer)
     print(
@@ -162,7 +162,7 @@ class _Tokens:
     def __call__(self, piece: str) -> Tensor:
         tokenizer = _tokenizer(self.definition)
         documents = read_documents(Piece(*json.loads(piece)), self.text_key)
-        # litdata counts results to resume, so every piece must have one: without text it is a blank.
+        # litdata resumes by the number of results, so every piece must have one; a piece without text gives a blank.
         return torch.cat(list(token_groups(documents, tokenizer)) or [joined([" "], tokenizer)])
 
 

@@ -21,7 +21,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Spans of one rank.
+    """Spans (timed activities) of one rank.
 
     Attributes:
         meta: description of the rank.
@@ -91,7 +91,7 @@ def read_run(path: Path) -> RecordedRun:
     ranks = [read_rank(file) for file in sorted(folder.glob(PATTERN))]
     work = [span for rank in ranks for span in rank.of(*Kind)]
     if not work:
-        raise TraceError(f"{folder}: nothing was recorded; did the run end before the recording was to begin?")
+        raise TraceError(f"{folder}: nothing was recorded; did the run end before the first mini-batch to record?")
     zero = min(span.start for span in work)
     placed = [
         replace(rank, spans=[replace(s, start=s.start - zero, end=s.end - zero) for s in rank.spans]) for rank in ranks

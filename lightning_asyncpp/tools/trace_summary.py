@@ -22,12 +22,12 @@ CAUSES = {
     "send": "handing over messages",
     "agreement": "waiting for the other ranks' part of an update",
     "update": "optimizer steps",
-    "data": "waiting for the loader, and what the loop does between batches",
+    "data": "waiting for the loader, and the loop's work between batches",
     "evaluate": "validation",
     "checkpoint": "saving",
-    "rest": "what no span covers",
+    "rest": "time that no recorded activity covers",
 }
-"""Cause of time without forwards and backwards -> its meaning."""
+"""Cause of time outside of forwards and backwards -> its meaning."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class Summary:
         mini_batches: first and last mini-batch that began in this time.
         rows: rows of the stages.
         total: row of all stages: means of shares, sums of bytes.
-        ideal_step: seconds per mini-batch in an ideal run: the stages' median times, and nothing else takes time.
-        balance: time in forwards and backwards, of the busiest stage divided by the mean of all stages; 1 is even.
+        ideal_step: seconds per mini-batch in an ideal run: forwards and backwards take their median times, and nothing
+            else takes time.
+        balance: time of the busiest stage in forwards and backwards, divided by the mean over all stages; 1 is even.
         layers: number of layers of each stage.
         notes: notes on the recording.
     """

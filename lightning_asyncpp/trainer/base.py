@@ -179,7 +179,7 @@ class PipelineStrategy(EvaluationSteps):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device with the module's hooks; a placeholder on a middle stage is left as it is."""
+        """Move a batch to the device with the module's hooks; a middle stage's placeholder for a batch is not moved."""
         engine = self.session.engine
         if engine is not None and not (engine.mesh.is_first or engine.mesh.is_last) and has_placeholder(batch):
             return batch
@@ -194,7 +194,7 @@ class PipelineStrategy(EvaluationSteps):
         engine, module, batch_ends = self._running(), self._module, self._batch_ends
         assert batch_ends is not None
         if private.begins_accumulation(module.trainer):
-            engine.drop()  # if an earlier closure ran without a step, zero_grad() would clear its gradient now
+            engine.drop()  # as zero_grad() would drop the gradient of an earlier closure without a step
         afterwards = batch_ends.call_late if batch_ends.kinds else _nothing
         output = engine.run(args[0], self._user_step("training_step", args, kwargs), afterwards)
         mesh = engine.mesh
@@ -270,7 +270,7 @@ class PipelineStrategy(EvaluationSteps):
         self.step_log.receive(updates)
 
     def _step_optimizer(self, update: Update) -> None:
-        """Step the optimizer inside the user's hooks, for which the Trainer has the state of the gradient's batch."""
+        """Step the optimizer inside the user's hooks, while the Trainer has the state of the gradient's batch."""
         self._running()
         with private.at_update(self._module.trainer, update.note):
             self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=_nothing)

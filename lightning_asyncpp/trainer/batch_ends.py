@@ -1,14 +1,15 @@
-"""Callbacks whose ``on_train_batch_end`` is called after the update of its batch.
+"""Callbacks whose ``on_train_batch_end`` is called when the update of that batch has been applied.
 
 In an asynchronous pipeline the update of batch t is applied during or after batch t+1, or at the end of batch t if the
-pipeline drains there. At the end of batch t a callback would usually meet weights without update t. So it is called
-between the updates t and t+1, where the weights are W_{t+1}, as in a single process.
+pipeline drains there (finishes all microbatches in flight and applies their updates). At the end of batch t a callback
+would usually meet weights without update t. So it is called between the updates t and t+1. The weights are then W_{t+1}
+(W_t being those before update t), as in a single process.
 
-With gradient accumulation several batches share update t, and only the hook of the last batch has to wait for it. The
-hooks of the earlier batches are called after update t-1 and may change W_t. This does not matter if all microbatches of
-mini-batch t run on W_{t-1}. If some of them run on W_t (without delay, in the first mini-batches, and with the least
-staleness), the microbatches before a hook must run on W_t without the hook's change, and those after the hook on W_t
-with the change. So the pipeline drains before such a hook.
+With gradient accumulation several batches, which form mini-batch t, share update t. Only the hook of the last batch has
+to wait for this update. The hooks of the earlier batches are called after update t-1 and may change W_t. This does not
+matter if all microbatches of mini-batch t run on W_{t-1}. If some of them run on W_t (without delay, in the first
+mini-batches, and with ``staleness="least"``), the microbatches before a hook must run on W_t without the hook's change,
+and those after the hook on W_t with the change. So the pipeline drains before such a hook.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _BatchEnd(NamedTuple):
     """End of a batch.
 
     Attributes:
-        updates: number of updates to apply before its hooks are called.
+        updates: number of updates to apply before the hooks of this batch are called.
         first: number of the first microbatch after the batch.
         arguments: arguments of the hooks, without trainer and module.
     """
@@ -112,7 +113,7 @@ class BatchEnds(Callback):
         self._called = []
 
     def meets_gradients(self) -> bool:
-        """Return whether the pipeline drains for the hooks after this batch.
+        """Return whether the pipeline must drain before the hooks of this batch are called.
 
         It drains if the hooks may change weights on which the rest of the mini-batch runs. It also drains if one
         process runs all stages, since the stages apply an update one after the other, but the hooks are called once. A

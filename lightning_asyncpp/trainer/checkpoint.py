@@ -47,14 +47,14 @@ class Progress:
     def __init__(self) -> None:
         self._loaders: list[ResumableLoader] = []
         self._loaders_before: list[ResumableLoader] = []  # made before the checkpoint was read
-        self._epoch_of_loaders = -1  # in which the loaders were made; Lightning may make new ones every few epochs
+        self._epoch_of_loaders = -1  # epoch in which they were made; Lightning may make new ones every few epochs
         self._state: Mapping[str, Any] | None = None  # from a checkpoint, until training starts
         self._loops: Mapping[str, Any] = {}
         self._same_replicas, self._has_warned = True, False
         self._training: Mapping[str, Any] | None = None  # random states of the training, while a validation runs
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the state that this rank saves; it has the newest metrics, since a learning rate may follow one."""
+        """Return the state that this rank saves, with the newest metrics, since a learning rate may depend on one."""
         draws = self._training or (random_states() if self._state is None else self._state["random"])
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return {"random": draws, "loaders": [loader.state_dict() for loader in self._loaders], "metrics": metrics}
@@ -168,7 +168,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def full_state_dict(self) -> dict[str, Any]:
         """Drain, and return a ``state_dict``; a collective call.
 
-        On rank 0 it has the whole module, on other ranks their stage.
+        On rank 0 the result covers the whole module; on other ranks, only their stage.
         """
         return gathered(self.session, self._stage_state())
 
@@ -242,7 +242,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         if state is None:
             return
         mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
-        of_ranks = state[PROGRESS]  # a single one if all stages were in one process
+        of_ranks = state[PROGRESS]  # one entry if all stages were in one process
         own = of_ranks[rank_to_follow(mesh, state) if len(of_ranks) > 1 else 0]
         self.progress.resume(own, content["loops"]["fit_loop"], same_replicas=replicas == mesh.num_replicas)
 

@@ -26,14 +26,14 @@ class ReplicaBatches(Launching):
     """Strategy that distributes the batches of loaders over replicas.
 
     Attributes:
-        progress: progress of the run, which holds the position of a resumed loader.
+        progress: progress of this rank in the run, with the positions of resumed loaders.
     """
 
     progress: Progress
     _only_moves_batches = True
 
     def take_batch_hooks(self, owners: list[Any], until: ExitStack) -> None:
-        """Hide the placeholder batches of middle stages from the users' hooks.
+        """Hide the placeholder batches of middle stages, which read no data, from the users' hooks.
 
         Args:
             owners: the module, and the data module or None.
@@ -88,7 +88,7 @@ class EvaluationSteps(ReplicaBatches):
 
     @abstractmethod
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
-        """Return the user's step as a function of a microbatch and its weight that records logged values."""
+        """Return a function of a microbatch and its weight that runs the user's step and records logged values."""
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

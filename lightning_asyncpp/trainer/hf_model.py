@@ -107,7 +107,7 @@ def load_model(
         raise ConfigurationError(f"model_id={model_id!r}: {_first_line(error)}") from error
     mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})
-    if task == CLASSIFICATION:  # the head may be random, if the weights are a language model's or have other labels
+    if task == CLASSIFICATION:  # the head may be random: weights may be of a language model, or for other labels
         missing = [name for name in missing if name in mismatched and not _HEAD.match(name)]
     if missing:
         raise ConfigurationError(
@@ -211,7 +211,7 @@ def inputs_of(batch: Any, task: str, config: Any) -> dict[str, Any]:
 
 
 def number_of_targets(batch: Any, task: str) -> float:
-    """Return the number of targets that count; for a classifier, the number of samples."""
+    """Return the number of targets other than -100; for a classifier, the number of samples."""
     targets = targets_of(batch, task)
     if targets.is_floating_point():
         return float(len(targets))
@@ -219,7 +219,7 @@ def number_of_targets(batch: Any, task: str) -> float:
 
 
 def mean_loss(output: Any, batch: Any, task: str) -> Tensor:
-    """Return the mean loss over the targets that count, in nats (0 if none); for a classifier, the model's loss."""
+    """Return the mean loss in nats over targets other than -100 (0 if none); for a classifier, the model's loss."""
     if task == CLASSIFICATION:
         loss: Tensor = output.loss
         return loss

@@ -42,15 +42,15 @@ class HFModule(LightningModule):
 
     Batches are mappings with ``input_ids``, ``attention_mask`` and ``labels``, (batch, time) int64 each and padded on
     the right; a label of -100 does not count. A causal model also takes tokens, (batch, time + 1) int64. Gradients are
-    those of the mean over all targets of a batch that count, for any number of microbatches.
+    those of the mean loss over all labels of a batch except -100, for any number of microbatches.
 
     Every process reads the whole model into its host memory before the pipeline cuts it: 4 bytes per parameter and
     process with ``dtype="float32"``, 2 with ``"bfloat16"`` (7 billion parameters in 8 processes: 224 GB or 112).
 
-    Mixtures of experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained without an auxiliary loss. That of `transformers`
-    (``output_router_logits=True``, off by default) is refused, since it is not collected over stages. Nothing then
-    balances the experts: a long training may use some of them more and more. ``freeze: ["*.gate.weight"]`` keeps the
-    routers as they were pretrained.
+    Mixtures of experts (Mixtral, Qwen3-MoE, DeepSeek-V3) are trained without an auxiliary loss. The auxiliary loss of
+    `transformers` (``output_router_logits=True``, off by default) is refused, since it is not collected over stages. So
+    nothing balances the experts, and a long training may use some of them more and more. ``freeze: ["*.gate.weight"]``
+    keeps the routers as they were pretrained.
 
     Args:
         model_id: a folder of ``save_pretrained``, or the name of a repository of models on the Hugging Face Hub.
@@ -61,14 +61,15 @@ class HFModule(LightningModule):
             ``precision: bf16-mixed`` and the strategy's ``weight_dtype: bf16``.
         attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ...; ``None``: `transformers` chooses.
         config_overrides: fields of the model's config with new values: ``{"num_labels": 3}``.
-        lora: train only adapters, with the package `peft`: fields of its ``LoraConfig``, with ``alpha`` and ``dropout``
-            for ``lora_alpha`` and ``lora_dropout``, such as ``{"r": 16, "alpha": 32}``. Adapters are trained in fp32.
-            Checkpoints also hold the frozen weights; ``asyncpp export`` merges them or writes only the adapters.
+        lora: fields of the ``LoraConfig`` of the package `peft`, such as ``{"r": 16, "alpha": 32}``, to train only
+            adapters, in fp32; ``alpha`` and ``dropout`` are short for ``lora_alpha`` and ``lora_dropout``.
+            Checkpoints also hold the frozen weights. ``asyncpp export`` merges the adapters into these weights, or
+            writes only the adapters.
         freeze: globs of names of parameters that are not trained, such as ``"model.embed_tokens.*"``.
         gradient_checkpointing: keep only the inputs of blocks, and recompute the rest in the backward.
         optimizer: function that makes the optimizer from the trained, named parameters of this process's stage;
             ``None``: ``MuonAdamW`` with its defaults.
-        warmup_steps: number of updates in which the learning rate rises linearly to the optimizer's.
+        warmup_steps: number of updates in which the learning rate rises linearly to that of the optimizer.
         decay: learning rate after the warmup: ``"cosine"``, ``"wsd"`` or ``"constant"``, as in
             :class:`~lightning_asyncpp.GPTModule`.
         min_lr_ratio: learning rate at the end of the decay, as a share of the highest one.
@@ -150,7 +151,8 @@ class HFModule(LightningModule):
         elif own.backend.to_str() != tokenizer_of_definition(definition).backend.to_str():
             raise ConfigurationError(
                 f"the data's tokenizer is not that of model_id={self.model_id!r}. Give the data the argument"
-                f" tokenizer={self.model_id!r}, or prepare it with that one; with pretrained=False any tokenizer works"
+                f" tokenizer={self.model_id!r}, or prepare the data with that tokenizer; with pretrained=False any"
+                " tokenizer works"
             )
 
     def microbatch_weight(self, microbatch: Any) -> float:

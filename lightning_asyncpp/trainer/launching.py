@@ -35,8 +35,8 @@ class Launching(PipelineCheckpoints):
     def full_state_dict(self) -> dict[str, Any]:
         """Drain, and return a ``state_dict``; a collective call.
 
-        On rank 0 it has the whole module, on other ranks their stage. In the process that forked or spawned the ranks,
-        it is that of the process's module, which has the trained weights.
+        On rank 0 the result covers the whole module; on other ranks, only their stage. In the process that forked or
+        spawned the ranks, it covers the whole module, which has loaded the trained weights.
         """
         return dict(self._module.state_dict()) if self._started_others else super().full_state_dict()
 
@@ -63,7 +63,7 @@ def _launch(
     trainer: L.Trainer | None = kwargs.get("trainer")
     if trainer is not None:
         if trainer.state.fn == TrainerFn.FITTING:
-            trainer.lightning_module.configure_model()  # the whole model, whose memory no rank shares
+            trainer.lightning_module.configure_model()  # this process's whole model, with which ranks share no memory
         function = functools.partial(_run_in_child, strategy, trainer, function)
     return launch(function, *args, **kwargs)
 

@@ -75,7 +75,7 @@ class PipelineCallback(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Drain if anything after this batch needs it, and log the statistics that layers counted."""
+        """Drain if what follows this batch needs the newest weights, and log the layers' statistics."""
         engine = self.session.engine
         assert engine is not None
         self._hold_back_stop(trainer)
@@ -105,13 +105,13 @@ class PipelineCallback(Callback):
             self.step_log.share_metrics()
 
     def _hold_back_stop(self, trainer: L.Trainer) -> None:
-        """Replace ``trainer.should_stop`` by a request to all ranks, since only this rank may have set it."""
+        """Replace ``trainer.should_stop`` by a request to all ranks, since other ranks may not have set it."""
         if trainer.should_stop and not self._stopping:
             trainer.should_stop = False
             self.session.running().updates.requested.finished = True
 
     def _before_end_of_epoch(self, trainer: L.Trainer) -> None:
-        """Drain, since a hook may have ended the epoch early; end an evaluation if the ranks have agreed to."""
+        """In training, drain, since a hook may have ended the epoch; end an evaluation if ranks agreed to end it."""
         if trainer.training:
             self.drain()
             self.step_log.log_counted()
@@ -120,7 +120,7 @@ class PipelineCallback(Callback):
             self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Skip the validation of a run that ends."""
+        """Skip the validation if the run is ending."""
         self.preemption.install()
         if self._is_preempted:
             raise SIGTERMException
@@ -134,13 +134,13 @@ class PipelineCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """End the evaluation after this batch if the ranks have agreed to."""
+        """End the evaluation after this batch if the ranks have agreed to end it."""
         self._stop_evaluation_if_agreed(after_batch=True)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """End the prediction if the ranks have agreed to."""
+        """End the prediction if the ranks have agreed to end it."""
         self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_exception(self, trainer: L.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -159,7 +159,7 @@ class PipelineCallback(Callback):
             raise
 
     def _stop_evaluation_if_agreed(self, after_batch: bool) -> None:
-        """End the evaluation if the ranks have agreed to.
+        """End the evaluation if the ranks have agreed to end it.
 
         Args:
             after_batch: whether this is after a batch, and not at the end of a loader.

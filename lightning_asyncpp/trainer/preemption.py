@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 
 class Preemption:
-    """Replacement of Lightning's signal handlers that ends a run when all ranks have agreed on it.
+    """Replacement of Lightning's signal handlers that ends a run when all ranks have agreed to end it.
 
     A signal may come at any point, so its handler only records it. Lightning's handlers, which communicate or save,
     are called later, when all ranks are between the same two batches.
@@ -36,7 +36,7 @@ class Preemption:
         self.received = 0
         self.ended = False
         self._trainer, self._on_signal = trainer, on_signal
-        self._handlers: dict[int, Any] = {}  # Lightning's
+        self._handlers: dict[int, Any] = {}  # signal -> Lightning's handler
 
     def install(self) -> None:
         """Install the signal handlers; Lightning restores the earlier ones after the run."""
@@ -52,7 +52,7 @@ class Preemption:
         self._on_signal()
 
     def stop(self) -> None:
-        """Make Lightning end the run after this batch, or after its epoch; ranks call it after the same batch."""
+        """Make Lightning end the run after this batch or after this epoch; all ranks call it after the same batch."""
         self._handlers[signal.SIGTERM](signal.SIGTERM, None)
 
     def end(self, exception: SIGTERMException, signals: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ def save_nothing_on_exception(trainer: L.Trainer) -> None:
 
 
 def _exit_code(trainer: L.Trainer, signum: int) -> int:
-    """Return the exit code of a process whose run a signal ended: 128 + the signal's number, as in shells.
+    """Return the exit code for a run that was ended by a signal: 128 + the signal's number, as in shells.
 
     Processes that Lightning launched return 0. If one returned an error, Lightning's launcher would kill the others.
     The first process must not be killed: its exit code is that of the run, and it may still be writing logs.
@@ -113,7 +113,7 @@ def _exit_code(trainer: L.Trainer, signum: int) -> int:
 
 
 def _requeue_signal(trainer: L.Trainer) -> Any:
-    """Return the signal at which the run's SLURM job is requeued; None if the run has none."""
+    """Return the signal at which the run's SLURM job is requeued; None if no signal requeues the run."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return (
         environment.requeue_signal if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None

@@ -35,7 +35,7 @@ def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextMa
     """Run the validations of a training in a context that is entered before their loaders are iterated.
 
     The sanity check needs no context, since Lightning restores the generators after it. A resumed run may skip a
-    validation but still iterates over its loaders, in another method, which gets the context, too.
+    validation but still iterates over its loaders in another method, so that method is called in the context, too.
     """
     purpose = "separate the random numbers of validations from those of the training"
     loop = required(trainer.fit_loop.epoch_loop, "val_loop", purpose)
@@ -73,7 +73,7 @@ def before_step_logging(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def at_end_of_epoch(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call functions after the last batch of an epoch or of an evaluation's loader, before the hooks of its end.
+    """Call functions after the last batch of an epoch or of an evaluation's loader, before any hook at that end.
 
     Args:
         trainer: trainer that runs the loop.
@@ -85,7 +85,7 @@ def at_end_of_epoch(trainer: Trainer, before: Callable[[], None], after: Callabl
     end = required(type(connector), "epoch_end_reached", purpose)
 
     def end_once() -> None:
-        if connector._first_loop_iter is None:  # an evaluation, which ended with its last loader
+        if connector._first_loop_iter is None:  # an evaluation whose last loader has ended already
             return
         before()
         end(connector)
@@ -95,14 +95,14 @@ def at_end_of_epoch(trainer: Trainer, before: Callable[[], None], after: Callabl
 
 
 class EpochValue(NamedTuple):
-    """Value that a last stage has logged for an epoch.
+    """Value that the last stage of a replica has logged for an epoch.
 
     Attributes:
         key: key of the value in Lightning's results.
         options: options of the call of ``self.log``.
         value: value so far; for a mean, the weighted sum.
-        weight: sum of the weights of a mean; 1 for other reductions; None for a torchmetrics object, whose value is
-            over all replicas already.
+        weight: sum of the weights of a mean; 1 for other reductions; None for a torchmetrics object, whose value
+            already covers all replicas.
     """
 
     key: str

@@ -2,8 +2,8 @@
 
 Rank 0 is the last stage of the first replica, so its loggers, progress bars and callbacks work as usual. All ranks
 receive rank 0's ``callback_metrics`` when the pipeline drains, since callbacks may decide by them. At the end of an
-epoch or of an evaluation's loader, they receive its values, reduced over replicas. ``self.log`` does not communicate,
-since some ranks may not call it.
+epoch or of an evaluation's loader, all ranks receive the values for that epoch or loader, reduced over replicas.
+``self.log`` does not communicate, since some ranks may not call it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class StepLog:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def recording(self, step: Callable[[Any], Any]) -> Callable[[Any, float | None], Any]:
-        """Wrap a step so that logged values are kept with the microbatch's weight, or dropped if it has none."""
+        """Wrap a step so that logged values are kept with the microbatch's weight, or dropped if the weight is None."""
 
         def run(microbatch: Any, weight: float | None) -> Any:
             self._rows, self._weight = {} if weight is None else self._batch, weight or 0.0
@@ -175,7 +175,7 @@ class StepLog:
         return run
 
     def log_batch(self, weight: float) -> None:
-        """Log the values of a batch; to be called at the end of Lightning's step, whose rules then apply.
+        """Log the values of a batch; call this at the end of a Lightning step, so that the step's rules apply.
 
         Args:
             weight: weight of the batch.
@@ -265,7 +265,7 @@ class StepLog:
         """Broadcast rank 0's ``callback_metrics`` to all ranks; a blocking collective."""
         if self._trainer is None or self._mesh.world_size == 1:
             return
-        known = self._trainer.callback_metrics  # all replicas must read it, which may compute torchmetrics
+        known = self._trainer.callback_metrics  # read by all replicas: it may compute torchmetrics, which is collective
         own = {} if self._mesh.rank else {name: value.detach().cpu() for name, value in known.items()}
         received = broadcast(self._mesh, own, source=0)
         if self._mesh.rank:

@@ -31,7 +31,7 @@ class AsyncPipelineStrategy(PipelineStrategy):
 class SyncPipelineStrategy(PipelineStrategy):
     """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
 
-    Arguments as for :class:`AsyncPipelineStrategy`; any number of microbatches works, ``lookahead`` defaults to 0.
+    Arguments as for :class:`AsyncPipelineStrategy`; any number of microbatches works, and ``lookahead`` defaults to 0.
     """
 
     delay = 0

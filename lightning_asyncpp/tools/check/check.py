@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
-    """Return arguments of ``check_model``: the recipe's, unless the command line has others."""
+    """Return the arguments of ``check_model``, from the command line or else from the recipe."""
     trainer = cli.trainer
     settings = getattr(getattr(trainer.strategy, "session", None), "settings", None)
     replicas = getattr(settings, "data_parallel_size", 1)

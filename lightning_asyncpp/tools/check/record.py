@@ -43,7 +43,7 @@ class Difference:
 
     update: int
     kind: str  # one of KINDS
-    name: str  # of a parameter, another tensor or a batch
+    name: str  # name of a parameter, of another tensor or of a batch
     values: tuple[Any, Any]  # expected and found; norms for tensors
     others: int  # number of further differences of this kind in this update
     comparison: str = ""
@@ -73,7 +73,7 @@ class CheckReport:
 
     stages: Sequence[Sequence[str]]  # names of each stage's layers
     microbatches: int
-    losses: Sequence[float]  # of the first batches
+    losses: Sequence[float]  # losses of the first batches
     comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole"; a text if nothing differs
     accumulated: int = 1  # number of batches per update
 
@@ -120,20 +120,20 @@ Rounding = Mapping[str, float]  # kind -> relative tolerance of a number or norm
 # gradient: the rounding error of a small gradient becomes a step of full size.
 OF_ORDER: Rounding = {kind: 1e-2 if kind in (WEIGHTS, END) else 1e-3 for kind in KINDS}
 _PLAIN = (bool, int, float, str, tuple, Tensor)
-Key = tuple[int, str, str]  # update; kind; name of a parameter, another tensor or a batch
+Key = tuple[int, str, str]  # update; kind; name of a parameter, of another tensor or of a batch
 
 
 class Value(NamedTuple):
-    """Digest of a value, for comparisons, and what is shown: a tensor's 2-norm, or the value itself."""
+    """Digest of a value, by which values are compared, and what to show: a tensor's 2-norm, or the value itself."""
 
     digest: Any
     shown: Any
 
 
 class Record(L.Callback):
-    """Callback that records a training, also the tensors that other ``callbacks`` keep.
+    """Callback that records a training, including the tensors that other ``callbacks`` keep.
 
-    It must be the first callback.
+    It must be the trainer's first callback.
     """
 
     def __init__(self, callbacks: Sequence[L.Callback] = ()) -> None:
@@ -184,7 +184,7 @@ class Record(L.Callback):
                 self._see(update, OPTIONS, f"{name} {option}", value)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Yield name, parameter and group of what an optimizer steps; a pipeline steps each stage separately."""
+        """Yield name, parameter and group of each parameter in an optimizer; in a pipeline, those of one stage."""
         for group in optimizer.param_groups:
             yield from ((self._names.get(p, ""), p, group) for p in group["params"] if p.requires_grad)
 

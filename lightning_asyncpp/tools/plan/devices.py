@@ -1,4 +1,4 @@
-"""Kinds of devices: published figures, and the assumed shares of them that a training reaches."""
+"""Kinds of devices: published figures, and the shares of these figures that training is assumed to reach."""
 
 from __future__ import annotations
 

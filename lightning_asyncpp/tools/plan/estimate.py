@@ -65,11 +65,11 @@ class Estimate:
         self._whole = WholeModel.of(self._units, self.partition.counts)
         hooks = UserHooks.of(recipe.module, forward_context=recipe.trainer.precision_plugin.forward_context)
         self._hooks = replace(hooks, microbatch_weight=lambda _: 1.0)
-        self._microbatch = hooks.split_batch(recipe.batch, self.settings.microbatches)[0]  # the largest
+        self._microbatch = hooks.split_batch(recipe.batch, self.settings.microbatches)[0]  # the first is the largest
         self.per_update = self.settings.microbatches * recipe.trainer.accumulate_grad_batches
         with recipe.trainer.precision_plugin.forward_context():
             for module in recipe.model.modules():
-                if isinstance(module, Experts):  # they try a kernel now, with real values, and remember the result
+                if isinstance(module, Experts):  # tries a kernel with real values, and remembers the result
                     module.use_grouped(torch.device("cpu"))
         self.profiles = self._profiles()
 
@@ -173,7 +173,7 @@ class Estimate:
 
     @cached_property
     def paces(self) -> dict[str, Pace]:
-        """Speed under each schedule; one that deadlocks with so few microbatches is left out."""
+        """Speed under each schedule, without schedules that deadlock with so few microbatches."""
         found = {}
         for name, schedules in self.schedules.items():
             with suppress(DeadlockError):
@@ -181,7 +181,7 @@ class Estimate:
         return found
 
     def staleness(self, name: str) -> list[float]:
-        """Return the delay of each stage's gradients in updates under a schedule."""
+        """Return the delay, in updates, of each stage's gradients under a schedule."""
         return [schedule.stage_rule.staleness(self.per_update) for schedule in self.schedules[name]]
 
     @cached_property
@@ -216,7 +216,7 @@ class Estimate:
 def described(units: list[Unit]) -> list[Any]:
     """Return a description of units; units with equal descriptions need the same memory and time.
 
-    It has the layers as printed, their modes, and name, shape and dtype of their tensors.
+    The description consists of the layers as printed, their modes, and the names, shapes and dtypes of their tensors.
     """
     layers = nn.ModuleList(unit.module for unit in units)
     tensors = (*layers.named_parameters(), *layers.named_buffers())  # shared ones once

@@ -123,9 +123,9 @@ def _assumptions(device: Mapping[str, Any]) -> list[str]:
     return textwrap.wrap(
         f"Speeds are upper bounds: {device['mfu']:.0%} of {device['tflops']:g} TFLOP/s in forwards and backwards,"
         f" {device['bandwidth_share']:.0%} of {device['bandwidth']:g} GB/s in updates, {device['link']:g} GB/s between"
-        f" the {device['devices_per_node']} devices of a node, {device['network']:g} GB/s between nodes. No time is"
-        " counted for data, Python and kernel launches, which matters if layers are small, and no memory for workspaces"
-        " of kernels.",
+        f" the {device['devices_per_node']} devices of a node, {device['network']:g} GB/s between nodes. The time"
+        " of data loading, Python and kernel launches is not counted; it matters if layers are small. Memory for"
+        " workspaces of kernels is not counted either.",
         _WIDTH,
     )
 

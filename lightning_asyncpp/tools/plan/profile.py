@@ -52,22 +52,22 @@ class Profile:
     """Memory and work of one stage for microbatches of one size; memory in bytes."""
 
     num_parameters: int = 0  # number of trained parameters
-    weights: int = 0  # memory of the parameters, or of the masters
+    weights: int = 0  # memory of the parameters (with weight_dtype, these are masters)
     versions: int = 0  # memory of further weight versions
     buffers: int = 0
     gradients: int = 0  # memory of the gradients of one mini-batch, summed over microbatches
     optimizer: int = 0  # memory of the optimizer's state
     correction: int = 0  # memory of the state of Error Feedback, or of another correction
-    forward: Reading = field(default_factory=Reading)  # its activations are kept until the backward
-    first_backward: Reading = field(default_factory=Reading)  # allocates the gradients
-    backward: Reading = field(default_factory=Reading)
+    forward: Reading = field(default_factory=Reading)  # of one microbatch; it keeps the activations for the backward
+    first_backward: Reading = field(default_factory=Reading)  # the first of a mini-batch, which allocates the gradients
+    backward: Reading = field(default_factory=Reading)  # any further one of the mini-batch
     update: Reading = field(default_factory=Reading)
     sent: Header | None = None  # header of the messages to the next stage
 
 
 @dataclass
 class StageUnderTest:
-    """Stage with fake tensors as weights, and what is needed to run it."""
+    """Stage with fake tensors as weights, and everything that it needs to run."""
 
     stage: Stage
     meter: Meter
@@ -141,7 +141,7 @@ class StageUnderTest:
 
 
 _MINI_BATCHES = 4
-"""Number of simulated mini-batches; after three of them the memory repeats."""
+"""Number of simulated mini-batches; from the fourth on, the memory in use repeats."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Memory:
 def peak_of(schedule: Schedule, profile: Profile, per_update: int, batch: int, replicas: int = 1) -> Memory:
     """Follow the schedule's actions over a few mini-batches and return the peak memory.
 
-    Its parts are weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (of all
+    The parts are weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (of all
     mini-batches without an update yet), activations (of microbatches in flight) and working (the rest, such as logits
     and the gradients of one microbatch).
 

@@ -35,8 +35,8 @@ class Recipe:
     """Recipe to plan."""
 
     module: LightningModule  # with fake tensors, connected to the trainer
-    model: nn.Module  # network of the module, which is cut
-    trainer: L.Trainer  # stand-in for the recipe's Trainer, which runs nothing
+    model: nn.Module  # the module's network, which a pipeline cuts
+    trainer: L.Trainer  # stand-in for the recipe's Trainer; it runs nothing
     settings: PipelineSettings
     devices: int  # number of processes on all nodes
     nodes: int
@@ -67,7 +67,7 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
 
     Args:
         config: parsed configuration of ``asyncpp fit``.
-        devices: number of processes, in place of the recipe's.
+        devices: number of processes; default: the recipe's.
 
     Raises:
         ConfigurationError: the strategy is not a pipeline, or the number of devices is unknown.

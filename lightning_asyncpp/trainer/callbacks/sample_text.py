@@ -62,7 +62,9 @@ class SampleText(Callback):
         """
         problems = []
         if not isinstance(pl_module, GPTModule):
-            problems.append(f"SampleText samples from a GPTModule, not from a {type(pl_module).__name__}; leave it out")
+            problems.append(
+                f"SampleText samples from a GPTModule, not from a {type(pl_module).__name__}; leave the callback out"
+            )
         datamodule = _datamodule(trainer)
         known = isinstance(datamodule, TextDataModule) and "tokenizer" in datamodule.state_dict()
         if self.tokenizer_name is None and not known:
