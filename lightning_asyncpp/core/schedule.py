@@ -94,7 +94,7 @@ def agrees_first(staleness: Staleness, slack: Slack) -> bool:
 
 @dataclass(frozen=True)
 class StalenessRule:
-    """Rule for the weight versions of microbatches, and for when updates are due; nothing else computes either.
+    """Rule for the weight versions of microbatches, and for when updates are due.
 
     Update t makes W_{t+1}. The first ``held`` microbatches of mini-batch t run, forward and backward, on
     W_{max(t - delay, N)}, the later ones on W_t. The first N mini-batches are a synchronous start: all of their

@@ -1,4 +1,4 @@
-"""Weight versions of PipeDream-2BW, and the gradients taken at them.
+"""Weight versions of a stage, and the gradients taken at them.
 
 Each version has separate leaf tensors, on which forwards and backwards run. The optimizer's parameters share the memory
 of the newest version. Replacing the data of a single set of leaves under a live graph would silently mix versions.

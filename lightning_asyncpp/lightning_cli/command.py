@@ -210,7 +210,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
     return cli(
         LightningModule,
         subclass_mode_model=True,
-        # Each stage builds its own optimizer, after the cut and with the parameters' names.
+        # The modules of this package build the optimizer themselves, with the parameters' names.
         auto_configure_optimizers=False,
         parser_kwargs={"description": "Asynchronous pipeline parallelism for PyTorch Lightning.", "prog": "asyncpp"},
         parser_class=RecipeParser,

@@ -228,7 +228,7 @@ class PipelineStrategy(EvaluationSteps):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the batch, and apply the updates that are due: usually that of the previous batch."""
+        """Run the batch, and apply the updates that are due by its end."""
         result, engine = closure(), self._running()
         if not engine.accumulating:
             raise ConfigurationError(NOTHING_TO_STEP)

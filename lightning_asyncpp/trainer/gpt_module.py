@@ -45,8 +45,8 @@ class GPTModule(PipelineModule):
 
     Args:
         config: shape of the model, or a mapping of its fields.
-        optimizer: function that makes the optimizer from the named parameters of this process's stage; ``None``:
-            ``MuonAdamW`` with its defaults.
+        optimizer: function that makes the optimizer from the whole model's named parameters; ``None``: ``MuonAdamW``
+            with its defaults.
         warmup_steps: number of updates in which the learning rate rises linearly to the optimizer's.
         decay: learning rate after the warmup. ``"cosine"`` falls along a cosine, ``"wsd"`` (warmup, stable, decay;
             arXiv 2404.06395) is constant and falls linearly in the last fifth of the updates after the warmup,
@@ -151,7 +151,7 @@ class GPTModule(PipelineModule):
         return losses.sum(dim=1) / counts.clamp_min(1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer over this stage's named parameters, and the learning-rate schedule."""
+        """Build the optimizer over the whole model's named parameters, and the learning-rate schedule."""
         assert self.model is not None
         return scheduled(self.optimizer(self.model.named_parameters()), self)
 

@@ -67,8 +67,8 @@ class HFModule(LightningModule):
             writes only the adapters.
         freeze: globs of names of parameters that are not trained, such as ``"model.embed_tokens.*"``.
         gradient_checkpointing: keep only the inputs of blocks, and recompute the rest in the backward.
-        optimizer: function that makes the optimizer from the trained, named parameters of this process's stage;
-            ``None``: ``MuonAdamW`` with its defaults.
+        optimizer: function that makes the optimizer from the whole model's trained, named parameters; ``None``:
+            ``MuonAdamW`` with its defaults.
         warmup_steps: number of updates in which the learning rate rises linearly to that of the optimizer.
         decay: learning rate after the warmup: ``"cosine"``, ``"wsd"`` or ``"constant"``, as in
             :class:`~lightning_asyncpp.GPTModule`.
@@ -178,7 +178,7 @@ class HFModule(LightningModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer over this stage's trained, named parameters, and the learning-rate schedule."""
+        """Build the optimizer over the model's trained, named parameters, and the learning-rate schedule."""
         assert self.model is not None
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return scheduled(self.optimizer(trained), self)

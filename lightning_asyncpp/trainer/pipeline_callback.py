@@ -23,7 +23,7 @@ class PipelineCallback(Callback):
     """Callback that drains the pipeline and shares metrics before other callbacks read weights or metrics.
 
     After a signal (SIGTERM, SIGUSR1) the run ends on all ranks after the same batch. In training, ranks agree on the
-    batch by the control message (an all-reduce for each update); in an evaluation, by :class:`StopRounds`.
+    batch by the control message of an update; in an evaluation, by :class:`StopRounds`.
 
     Args:
         trainer: trainer of the run.

@@ -75,8 +75,9 @@ class MiniBatch:
     """Microbatches that share one update.
 
     Batches are added until :meth:`complete`. After the last backward, :meth:`launch` starts the reduction of the
-    gradient and the control message. Nothing blocks before :meth:`wait`, with one exception: with one replica on CPUs,
-    :meth:`poll` waits for the next stage's control message, which follows that stage's last gradient.
+    gradient and the control message. Before :meth:`wait` only two short waits can block: with one replica on CPUs,
+    :meth:`poll` waits for the next stage's control message, which follows that stage's last gradient, and
+    :meth:`launch` waits for later stages' gradients of shared parameters.
 
     The control message is an fp64 vector that is summed over all ranks: five numbers, then the layers' statistics.
 

@@ -180,8 +180,8 @@ class UpdateQueue:
     def poll(self, next_backward: int | None = None) -> None:
         """Launch mini-batches whose backwards are all done, and process messages that have arrived.
 
-        Nothing blocks, with one exception: with one replica on CPUs, this waits for the next stage's control message,
-        which follows that stage's last gradient.
+        Only the two short waits of :class:`MiniBatch` can block: for the next stage's control message, and for later
+        stages' gradients of shared parameters.
 
         Control messages and shared gradients are sent in the order of the mini-batches, since receivers identify them
         by their order.
@@ -220,6 +220,8 @@ class UpdateQueue:
 
     def iter_due(self) -> Iterator[Action]:
         """Apply the updates that are due after t, the last complete mini-batch: those up to t - delay.
+
+        A stage that holds back no microbatch already steps for t itself, ahead of the other stages.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
