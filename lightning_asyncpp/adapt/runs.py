@@ -135,7 +135,7 @@ class ModelRuns:
         self._modes = {module: module.training for module in model.modules()}
 
     def train(self, training: bool) -> None:
-        """Set evaluation mode; or set training mode, except on modules in evaluation mode below a root in training mode."""
+        """Set evaluation mode; or the modes that the user set, if the root is in training mode."""
         for module, mode in self._modes.items():
             module.training = mode if training and self._modes[self.model] else training
 

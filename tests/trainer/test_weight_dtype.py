@@ -52,7 +52,7 @@ def test_a_checkpoint_shows_the_weights_that_were_validated_and_a_run_goes_on(po
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         loss = float(F.mse_loss(module.model(data.x), data.y))
     assert results[0]["callback_metrics"]["val_loss"] == pytest.approx(loss, rel=1e-3)
-    with pytest.raises(ConfigurationError, match=r"written with weight_dtype='bf16', this run has None"):
+    with pytest.raises(ConfigurationError, match=r"written with weight_dtype='bf16', but this run has None"):
         train(staged(replace(again, options={"microbatches": 4})))
     with pytest.raises(ConfigurationError, match=r"weight_dtype='bf16' needs precision='bf16-mixed'"):
         train(staged(replace(RUN, trainer={**RUN.trainer, "precision": "32-true"})))

@@ -26,6 +26,16 @@ class Entry(NamedTuple):
     arguments: dict[str, Any] = {}
 
 
+class Finetuning(callbacks.BaseFinetuning):
+    """The smallest finetuning callback."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """Freeze nothing."""
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        """Unfreeze nothing."""
+
+
 class Writer(callbacks.BasePredictionWriter):
     """Keeps the sizes of what it is given."""
 
@@ -107,8 +117,8 @@ TABLE = [
 def make(name: str) -> callbacks.Callback:
     """One of the class ``name``, with the table's arguments."""
     entry = next(entry for entry in TABLE if entry.name == name)
-    kind = Writer if name == "BasePredictionWriter" else getattr(callbacks, name)
-    return kind(**entry.arguments)
+    concrete = {"BaseFinetuning": Finetuning, "BasePredictionWriter": Writer}
+    return concrete.get(name, getattr(callbacks, name))(**entry.arguments)
 
 
 OF_YOURS = (

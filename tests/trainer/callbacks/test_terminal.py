@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import re
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +22,7 @@ from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_asyncpp import PipelineProgressBar
+from lightning_asyncpp import AsyncPipelineStrategy, PipelineProgressBar
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
@@ -22,7 +30,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.trainer import step_log
 from lightning_asyncpp.trainer.callbacks.terminal import StageSummary, show_stages, stage_table
-from tests.helpers.trainer import Net, Run, loader, make_trainer
+from tests.helpers.trainer import Net, Run, loader
 
 FIGURES = {
     "gradient_staleness_stage_17": 0.25, "val_loss": 2.5, "bubble": 0.21, "tokens_per_second": 123456.0, "mfu": 0.4,
@@ -38,19 +46,31 @@ class Logs(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
+def all_of(terminal: int) -> Iterator[bytes]:
+    """What the terminal has been given, in pieces."""
+    with suppress(BlockingIOError):
+        while True:
+            yield os.read(terminal, 4096)
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_it_fits_80_columns_with_what_matters(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setenv("COLUMNS", "81")  # of which tqdm leaves one free, where it writes to no terminal
-    monkeypatch.setenv("LINES", "25")
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=12, limit_val_batches=1, val_check_interval=4, default_root_dir=tmp_path,
-        enable_checkpointing=False, enable_model_summary=False, callbacks=[PipelineProgressBar()],
-    )  # fmt: skip
-    trainer.fit(Logs())
-    lines = re.split(r"[\r\n]|\x1b\[A", capsys.readouterr().out)
-    drawn = [line for line in lines if line.startswith("Epoch") and "=" in line]
+def test_it_fits_80_columns_with_what_matters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    os.set_blocking(master, False)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with os.fdopen(slave, "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        trainer = L.Trainer(
+            accelerator="cpu", max_steps=12, limit_val_batches=1, val_check_interval=4, default_root_dir=tmp_path,
+            enable_checkpointing=False, enable_model_summary=False, callbacks=[PipelineProgressBar()],
+        )  # fmt: skip
+        trainer.fit(Logs())
+        screen.flush()
+        monkeypatch.undo()
+        text = b"".join(all_of(master)).decode()
+    os.close(master)
+    drawn = [line for line in re.split(r"[\r\n]|\x1b\[A", text) if line.startswith("Epoch") and "=" in line]
     assert len(drawn) > 10
     for line in drawn:
         assert len(line) <= 80
@@ -59,28 +79,36 @@ def test_it_fits_80_columns_with_what_matters(
     assert not any("v_num" in line or "staleness" in line for line in drawn)
 
 
-class LogsItsNumber(Net):
-    """Notes what the bar and callbacks find after each batch."""
+class NotesTheBar(L.Callback):
+    """Notes what the bar and other callbacks find after each batch."""
 
+    def __init__(self) -> None:
+        self.bars: list[float | None] = []
+        self.others: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.bars.append(trainer.progress_bar_metrics.get("number_step"))  # type: ignore[arg-type]
+        self.others.append(float(trainer.callback_metrics["number"]))
+
+
+class LogsItsNumber(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("number", float(batch_idx), prog_bar=True, on_step=True, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
-    def on_train_start(self) -> None:
-        self.found: list[tuple[Any, float]] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        trainer = self.trainer
-        self.found.append((trainer.progress_bar_metrics.get("number_step"), float(trainer.callback_metrics["number"])))
-
-
+@pytest.mark.filterwarnings("ignore")
 def test_a_value_that_comes_late_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar shows it a batch later; callbacks have it at once; the epoch's is there at its end."""
     monkeypatch.setattr(step_log, "_is_late", lambda value: True)
-    run = Run(LogsItsNumber, samples=32)
-    module, trainer = LogsItsNumber(run), make_trainer(run)
-    trainer.fit(module, loader(run))
-    assert module.found == [(None, 0.0), (0.0, 1.0), (1.0, 2.0), (2.0, 3.0)]
+    noting, run = NotesTheBar(), Run(LogsItsNumber)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=AsyncPipelineStrategy(microbatches=1), max_epochs=1, logger=False,
+        limit_train_batches=4, enable_checkpointing=False, enable_progress_bar=False, callbacks=[noting],
+    )  # fmt: skip
+    trainer.fit(LogsItsNumber(run), loader(run))
+    assert noting.bars == [None, 0.0, 1.0, 2.0]
+    assert noting.others == [0.0, 1.0, 2.0, 3.0]
     assert trainer.progress_bar_metrics["number_epoch"] == 1.5
 
 

@@ -174,7 +174,10 @@ def test_what_is_there_is_not_written_over(saved: Saved, capsys: pytest.CaptureF
     taken.write_text("something")
     folder.mkdir()
     (folder / "file").touch()
-    for place, force, says in ((taken, (), "exists already"), (folder, ("--force",), "holds something else (file)")):
+    for place, force, says in (
+        (taken, (), "exists already"),
+        (folder, ("--force",), "a folder with other files (file)"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             command("convert", saved.parts, place, "--to", "full", *force)
         assert says in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_an_epoch_that_ends_on_one_rank(pools: Pools) -> None:
     assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
     assert outcomes[0].message.startswith("rank 1 (stage 0) has ended before microbatch 8 (")
     assert "Usually the data loaders have different numbers of batches on these ranks" in outcomes[0].message
-    assert "raised StopIteration on one rank alone" in outcomes[0].message
+    assert "raised StopIteration on one rank only" in outcomes[0].message
 
 
 class SavesAlone(L.Callback):

@@ -16,8 +16,12 @@ from tests.helpers.cases import DIM
 from tests.helpers.modules import HasAverage
 from tests.helpers.projections import Projected
 from tests.helpers.trainer import Net, Run
-from tests.trainer.failures.mistakes import TwoOptimizers
 from tests.trainer.idioms import Idiom
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [SGD(self.model.parameters(), 0.1), SGD(self.model.parameters(), 0.1)]
 
 
 class LogsTheNorm(L.Callback):
