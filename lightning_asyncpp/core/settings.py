@@ -256,9 +256,11 @@ class ResolvedSettings(PipelineSettings):
         """
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
         oldest = max(schedule.stage_rule.staleness(self.microbatches) for schedule in schedules)
-        age = "fresh" if not oldest else "one update old" if oldest == 1 else f"up to {oldest:.0%} old"
+        share = "each gradient" if oldest == 1 else f"up to {oldest:.0%} of each gradient"
+        age = f"{share} is one update old" if oldest else "no gradient is old"
         ahead = any(schedule.steps_ahead(self.synchronous_start + 1) for schedule in schedules)
-        return f"{self.microbatches} microbatches; gradients {age}{', clipped by last norm' if clips and ahead else ''}"
+        norm = ", clipped by the last norm" if clips and ahead else ""
+        return f"{self.microbatches} microbatches; {age}{norm}"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
         """Return the schedule of a stage.

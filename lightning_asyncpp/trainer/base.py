@@ -98,8 +98,9 @@ class PipelineStrategy(EvaluationSteps):
             module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
         )
         self.session.start(hooks, self.root_device, training)
-        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-        rank_zero_info(f"Pipeline: {self.session.describe(clips)}")
+        if training:
+            clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+            rank_zero_info(f"Pipeline: {self.session.describe(clips)}")
         self._batch_ends = BatchEnds(module, self.session, trainer)
         self._pipeline_callback = PipelineCallback(trainer, self.session, self.step_log, self._drain, self._batch_ends)
         self._pipeline_callback.install(trainer)

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_asyncpp import GPTModule, after_own_update, check_model
 from lightning_asyncpp.models import GPTConfig, MoEConfig
@@ -150,7 +151,6 @@ EXPERTS = functools.partial(gpt, moe=MoEConfig(num_experts=4, router="sigmoid"))
 RIGHT: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "three-stages-exact": (Net, batches(7), {"stages": 3, "slack": "exact", "gradient_clip_val": 0.1, **TWICE}),
     "hooks-around-an-update": (Hooked, batches(), {"partition": [3, 4]}),
-    "callbacks": (Net, batches(), {"callbacks": [after_own_update(KeepsMeans()), EMAWeightAveraging(decay=0.9)]}),
     "a-sum": (Sums, batches(7), {"microbatches": 3, "delay": 0}),
     "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6, "updates": 2}),
 }
@@ -173,6 +173,25 @@ def test_what_is_right(name: str) -> None:
     assert report.ok, str(report)
     assert len(report.comparisons) == 3 - (options.get("delay") == 0)
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+def test_what_a_callback_keeps_is_compared() -> None:
+    (found, *_) = check_model(Net(), batches(), callbacks=[KeepsMeans()], updates=3).differences
+    assert (found.comparison, found.kind) == ("delayed", "value at the end")
+    assert found.name == "KeepsMeans.means['model.0.weight']"
+    marked = after_own_update(KeepsMeans())
+    assert check_model(Net(), batches(), callbacks=[marked], updates=3).ok
+    assert check_model(Net(), batches(), callbacks=[EMAWeightAveraging(decay=0.9)], updates=2).ok
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+
+
+def test_a_data_module() -> None:
+    report = check_model(Net(), Data(), updates=2)
+    assert report.ok, str(report)
 
 
 class BatchNorm(Net):

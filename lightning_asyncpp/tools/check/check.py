@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_asyncpp.lightning_cli.arguments import written_out
 from lightning_asyncpp.lightning_cli.command import make_cli
-from lightning_asyncpp.tools.check.model_check import check_model
+from lightning_asyncpp.tools.check.model_check import batches_of, check_model
 from lightning_asyncpp.tools.parsers import check_parser
 
 
@@ -46,11 +45,7 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
 
 
 def _batches(cli: LightningCLI) -> Iterator[Any]:
-    """Return the recipe's training batches; several loaders are combined as the Trainer combines them."""
+    """Return the recipe's training batches."""
     data: Any = copy.deepcopy(cli.model) if cli.datamodule is None else cli.datamodule
     data.trainer = cli.trainer
-    data.prepare_data()
-    data.setup("fit")
-    given = data.train_dataloader()
-    loaders = given if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
-    return (batch for batch, _, _ in loaders)
+    return batches_of(data)

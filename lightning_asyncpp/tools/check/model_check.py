@@ -17,8 +17,9 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from lightning import LightningModule, Trainer, seed_everything
+from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -51,9 +52,18 @@ _QUIET: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+def batches_of(source: LightningDataModule | LightningModule) -> Iterator[Any]:
+    """Return the training batches of a source; several loaders are combined as the Trainer combines them."""
+    source.prepare_data()
+    source.setup("fit")
+    given = source.train_dataloader()
+    loaders = given if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
+    return (batch for batch, _, _ in loaders)
+
+
 def check_model(
     module: LightningModule,
-    data: Iterable[Any],
+    data: Iterable[Any] | LightningDataModule,
     stages: int = 2,
     microbatches: int | None = None,
     staleness: Staleness | None = None,
@@ -77,7 +87,7 @@ def check_model(
 
     Args:
         module: a LightningModule, which is not changed.
-        data: a loader, or a list of batches; they are repeated if there are too few.
+        data: a loader, a list of batches, or a LightningDataModule; batches are repeated if there are too few.
         stages: number of stages.
         microbatches, staleness, slack, lookahead, partition: as for the strategy, except that ``partition="auto"``
             measures no times and goes by numbers of parameters.
@@ -91,7 +101,8 @@ def check_model(
         ConfigurationError: the pipeline cannot train the module, for the reasons in the message, or there is no batch.
     """
     accumulated = trainer.get("accumulate_grad_batches", 1)
-    batches = list(itertools.islice(data, updates * accumulated))
+    given = batches_of(data) if isinstance(data, LightningDataModule) else data
+    batches = list(itertools.islice(given, updates * accumulated))
     if not batches:
         raise ConfigurationError("check_model got no batch: pass a loader or a list with at least one")
     batches = list(itertools.islice(itertools.cycle(batches), updates * accumulated))
