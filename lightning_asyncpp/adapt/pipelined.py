@@ -23,7 +23,7 @@ from lightning_asyncpp.errors import ConfigurationError
 
 Model = TypeVar("Model", bound=nn.Module)
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
-_LONGEST = 400  # characters of an error that a message repeats
+_LONGEST = 400  # maximum number of characters of an error that a message quotes
 
 
 def pipelined(model: Model, example: Example | None = None, blocks: str | Sequence[str] = ()) -> Model:
@@ -37,9 +37,9 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Args:
         model: model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``.
         example: arguments of a call in training: a tensor, a tuple of positional arguments, or a dictionary of keyword
-            arguments. Not needed for models of ``transformers`` and ``timm``, nor for models that begin with an
-            embedding, a linear layer or a convolution if each further argument has the shape of the first argument or
-            is one number per sample.
+            arguments. Not needed for models of ``transformers`` and ``timm``. Nor for models that begin with an
+            embedding, a linear layer or a convolution, provided that each further argument has the first argument's
+            shape or one number per sample.
         blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: search for them.
 
     Returns:

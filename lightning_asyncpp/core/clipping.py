@@ -7,7 +7,8 @@ When the update is applied, each stage clips its gradients in place by this norm
 Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives the ``max_norm``.
 
 By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`), and clips by the norm
-of the previous mini-batch. The first mini-batch runs without delay, so its norm is known.
+of the previous mini-batch. The first mini-batch has no previous one: its gradients are not delayed, and the update
+waits for its own norm.
 """
 
 from __future__ import annotations

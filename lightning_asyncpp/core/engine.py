@@ -304,7 +304,7 @@ class Engine:
         return not self._flights[k].weight
 
     def release(self) -> None:
-        """Replace masters in the module by the newest weight version, if they differ by more than rounding."""
+        """Replace masters in the module by the newest version, if masters and version differ by more than rounding."""
         self.weights.release_masters()
 
     def close(self) -> None:

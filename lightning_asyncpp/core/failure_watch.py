@@ -66,7 +66,9 @@ class FailureWatch:
         self._outlast: Callable[[], None] | None = None
 
     def start(self, mesh: Mesh) -> None:
-        """Begin to watch for failures of other ranks, if there are any; a collective call. Later calls do nothing.
+        """Begin to watch the other ranks, if there are any, for failures; a collective call.
+
+        Later calls do nothing.
 
         Raises:
             PeerLostError: a rank cannot be reached.
@@ -163,7 +165,7 @@ class FailureWatch:
     # -- an error of this rank ------------------------------------------------------------------------------------
 
     def _tell(self, error: BaseException) -> None:
-        """Report an error of this rank to the other ranks; if a connection was lost, quote the first cause instead."""
+        """Report an error of this rank; if the error is a lost connection, the first cause replaces its text."""
         if self._first is None or self._mesh is None:
             return
         is_lost = isinstance(error, PeerLostError) or is_noise(error)
@@ -229,7 +231,9 @@ class FailureWatch:
             os._exit(1)
 
     def _adopt(self, stays: float) -> None:
-        """Take over the launched processes: the launcher would kill them and this rank before the error is reported.
+        """Take over the launched processes from the launcher.
+
+        If a process failed, the launcher would kill the others, this rank included, before the error is reported.
 
         Args:
             stays: seconds for which other ranks need torch's store; used only on rank 0, if it serves the store.
@@ -263,7 +267,8 @@ def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) 
 
     Args:
         children: launched processes; if this script failed, those that do not end in time are killed.
-        first: first cause, which keeps torch's store alive.
+        first: this rank's access to the first cause; its reference keeps torch's store alive until this function
+            returns.
         until: time of ``time.monotonic()`` by which other ranks have read the first cause.
     """
     deadline = time.monotonic() + LEAVE_SECONDS

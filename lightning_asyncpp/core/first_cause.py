@@ -101,8 +101,8 @@ class FirstCause:
         self._wake.set()
         self._known.wait(seconds)
         if self._is_lost and not cause.trace:
-            # A store that does not answer may have ended as planned. If a neighbour is lost, too, the server of the
-            # store died.
+            # A store that does not answer may have ended as planned. A cause without a traceback is a lost neighbour;
+            # then the server of the store died, too.
             return Cause(f"{self._server} is gone: torch's store, which it or torchrun serves, does not answer")
         return self.cause or cause
 
@@ -162,7 +162,7 @@ class AtExit:
 
 
 def uncaught() -> BaseException | None:
-    """Return the exception that ends this process; call it at exit."""
+    """Return the exception that ends this process. Call this function at exit."""
     error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(error, SystemExit):
         return (error.__context__ or error) if error.code else None

@@ -202,7 +202,8 @@ class LocalPipeline(Engine):
         if action.kind is Kind.BACKWARD:
             if engine.mesh.is_last or not engine.has_no_backward(action.index):
                 return engine.mesh.is_last or bool(mailbox.gradients[number])
-            # In the order of the others: the gradient of a shared weight must be complete on later stages first.
+            # Without a gradient to wait for, it still runs after the next stage's backward of the same microbatch, as
+            # other backwards do, since a shared weight's gradient must be complete on later stages first.
             return self.engines[number + 1].next_backward > action.index
         mini_batch = next((m for m in engine.updates.pending if m.index == action.index), None)
         if mini_batch is None:
@@ -231,8 +232,8 @@ class _Turns:
 
     An attribute that is assigned to the module during a stage's turn belongs to that stage. An attribute that is
     assigned between turns belongs to all stages. Outside of turns the module has the attributes of the last stage.
-    Within a batch, every stage has separate states of Python's and NumPy's generators, so that the first and the last
-    stage draw the same numbers.
+    Within a batch, every stage has its own copy of the states of Python's and NumPy's generators, all equal at the
+    start of the batch, so that the first and the last stage draw the same numbers.
 
     Args:
         module: the user's module.
@@ -293,7 +294,7 @@ class AllWeights(WeightVersions):
     Args:
         engines: engines of the stages.
         shared: parameters that an earlier stage owns.
-        uses: name of a later unit's use of a parameter -> name of the parameter.
+        uses: name of a shared parameter in a later unit -> its name in the first unit that has it.
     """
 
     def __init__(self, engines: Sequence[Engine], shared: Sequence[Shared], uses: Mapping[str, str]) -> None:
@@ -372,7 +373,7 @@ class AllWeights(WeightVersions):
             own[tie.name].data.copy_(owners[tie.owners_name].data)
 
     def release_masters(self) -> None:
-        """Replace masters in the module by the newest weight version, if they differ by more than rounding."""
+        """Replace masters in the module by the newest version, if masters and version differ by more than rounding."""
         for weights in self._all:
             weights.release_masters()
 

@@ -157,24 +157,24 @@ class LocalTransport(Transport):
         self._mailbox.gradients[self._stage - 1].append(gradients)
 
     def send_part(self, mini_batch: int, vector: Tensor) -> None:
-        """Send the sum over this and all later stages to the previous stage."""
+        """Send the sum of the control messages of this and all later stages to the previous stage."""
         self._mailbox.parts[self._stage - 1, mini_batch] = vector
 
     def has_part(self, mini_batch: int) -> bool:
-        """Return whether the sum over the later stages has arrived."""
+        """Return whether the sum of the control messages of the later stages has arrived."""
         return (self._stage, mini_batch) in self._mailbox.parts
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
-        """Return the sum over the later stages."""
+        """Return the sum of the control messages of the later stages."""
         return self._mailbox.parts.pop((self._stage, mini_batch))
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
-        """Send the sum to all stages."""
+        """Send the sum of the control messages of all stages to all stages."""
         self._mailbox.totals[mini_batch] = vector
         self._mailbox.totals.pop(mini_batch - _OLD, None)
 
     def receive_total(self, mini_batch: int, length: int) -> Tensor:
-        """Return the sum over all stages."""
+        """Return the sum of the control messages of all stages."""
         return self._mailbox.totals[mini_batch]
 
     def announce_drop(self, k: int) -> None:

@@ -53,9 +53,9 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
     * tensors with dimensions; the first one determines the number of samples;
     * numpy arrays with one row per sample;
-    * lists and tuples with one entry per sample that contain no tensor at any depth, such as the strings that
-      ``default_collate`` keeps, or one list, dictionary or object per sample. If such lists are nested, the outermost
-      is cut.
+    * lists and tuples with one entry per sample that contain no tensor at any depth, such as
+      ``default_collate``'s list of strings, or a list that has a list, dictionary or object for each sample. If such
+      lists are nested, the outermost is cut.
 
     The same rule applies inside all other lists and tuples, named tuples, mappings and dataclasses. Everything else
     (tensors without dimensions, strings, numbers, objects, arrays of another length) goes to every microbatch
@@ -149,8 +149,8 @@ def cut_batch(
         parts: number of slots.
         split: (batch, number of slots) -> microbatches.
         weigh: microbatch -> its weight as a number or tensor; None: weights are not computed.
-        on_host: copy of the batch on the host; default: ``batch``. A user's ``split`` is not called with this copy,
-            since ``split`` may draw random numbers.
+        on_host: copy of the batch on the host; default: ``batch``. A user's ``split`` is called only once, on
+            ``batch``, since a second call could draw other random numbers.
 
     Raises:
         ConfigurationError: ``split`` returned another number of microbatches, or a weight is invalid.
@@ -388,13 +388,13 @@ class ModelCall:
                 self._attributes["forward"] = own
 
     def _calls(self, count: int) -> str:
-        times = "without calling" if count == 0 else "after calling twice"
+        times = f"without calling {self.name}(...)" if count == 0 else f"after calling {self.name}(...) twice"
         inside = "its forward()" if self.name == "self" else self.name
         skips = f"; to skip a batch, return a loss of 0, such as 0.0 * {self.name}(...).sum()"
         return (
-            f"the step ended {times} {self.name}(...): under a pipeline the step must call the model exactly once per"
-            f" microbatch, since earlier stages run only that call; move further computations into {inside}, or compute"
-            f" them from the model's output{'' if count else skips}"
+            f"the step ended {times}: under a pipeline the step must call the model exactly once per microbatch, since"
+            f" earlier stages run only that call; move further computations into {inside}, or compute them from the"
+            f" model's output{'' if count else skips}"
         )
 
 

@@ -33,7 +33,10 @@ _MOST_TEXT = 4096  # characters of an error that are sent
 
 
 class StageBeforeFailedError(ConsequenceError):
-    """Failure of an earlier stage, at its first microbatch or in an evaluation, with that stage's message."""
+    """Failure of an earlier stage at the first microbatch of training, which is checked, or in an evaluation.
+
+    Only these failures are sent on. The text is that stage's message.
+    """
 
 
 @dataclass
@@ -124,8 +127,8 @@ class StageRunner(ABC):
     def forward(self, task: Task) -> Flight:
         """Run the forward of a microbatch, and send the result to the next stage.
 
-        Implementations do extra work before a wait, not after a send: then the receiver may need this CPU core. They
-        do not restore torch's generators: the engine does it once per batch.
+        Implementations do extra work before a wait, not after a send, since after a send the receiver may need this
+        CPU core. They do not restore torch's generators: the engine does it once per batch.
 
         Args:
             task: forward to be run.
@@ -139,7 +142,7 @@ class StageRunner(ABC):
             parts: number of slots.
             host_batch: record of the batch's tensors on the host.
         """
-        # Later stages receive the weights with activations.
+        # Later stages receive the microbatches' weights w_k with the activations.
         weigh = self.hooks.microbatch_weight if self.mesh.is_first else None
         on_host = host_batch.of(batch) if host_batch.copies else batch
         return cut_batch(batch, parts, self.hooks.split_batch, weigh, on_host)
@@ -155,7 +158,7 @@ class StageRunner(ABC):
         self.send_input_gradients(flight)
 
     def _backward_in_place(self, flight: Flight) -> None:
-        """Run the backward while the module holds its weights."""
+        """Run the backward while the module holds the weights of the microbatch's version."""
         gradients = self._output_gradients(flight)
         outputs = flight.outputs
         if flight.collected.losses:
@@ -340,7 +343,8 @@ class LastStage(StageRunner):
                     " trainable (requires_grad)"
                 )
             flight.outputs = (loss,)
-            # Detached, since a graph keeps tensors alive, such as gradients that were sent.
+            # Detached, since the result's graph would keep tensors alive after the backward, among them input gradients
+            # that were already sent.
             flight.result = result.detach() if isinstance(result, Tensor) else map_tensors(Tensor.detach, result)
         return flight
 

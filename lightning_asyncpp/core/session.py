@@ -126,7 +126,11 @@ class PipelineSession:
         return self.engine
 
     def _begin(self, training: bool) -> PipelineSettings:
-        """Fill averages and reset what an earlier run left; return the settings of this run."""
+        """Copy the model's weights into averages still on the meta device, and reset what an earlier run left.
+
+        Returns:
+            Settings of this run.
+        """
         if self.averages is not None:
             self.averages.fill()
         self._release_optimizer()
@@ -142,7 +146,8 @@ class PipelineSession:
         """
         self.watch.check()
         if self.engine is None:
-            # Callbacks of Lightning that save on an exception would hide that exception.
+            # Lightning's callbacks that save on an exception also get here. This error would hide that exception, so it
+            # quotes it.
             error = sys.exc_info()[1]
             why = f": {type(error).__name__}: {error}" if error is not None else ""
             raise RuntimeError(f"the pipeline is not set up yet{why}")

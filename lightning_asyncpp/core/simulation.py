@@ -72,7 +72,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed of a schedule over many mini-batches; with flushes, each mini-batch has a warmup and a cooldown.
+    """Speed of a schedule over many mini-batches; with flushes it includes each mini-batch's warmup and cooldown.
 
     Attributes:
         step: time per mini-batch.
@@ -99,7 +99,10 @@ def pace_of(
     reduction: Duration = 0.0,
     transfer: Callable[[int], float] = lambda stage: 0.0,
 ) -> Pace:
-    """Simulate a few mini-batches without a synchronous start; arguments as for :func:`simulate`."""
+    """Simulate a few mini-batches, without the initial mini-batches that run without delay.
+
+    Arguments as for :func:`simulate`.
+    """
     late = [replace(s, pipeline_rule=replace(s.pipeline_rule, synchronous_start=0)) for s in schedules]
     lanes = simulate(late, _LAST + 2, microbatches, forward, backward, hop, update, reduction, transfer)
     ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}

@@ -134,7 +134,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def _has_resumed(self) -> bool:
         """Whether an optimizer was loaded and nothing was trained since then.
 
-        A separate call may then load the model.
+        While this holds, a separate call that loads only the model still belongs to the same resume, so the older
+        weight version is restored after it.
         """
         return self._resumed_at is not None and self.session.running().next_forward == self._resumed_at
 
@@ -157,8 +158,9 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 class FabricLoader(ResumableLoader):
     """Loader for a Fabric loop; ``fabric.save`` stores its position if the loader is part of the state.
 
-    After ``fabric.load`` the next loop over the loader reads the rest of its epoch, and later loops read the next
-    epochs. The loader counts epochs itself, since Fabric counts them from 0 in every process.
+    After ``fabric.load`` the next loop over the loader reads the rest of the epoch in which the checkpoint was saved,
+    and later loops read the next epochs. The loader counts epochs itself, since Fabric starts again at 0 when a run
+    resumes in a new process.
 
     Args:
         loader: loader of this replica; on a middle stage a :class:`PlaceholderLoader`.

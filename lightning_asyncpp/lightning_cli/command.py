@@ -147,7 +147,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def run() -> None:
-    """Run the subcommand that the arguments of the process name.
+    """Run the subcommand given in this process's arguments.
 
     Raises:
         ConfigurationError: the arguments do not fit together.

@@ -36,7 +36,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "check": "verify that a pipeline trains a recipe's model as a single process does",
         "plan": "estimate a recipe's memory and speed on a kind of device",
         "prepare": "tokenise documents into shards to train on",
-        "doctor": "report versions and devices, and test a training of two stages",
+        "doctor": "report versions and devices, and test training with two stages",
     },
     "look": {
         "trace": "show how a run spent its time, recorded by `asyncpp fit --trace`",

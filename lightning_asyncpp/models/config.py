@@ -159,7 +159,10 @@ class GPTConfig:
         return matrices * self.vocab_size * self.dim + blocks + self.dim
 
     def num_active_parameters(self) -> int:
-        """Return the number of parameters that one token uses; of the routed experts, only the token's own count."""
+        """Return the number of parameters that one token uses.
+
+        Of the routed experts, only those chosen for the token are counted.
+        """
         if self.moe is None:
             return self.num_parameters()
         unused = (self.moe.num_experts - self.moe.top_k) * 3 * self.dim * self.expert_width
@@ -181,8 +184,8 @@ class GPTConfig:
     def unit_flops(self, recomputes_blocks: bool = False) -> list[float]:
         """Return the FLOPs per token of each layer (embedding, blocks, head), by which a pipeline balances stages.
 
-        The embedding counts as the addition of its gradient; the head includes the loss. Norms, rotations, gates and
-        residuals are left out: they are few operations, and every block has equally many.
+        For the embedding only the addition of its gradient is counted; the head includes the loss. Norms,
+        rotations, gates and residuals are left out: they are few operations, and every block has equally many.
 
         Args:
             recomputes_blocks: whether the backward recomputes each block's forward, which costs a third more.

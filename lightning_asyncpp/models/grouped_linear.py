@@ -3,7 +3,7 @@
 A trial on the given device and in the given dtype decides between the two, with groups of several sizes and both
 gradients: the grouped matmul supports only some dtypes and rows of a multiple of 16 bytes, and its results must be
 right. Since the loop reads the sizes of the groups on the host, it is a custom operator, which compilers treat as
-opaque. On a GPU the host therefore waits in the loop, but not in the grouped matmul's bf16 kernel.
+opaque. Because of that read, the host waits for the GPU in the loop, but not in the grouped matmul's bf16 kernel.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def serves_grouped(device: torch.device, dtype: torch.dtype, in_features: int, o
 def _trial(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> bool:
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            tried = _results(torch.device("meta"), dtype, in_features, out_features, grouped=True)  # as compilers do
+            # On the meta device first, since compilers trace with such tensors.
+            tried = _results(torch.device("meta"), dtype, in_features, out_features, grouped=True)
             if device.type != "meta":
                 tried = _results(device, dtype, in_features, out_features, grouped=True)
         except (RuntimeError, NotImplementedError):

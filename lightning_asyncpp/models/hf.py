@@ -292,7 +292,7 @@ def config_from_json(content: Mapping[str, Any]) -> tuple[GPTConfig, Architectur
     flat = dict(architecture.defaults) | _flattened(content, architecture)
     problems = [f"{key}: is missing" for key in architecture.values.values() if key not in (*flat, *_FOLLOWING)]
     problems += [
-        f"{key}={flat[key]!r}: a GPT has {expected!r} only"
+        f"{key}={flat[key]!r}: a GPT of this package supports only {expected!r}"
         for key, expected in architecture.constants.items()
         if flat.get(key, _ABSENT) not in (expected, _ABSENT)
     ]
@@ -301,7 +301,9 @@ def config_from_json(content: Mapping[str, Any]) -> tuple[GPTConfig, Architectur
             "quantization_config: the weights are quantised; give the model in float32, bfloat16 or float16"
         )
     if problems:
-        raise WeightsError.from_problems(f"config.json of a {architecture.class_name} that is not a GPT", problems)
+        raise WeightsError.from_problems(
+            f"config.json of a {architecture.class_name} that no GPT of this package can represent", problems
+        )
     given = {ours: flat[theirs] for ours, theirs in architecture.values.items() if theirs in flat}
     return _built({**architecture.required, **given}), architecture
 

@@ -64,7 +64,8 @@ class MuonAdamW(Optimizer):
     updated as by ``torch.optim.Muon``, a 3-D weight (experts, out, in) as one matrix (out, in) per expert, and all
     other parameters exactly as by ``torch.optim.AdamW``. Parameters whose gradient is None do not change.
 
-    The algorithm is chosen parameter by parameter, even within a group; groups are not split:
+    The algorithm is chosen parameter by parameter, even within a group. Groups are not split. The first row that
+    applies decides:
 
     ======================================================  ========================
     parameter                                               updated by
@@ -151,7 +152,8 @@ class MuonAdamW(Optimizer):
             "batched": batched,
             "use_muon": None,
         }
-        # By id: references would keep parameters alive that are removed from the groups, as those of other stages are.
+        # By id: references would keep alive parameters that were removed from the groups, such as other stages'
+        # parameters.
         self._uses_muon: dict[int, bool] = {}
         super().__init__(params, defaults)
 
@@ -318,7 +320,8 @@ class NorMuonAdamW(MuonAdamW):
         mean_square = directions.square().mean(dim=-1, keepdim=True)
         stack.second_moment.lerp_(mean_square, 1 - group["beta2"])
         scaled = directions / stack.second_moment.sqrt().add_(eps)
-        norm = torch.linalg.vector_norm(scaled, dim=sides, keepdim=True).clamp_(min=eps)  # 0 without any gradient
+        # Clamped, since the norm is 0 if all gradients so far were 0.
+        norm = torch.linalg.vector_norm(scaled, dim=sides, keepdim=True).clamp_(min=eps)
         if group["adjust_lr"] == "original":
             before = torch.linalg.vector_norm(directions, dim=sides, keepdim=True)
             return scaled.mul_(before / norm), lr_scale("original", fan_out, fan_in)

@@ -43,7 +43,7 @@ class SOAP(Optimizer):
     Args:
         params: ``module.named_parameters()``, ``module.parameters()`` or torch parameter groups.
         lr: step size, on AdamW's scale.
-        betas: decay rates of Adam's averages of the gradient and of the rotated square, in [0, 1).
+        betas: decay rates of Adam's averages of the gradient and of the rotated gradient's square, in [0, 1).
         shampoo_beta: decay rate of L and R; None for the second of ``betas``.
         eps: constant added to Adam's denominator.
         weight_decay: decoupled decay per step in units of the learning rate.

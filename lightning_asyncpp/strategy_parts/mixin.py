@@ -217,7 +217,7 @@ class PipelineStrategyMixin:
         if self.num_stages is not None:
             self._set_up_one_process()
             return
-        # Checked before ranks wait for each other, since the others would wait for a rank that fails later.
+        # Checked first, since, once ranks wait for each other, a rank that fails leaves the others waiting.
         self.session.settings.resolved(strategy.num_nodes * strategy.num_processes)
         if strategy.num_nodes == 1 and strategy.cluster_environment.world_size() <= strategy.num_processes:
             use_loopback()
@@ -243,7 +243,7 @@ class PipelineStrategyMixin:
         self.session.connect(0, strategy.num_nodes * strategy.num_processes)
         assert strategy.accelerator is not None
         strategy.accelerator.setup_device(strategy.root_device)
-        if hasattr(strategy, "set_world_ranks"):  # only the Trainer's; Fabric takes ranks from the environment
+        if hasattr(strategy, "set_world_ranks"):  # only the Trainer's strategies have this method
             strategy.set_world_ranks()
         reset_seed()  # as launchers do, so that the process's generators draw the same numbers as in a pipeline
 

@@ -7,9 +7,9 @@ would usually meet weights without update t. So it is called between the updates
 
 With gradient accumulation several batches, which form mini-batch t, share update t. Only the hook of the last batch has
 to wait for this update. The hooks of the earlier batches are called after update t-1 and may change W_t. This does not
-matter if all microbatches of mini-batch t run on W_{t-1}. If some of them run on W_t (without delay, in the first
-mini-batches, and with ``staleness="least"``), the microbatches before a hook must run on W_t without the hook's change,
-and those after the hook on W_t with the change. So the pipeline drains before such a hook.
+matter if all microbatches of mini-batch t run on W_{t-1}. If some of them run on W_t, which happens without delay, in
+the first mini-batches, or with ``staleness="least"``, the microbatches before a hook must run on W_t without the hook's
+change, and those after the hook on W_t with the change. So the pipeline drains before such a hook.
 """
 
 from __future__ import annotations
@@ -132,9 +132,10 @@ class BatchEnds(Callback):
         """
         if self._is_late:
             raise ConfigurationError(
-                f"a hook {HOOK} that is called after its own update saves a checkpoint, gathers weights or evaluates,"
-                " which is impossible in the middle of the next batch. Do that in another callback's"
-                " on_train_batch_end (ModelCheckpoint saves every_n_train_steps), or in on_train_epoch_end"
+                f"a hook {HOOK} that is called after the update of its batch, during the next batch, saves a"
+                " checkpoint, gathers weights or evaluates, which is impossible in the middle of a batch. Do that in"
+                " another callback's on_train_batch_end (ModelCheckpoint saves every_n_train_steps), or in"
+                " on_train_epoch_end"
             )
 
     @override

@@ -47,7 +47,7 @@ class GPTModule(PipelineModule):
         config: shape of the model, or a mapping of its fields.
         optimizer: function that makes the optimizer from the whole model's named parameters; ``None``: ``MuonAdamW``
             with its defaults.
-        warmup_steps: number of updates in which the learning rate rises linearly to the optimizer's.
+        warmup_steps: number of updates over which the learning rate rises linearly to the value set in the optimizer.
         decay: learning rate after the warmup. ``"cosine"`` falls along a cosine, ``"wsd"`` (warmup, stable, decay;
             arXiv 2404.06395) is constant and falls linearly in the last fifth of the updates after the warmup,
             ``"constant"`` does not fall.
@@ -183,7 +183,7 @@ class GPTModule(PipelineModule):
 
 
 def scheduled(optimizer: Optimizer, module: Any) -> OptimizerLRScheduler:
-    """Return an optimizer, and the schedule of the module's arguments, in the form that Lightning expects."""
+    """Return an optimizer and the learning-rate schedule that the module's arguments define, in Lightning's form."""
     scheduler = LambdaLR(optimizer, learning_rate_factor(module))
     return {
         "optimizer": optimizer,

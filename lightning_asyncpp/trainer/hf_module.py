@@ -69,7 +69,7 @@ class HFModule(LightningModule):
         gradient_checkpointing: keep only the inputs of blocks, and recompute the rest in the backward.
         optimizer: function that makes the optimizer from the whole model's trained, named parameters; ``None``:
             ``MuonAdamW`` with its defaults.
-        warmup_steps: number of updates in which the learning rate rises linearly to that of the optimizer.
+        warmup_steps: number of updates over which the learning rate rises linearly to the value set in the optimizer.
         decay: learning rate after the warmup: ``"cosine"``, ``"wsd"`` or ``"constant"``, as in
             :class:`~lightning_asyncpp.GPTModule`.
         min_lr_ratio: learning rate at the end of the decay, as a share of the highest one.

@@ -14,7 +14,7 @@ from lightning_asyncpp.errors import ConfigurationError
 
 RULE = "under a pipeline the step must call the model exactly once per microbatch"
 NEVER = f"the step ended without calling self.model(...): {RULE}"
-TWICE = f"the step ended after calling twice self.model(...): {RULE}"
+TWICE = f"the step ended after calling self.model(...) twice: {RULE}"
 
 
 def double(args: tuple, kwargs: dict[str, Any]) -> Any:

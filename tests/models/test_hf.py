@@ -155,8 +155,8 @@ def edited(folder: Path, **changes: Any) -> Path:
     [
         ({"model_type": "gpt2"}, "model_type='gpt2', and these can be read: 'llama'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures=['LlamaForSequenceClassification']"),
-        ({"hidden_act": "gelu", "attention_bias": True}, "hidden_act='gelu': a GPT has 'silu' only"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e3}}, "rope_type='llama3': a GPT has 'default'"),
+        ({"hidden_act": "gelu", "attention_bias": True}, "'gelu': a GPT of this package supports only 'silu'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e3}}, "rope_type='llama3': a GPT of this package"),
         ({"rope_parameters": "removed", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
         ({"num_hidden_layers": 4}, "lacks: blocks.3.attention_norm.weight"),

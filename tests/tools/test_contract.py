@@ -56,7 +56,7 @@ SENTENCES = {
     for number, title, body in re.findall(r"(?ms)^\*\*(\d+)\. (.*?)\.\*\*(.*?)(?=^\*\*\d|^## |\Z)", TEXT)
 }
 UNSEEN = [number for number, (_, body) in SENTENCES.items() if "*unseen*" in body and number != 14]
-REFUSED = {1: (ConfigurationError, ""), 2: (ConfigurationError, "after calling twice"), 4: (RuntimeError, "")}
+REFUSED = {1: (ConfigurationError, ""), 2: (ConfigurationError, "twice"), 4: (RuntimeError, "")}
 
 
 def batches(number: int) -> list[Any]:

@@ -33,9 +33,10 @@ def cut(
     root: nn.Module | None = None,
     counts: Sequence[int] | None = None,
 ) -> Stage:
-    """Keep the units of stage ``index`` of a model, materialise their meta tensors, and prune the other units.
+    """Keep the units of stage ``index``, materialise their meta tensors, and prune the other units.
 
-    A model that was already cut in the same way, for another Trainer of this process, is used as it is.
+    Units are the layers between which a model is cut. A model that was already cut in the same way, for another Trainer
+    of this process, is used as it is.
 
     Args:
         model: ``nn.Sequential`` or module with ``pipeline_layers()``, changed in place.

@@ -1,6 +1,7 @@
 """Partition: number of units of each stage, computed from the units' costs.
 
-The slowest stage limits a pipeline, so the best partition minimises the largest load.
+Units are the layers between which a model is cut. The slowest stage limits a pipeline, so the best partition minimises
+the largest load.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ def uniform(has_parameters: Sequence[bool], num_stages: int) -> list[int]:
 
 
 def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Return each stage's number of units, minimising the largest load; optimal, not a heuristic's.
+    """Return each stage's number of units, minimising the largest load.
 
-    Between partitions with the same largest load, the second largest load decides, then the third, and so on, then the
-    distance from :func:`uniform`; finally, shorter first stages win.
+    The result is an exact optimum, not a heuristic. Between partitions with the same largest load, the second largest
+    load decides, then the third, and so on, then the distance from :func:`uniform`; finally, shorter first stages win.
 
     Args:
         costs: cost of each unit, finite and at least 0.
@@ -99,7 +100,7 @@ def balanced(costs: Sequence[float], has_parameters: Sequence[bool], num_stages:
     heavy = [0, *accumulate(map(int, has_parameters))]
     limit = max(sums[end] - sums[start] for start, end in zip([0, *even], even))
     # Number of units on the stages so far -> (loads in decreasing order, distance from the uniform partition, ends).
-    # The smallest tuple stays the smallest whatever stages follow, so one tuple per number is enough.
+    # The smallest tuple stays the smallest whatever stages follow, so one tuple per number of units is enough.
     best: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {0: ((), 0, ())}
     for place in even:
         extended: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {}

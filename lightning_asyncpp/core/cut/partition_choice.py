@@ -133,8 +133,8 @@ def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]
 
     Args:
         example: arguments of a batch; anything else is a single argument.
-        microbatches: number of microbatches of the batch; of tensors with one row per sample, the first microbatch's
-            rows are taken.
+        microbatches: number of microbatches of the batch. Tensors with one row per sample are cut to the rows of the
+            first microbatch.
 
     Raises:
         ConfigurationError: ``example`` has no tensor with a batch dimension.

@@ -39,7 +39,7 @@ class Stage:
         first_unit: index of the first unit in the whole model, from which seeds of layers are derived.
         whole: description of the whole model.
         parameters: name in the model -> parameter, each parameter once.
-        uses: name of a later unit's use of a shared parameter -> name of the parameter.
+        uses: name of a shared parameter in a later unit -> its name in the first unit that has it.
         root: module whose names checkpoints have: the model, or the module around it.
         names: every name of a parameter in the root -> its name in ``parameters``.
         counting_layers: name in the model -> layer with statistics.

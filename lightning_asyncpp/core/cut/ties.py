@@ -57,7 +57,7 @@ def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
 
 
 def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list[Tie]:
-    """Return the ties of a stage whose parameters are trained.
+    """Return those ties of a stage whose parameter is trained.
 
     Args:
         stage: index of the stage.

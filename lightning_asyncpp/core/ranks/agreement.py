@@ -82,7 +82,7 @@ def finish_together(mesh: Mesh) -> None:
     """Wait until all ranks finish; a blocking collective.
 
     Raises:
-        ProtocolError: another rank makes another call.
+        ProtocolError: another rank makes a different call.
     """
     calls = exchange(mesh, _FINISHED)
     if others := [f"rank {rank}" for rank, text in enumerate(calls) if text != _FINISHED]:
@@ -102,7 +102,7 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     """If any rank has an error, raise an error on every rank.
 
     Raises:
-        ConfigurationError: on every rank, if a rank has one; with all different messages.
+        ConfigurationError: on every rank, if any rank has one; its text has each distinct message once.
         OtherStageFailedError: on ranks without an error, with the messages of the failed ranks.
         Exception: this rank's error.
     """
@@ -255,7 +255,7 @@ class StopRounds:
 
 
 class ControlExchange:
-    """Sum of a mini-batch's control messages over all ranks, with several replicas or on GPUs.
+    """Sum of a mini-batch's control messages over all ranks; used with several replicas or on GPUs.
 
     Every rank sends its message to all others; if there are many ranks, they use an all-reduce instead. Replicas finish
     in any order, so their messages cannot follow the gradients along the pipeline, as they do with one replica on CPUs.

@@ -112,7 +112,7 @@ class HostWork:
     """Send or receive of host data, with the interface of ``Work`` and a thread that waits for it.
 
     Args:
-        work: gloo's work, for which nothing else waits; or a function that starts the work, which the thread calls.
+        work: gloo's work, for which nothing else waits; or a function, called in the thread, that starts the work.
     """
 
     def __init__(self, work: dist.Work | Callable[[], dist.Work]) -> None:

@@ -46,7 +46,7 @@ class ControlMessage:
         finite: whether all elements of the gradient are finite.
         interrupted: number of ranks that received SIGTERM.
         finished: number of ranks that want training to stop early.
-        statistics: statistics of all layers, summed over all stages and replicas, (length of their layout,) fp64.
+        statistics: statistics of all layers, summed over all stages and replicas, (total number of statistics,) fp64.
     """
 
     weight: float
@@ -162,8 +162,8 @@ class MiniBatch:
             stop: requests of this rank.
             uses: name of a parameter shared with another stage -> gradients of its uses on this stage, in the order of
                 addition. Empty with replicas, where each stage adds them before the reduction.
-            count_on: device on which weights and statistics are summed over replicas for :meth:`reduce_now`; None if
-                they are not summed.
+            count_on: device on which the microbatches' weights w_k and the statistics are summed over replicas for
+                :meth:`reduce_now`; None if they are not summed.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
         self._counts = statistics
@@ -204,8 +204,8 @@ class MiniBatch:
         With one replica, the host does not wait for the device either.
 
         Returns:
-            Sum of weights over replicas; whether this stage's gradient is finite, as a tensor if the host does not know
-            yet; sum of this stage's statistics over replicas.
+            Sum of the microbatches' weights w_k over replicas; whether this stage's gradient is finite, as a tensor if
+            the host does not know yet; sum of this stage's statistics over replicas.
         """
         if self._count is None:
             self._begin_message()
@@ -283,11 +283,11 @@ class MiniBatch:
         return torch.tensor([*fixed, *counts], dtype=torch.float64, device="cpu")
 
     def _begin_count(self, statistics: Tensor, device: torch.device) -> None:
-        """Start to sum weights and statistics over replicas, right behind the gradients.
+        """Start to sum the microbatches' weights w_k and the statistics over replicas, right behind the gradients.
 
-        If this sum started only at the update, it could deadlock where streams share a hardware queue. This replica
-        would wait for another replica, which needs activations from a stage that waits for a gradient queued behind
-        this sum.
+        If this sum started only at the update, it could deadlock where streams share a hardware queue. This stage
+        would wait for the same stage of another replica. That stage would wait for activations from an earlier stage,
+        which waits for a gradient that is queued behind this sum.
         """
         assert self.mesh.groups is not None
         total = torch.empty(1 + len(statistics), dtype=torch.float64, device=device)
@@ -341,7 +341,8 @@ class Update:
         hyper_parameters: hyper-parameters of the optimizer's groups for mini-batch t.
         note: value that the strategy gave for mini-batch t.
         message: control message summed over all ranks; if the stage steps ahead, only this stage's values.
-        weights_before: parameter -> W_t in the older version; None without a delay.
+        weights_before: during the step, parameter -> its weights W_t before the update, which the older version keeps;
+            None with room for only one version, or with masters.
         staleness: mean age phi of this stage's gradient, in updates.
     """
 

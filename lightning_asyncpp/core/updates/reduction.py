@@ -37,7 +37,7 @@ BUCKET_BYTES = 16 * 2**20
 GPU_BUCKET_BYTES = 64 * 2**20
 """Larger than on CPUs, since each NCCL all-reduce is a kernel that takes a part of the GPU from the backward."""
 _TAG = 5
-_MOST_TAGS = 16  # tags below this are for other messages
+_MOST_TAGS = 16  # distance between two tags here; apart from _TAG, tags below this are for other messages
 _MOST_MINI_BATCHES = 8  # more than are in flight at the same time
 _ALIGNMENT = 64
 """Alignment of tensors that torch allocates, in bytes. Rounding of matrix products depends on the alignment of their
@@ -317,7 +317,8 @@ class TiedGradients:
         """Wait for the sums of later stages, add this stage's gradients, and send the sums on; only once.
 
         Args:
-            gradients: name -> gradient; if this stage counts a gradient, the sum over all stages replaces it.
+            gradients: name -> gradient; if this stage is the first that shares the parameter (and counts it in the
+                norm), the sum over all stages replaces the gradient.
             uses: name -> gradients of several uses on this stage, in the order of their addition.
         """
         if self._passed_on:

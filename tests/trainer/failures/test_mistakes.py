@@ -67,7 +67,7 @@ class OtherSize(Net):
 @pytest.mark.parametrize(
     ("module", "stages", "found"),
     [
-        (CallsTwice, 3, "after calling twice self.model"),
+        (CallsTwice, 3, "after calling self.model(...) twice"),
         (OtherRate, 2, "lr of the optimizer's parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
         (OtherSize, 2, "the shape of model."),
     ],
