@@ -259,7 +259,7 @@ class ResolvedSettings(PipelineSettings):
         share = "each gradient" if oldest == 1 else f"up to {oldest:.0%} of each gradient"
         age = f"{share} is one update old" if oldest else "no gradient is old"
         ahead = any(schedule.steps_ahead(self.synchronous_start + 1) for schedule in schedules)
-        norm = ", clipped by the last norm" if clips and ahead else ""
+        norm = ", clipped by the norm of the update before" if clips and ahead else ""
         return f"{self.microbatches} microbatches; {age}{norm}"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
