@@ -103,10 +103,10 @@ class LocalSession(PipelineSession):
         self.engine = LocalPipeline(self.stage, self._stages, resolved, self.seed, device, hooks)
         return self.engine
 
-    def describe(self, clips: bool = False) -> str:
+    def describe(self) -> str:
         """Return the resolved settings in one line; see :meth:`PipelineSession.describe`."""
         engine, many = self.running(), "s" if self.num_stages > 1 else ""
-        return f"{self.num_stages} stage{many} here, {engine.settings.describe(engine.schedules(), clips)}"
+        return f"{self.num_stages} stage{many} here, {engine.settings.describe(engine.schedules())}"
 
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Attach each stage's part of the optimizer to its engine."""

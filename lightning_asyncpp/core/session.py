@@ -153,10 +153,10 @@ class PipelineSession:
             raise RuntimeError(f"the pipeline is not set up yet{why}")
         return self.engine
 
-    def describe(self, clips: bool = False) -> str:
-        """Return the resolved settings in one line; ``clips``: whether gradients are clipped by their norm."""
+    def describe(self) -> str:
+        """Return the resolved settings in one line."""
         engine = self.running()
-        return f"{engine.mesh.describe()}, {engine.settings.describe(engine.schedules(), clips)}"
+        return f"{engine.mesh.describe()}, {engine.settings.describe(engine.schedules())}"
 
     def attach(self, optimizer: Optimizer, step: OptimizerStep) -> None:
         """Use an optimizer of the whole model for this stage's updates.

@@ -247,20 +247,17 @@ class ResolvedSettings(PipelineSettings):
         """Number of initial mini-batches without delay: 1 if stages clip by the previous mini-batch's norm, else 0."""
         return 0 if agrees_first(self.staleness, self.slack) else 1
 
-    def describe(self, schedules: Sequence[Schedule] | None = None, clips: bool = False) -> str:
-        """Return a description for the log: microbatches, age of gradients, and norm for clipping.
+    def describe(self, schedules: Sequence[Schedule] | None = None) -> str:
+        """Return a description for the log: microbatches, and age of gradients.
 
         Args:
             schedules: schedules of all stages; default: schedules for a model without shared parameters.
-            clips: whether gradients are clipped by their norm.
         """
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
         oldest = max(schedule.stage_rule.staleness(self.microbatches) for schedule in schedules)
         share = "each gradient" if oldest == 1 else f"up to {oldest:.0%} of each gradient"
         age = f"{share} is one update old" if oldest else "no gradient is old"
-        ahead = any(schedule.steps_ahead(self.synchronous_start + 1) for schedule in schedules)
-        norm = ", clipped by the norm of the update before" if clips and ahead else ""
-        return f"{self.microbatches} microbatches; {age}{norm}"
+        return f"{self.microbatches} microbatches; {age}"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:
         """Return the schedule of a stage.

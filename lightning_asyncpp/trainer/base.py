@@ -10,7 +10,6 @@ import lightning as L
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -99,8 +98,7 @@ class PipelineStrategy(EvaluationSteps):
         )
         self.session.start(hooks, self.root_device, training)
         if training:
-            clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-            rank_zero_info(f"Pipeline: {self.session.describe(clips)}")
+            rank_zero_info(f"Pipeline: {self.session.describe()}")
         self._batch_ends = BatchEnds(module, self.session, trainer)
         self._pipeline_callback = PipelineCallback(trainer, self.session, self.step_log, self._drain, self._batch_ends)
         self._pipeline_callback.install(trainer)
