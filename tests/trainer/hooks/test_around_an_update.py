@@ -174,4 +174,4 @@ class SavesLate(Changing):
 def test_who_gathers_between_two_updates_is_refused(pools: Pools) -> None:
     for outcome in pools.outcomes(2, fit, Run(SavesLate, options={"microbatches": 2})):
         assert outcome.error == "ConfigurationError"
-        assert "in the middle of the next batch" in outcome.message
+        assert "after the update of its batch, during the next batch" in outcome.message
