@@ -60,8 +60,13 @@ def allocate_late(rank: int) -> Callable[[], None]:
     emulated.HANG_SECONDS = SECONDS
     check = emulated.emulate(rank, share_of_waits=0.5)
     allocate, receive = Way.allocate, Way.receive
-    Way.allocate = lambda self, infos: [torch.empty(0)] * len(infos)  # type: ignore[method-assign]
-    Way.receive = lambda self, infos, _: receive(self, infos, allocate(self, infos))  # type: ignore[method-assign]
+
+    def receive_into_new(self: Way, info: TensorInfo, given: Tensor) -> None:
+        given.set_(*allocate(self, [info]))
+        receive(self, info, given)
+
+    Way.allocate = lambda self, infos: [torch.empty(0, dtype=info.dtype) for info in infos]  # type: ignore[method-assign]
+    Way.receive = receive_into_new  # type: ignore[method-assign]
     return check
 
 
@@ -78,7 +83,7 @@ def _take_together(self: Inbox, infos: Sequence[TensorInfo]) -> list[Tensor]:
         self._link.write(handover._TAKE, self._taken, [])
         self._link.read_frame()
         self._taken += 1
-    return self._way.receive(infos, tensors)
+    return _received(self._way, infos, tensors)
 
 
 def _without_handover(rank: int, share_of_waits: float) -> Callable[[], None]:
@@ -91,8 +96,14 @@ def _without_handover(rank: int, share_of_waits: float) -> Callable[[], None]:
 
 def _put_at_once(self: Outbox, tensors: Sequence[Tensor]) -> None:
     whole = [tensor.contiguous() for tensor in tensors]
-    self._sends += zip(self._way.send(whole, self._way.record_event()), whole)
+    self._sends += [(self._way.send(tensor, self._way.record_event()), tensor) for tensor in whole]
 
 
 def _take_unasked(self: Inbox, infos: Sequence[TensorInfo]) -> Any:
-    return self._way.receive(infos, self._way.allocate(infos))
+    return _received(self._way, infos, self._way.allocate(infos))
+
+
+def _received(way: Way, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
+    for info, tensor in zip(infos, tensors):
+        way.receive(info, tensor)
+    return tensors

@@ -39,21 +39,19 @@ class Wire:
     def record_event(self) -> None:
         return None
 
-    def send(self, tensors: Sequence[Tensor], ready: object) -> list[Mock]:
+    def send(self, tensor: Tensor, ready: object) -> Mock:
         if self.fails is not None:
             raise self.fails
-        self.sent += tensors
-        for tensor in tensors:
-            weakref.finalize(tensor, lambda: self.freed_by.append(threading.current_thread()))
-        return [Mock() for _ in tensors]
+        self.sent.append(tensor)
+        weakref.finalize(tensor, lambda: self.freed_by.append(threading.current_thread()))
+        return Mock()
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         return [torch.empty(info.shape, dtype=info.dtype) for info in infos]
 
-    def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
-        assert len(self.sent) == len(infos) == 1, "launched before the other side launched its send, or twice"
-        received, self.sent = self.sent, []
-        return received
+    def receive(self, info: TensorInfo, tensor: Tensor) -> None:
+        assert len(self.sent) == 1, "launched before the other side launched its send, or twice"
+        tensor.copy_(self.sent.pop())
 
 
 class Ends(NamedTuple):
@@ -109,7 +107,7 @@ def test_a_receive_is_launched_behind_what_was_computed_before(monkeypatch: pyte
     monkeypatch.setattr(handover, "dist", Mock(irecv=lambda *_, **__: launched.append("receive") or Mock()))
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
     way = Way(1, None, torch.device("cpu"), messages)  # type: ignore[arg-type]
-    way.receive(infos(torch.ones(2)), [torch.ones(2)])
+    way.receive(TensorInfo.of(torch.ones(2)), torch.ones(2))
     assert launched == [computing, "receive"]
 
 
@@ -127,8 +125,9 @@ def test_what_is_received_lies_on_the_device_as_it_did(monkeypatch: pytest.Monke
     with FakeTensorMode():
         sent = torch.zeros(2, 3, 4, dtype=dtype, device=device).permute(1, 2, 0)
         info = TensorInfo.of(sent)
-        way.send([info.stored(sent).contiguous()], None)
-        (received,) = way.receive([info], way.allocate([info]))
+        way.send(info.stored(sent).contiguous(), None)
+        (received,) = way.allocate([info])
+        way.receive(info, received)
         assert (received.shape, received.dtype, received.device) == (sent.shape, dtype, device)
         assert received.stride() == sent.stride()
 

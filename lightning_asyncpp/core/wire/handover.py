@@ -75,13 +75,13 @@ class Way(NamedTuple):
         """Return an event on the compute stream, for which a message can wait."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
-    def send(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None) -> list[dist.Work]:
-        """Launch a send of each tensor, after the event ``ready``."""
+    def send(self, tensor: Tensor, ready: torch.cuda.Event | None) -> dist.Work:
+        """Launch a send of a tensor, after the event ``ready``."""
         with self.launching():
             if self.stream is not None and ready is not None:
                 self.stream.wait_event(ready)
             # As bytes, since NCCL lacks some dtypes, such as int16.
-            return [started(dist.isend(memory_of(tensor), self.peer, group=self.group)) for tensor in tensors]
+            return started(dist.isend(memory_of(tensor), self.peer, group=self.group))
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Return memory to receive into; the allocator may make the host wait for the whole device."""
@@ -89,23 +89,19 @@ class Way(NamedTuple):
         with self.launching():
             return [info.empty(self.device) for info in infos]
 
-    def receive(self, infos: Sequence[TensorInfo], tensors: list[Tensor]) -> list[Tensor]:
-        """Launch receives into tensors, behind the work launched so far.
+    def receive(self, info: TensorInfo, tensor: Tensor) -> None:
+        """Launch a receive into a tensor, behind the work launched so far.
 
-        Work launched later waits for the receives; the host does not wait. Hosts run far ahead of devices, and a
+        Work launched later waits for the receive; the host does not wait. Hosts run far ahead of devices, and a
         receive occupies a part of the device until its tensor arrives, so it must not start earlier than needed.
         """
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.launching():
-            stored = [memory_of(info.stored(tensor)) for info, tensor in zip(infos, tensors)]
-            works = [started(dist.irecv(tensor, self.peer, group=self.group)) for tensor in stored]
-        for work in works:
-            work.wait()
+            work = started(dist.irecv(memory_of(info.stored(tensor)), self.peer, group=self.group))
+        work.wait()
         if self.stream is not None:
-            for tensor in tensors:
-                tensor.record_stream(torch.cuda.current_stream(self.device))
-        return tensors
+            tensor.record_stream(torch.cuda.current_stream(self.device))
 
 
 class _Put(NamedTuple):
@@ -187,17 +183,17 @@ class Outbox:
         put = self._waiting[0] if self._waiting else None
         if frame != (_TAKE, number, 0) or put is None:
             raise ProtocolError(f"{self._link.peer} asked for tensors that were not offered: {tuple(frame)}")
-        works = self._way.send([put.tensors[0]], put.ready)
+        work = self._way.send(put.tensors[0], put.ready)
         self._link.write(_SENT, number, [])
         # Only after the answer is written, since a thread that this wakes up may close the connection.
         with self._changed:
-            self._sends.append((works[0], put.tensors.popleft()))
+            self._sends.append((work, put.tensors.popleft()))
             if not put.tensors:
                 self._waiting.popleft()
             # This thread must not free the tensors; put() does. Freeing them here, this thread would wait for the
             # allocator's lock while holding the GIL, and the thread that holds the lock may itself be waiting for this
             # thread's next answer.
-            del works, put
+            del work, put
             self._changed.notify_all()
 
     def _raise_error(self) -> None:
@@ -234,7 +230,7 @@ class Inbox:
             return []
         # Memory is allocated before the neighbour launches the send: two hosts would deadlock if each had a send in
         # flight and, in order to get memory, waited for its device.
-        tensors, received = self._way.allocate(infos), list[Tensor]()
+        tensors = self._way.allocate(infos)
         # One tensor at a time: a second send queued behind the first could not start. Until the first receive is
         # launched, the second send would block everything else in its hardware queue, perhaps on both sides.
         for info, tensor in zip(infos, tensors):
@@ -243,8 +239,8 @@ class Inbox:
             if frame != (_SENT, self._taken, 0):
                 raise ProtocolError(f"{self._link.peer} did not send the tensor asked for by this rank: {tuple(frame)}")
             self._taken += 1
-            received += self._way.receive([info], [tensor])
-        return received
+            self._way.receive(info, tensor)
+        return tensors
 
     def close(self) -> None:
         """Close the connection."""
@@ -347,10 +343,11 @@ class DeviceTensors:
             if (ways := after if begins else before) is None:
                 continue
             there, back = ways
-            sends = there.send([number], there.record_event()) if begins else []
-            infos = [TensorInfo.of(number)]
-            (heard,) = back.receive(infos, back.allocate(infos))
-            sends += [] if begins else there.send([number], there.record_event())
+            sends = [there.send(number, there.record_event())] if begins else []
+            info = TensorInfo.of(number)
+            (heard,) = back.allocate([info])
+            back.receive(info, heard)
+            sends += [] if begins else [there.send(number, there.record_event())]
             for work in sends:
                 work.wait()
             peer = stage + 1 if begins else stage - 1
