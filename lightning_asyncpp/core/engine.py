@@ -299,10 +299,6 @@ class Engine:
         """Replace the seed of the run."""
         self.runner.seed = seed
 
-    def has_no_backward(self, k: int) -> bool:
-        """Return whether microbatch ``k`` in flight has no backward: it is empty, or its weight is 0."""
-        return not self._flights[k].weight
-
     def release(self) -> None:
         """Replace masters in the module by the newest version, if masters and version differ by more than rounding."""
         self.weights.release_masters()

@@ -200,11 +200,8 @@ class LocalPipeline(Engine):
         if action.kind is Kind.FORWARD:
             return engine.mesh.is_first or bool(mailbox.activations[number])
         if action.kind is Kind.BACKWARD:
-            if engine.mesh.is_last or not engine.has_no_backward(action.index):
-                return engine.mesh.is_last or bool(mailbox.gradients[number])
-            # Without a gradient to wait for, it still runs after the next stage's backward of the same microbatch, as
-            # other backwards do, since a shared weight's gradient must be complete on later stages first.
-            return self.engines[number + 1].next_backward > action.index
+            # Also of a microbatch without a gradient: shared weights' gradients are complete on later stages first.
+            return engine.mesh.is_last or self.engines[number + 1].next_backward > action.index
         mini_batch = next((m for m in engine.updates.pending if m.index == action.index), None)
         if mini_batch is None:
             return True  # a drain has applied the update
