@@ -1,10 +1,9 @@
 """Threads that call torch, and a wait for them before the interpreter ends.
 
 A thread that returns from C++ while the interpreter shuts down aborts the process ("terminate called without an active
-exception"), even after a script that succeeded. So all threads that call torch are started here.
-
-Gloo's worker threads enter the interpreter to free the tensors of a finished collective, so :func:`finish` waits for
-them, too.
+exception"), even after a script that succeeded. So daemon threads that call torch are started here, and :func:`finish`
+waits for them at exit. It also waits for gloo's worker threads, which enter the interpreter to free the tensors of a
+finished collective.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-GLOO_WORKER = "pt_gloo_runloop"  # torch's name of these threads
+GLOO_WORKER = "pt_gloo_runloop"  # torch's name for gloo's worker threads
 _PATIENCE_SECONDS = 5.0
 _WORKER_SECONDS = 1.0
 _MOMENT_SECONDS = 0.001
@@ -61,7 +60,7 @@ def run_later(seconds: float, action: Callable[[], object]) -> None:
 
 
 def finish() -> None:
-    """Run the remaining actions and wait for all threads; at exit no thread waits for other ranks any more."""
+    """Run the delayed actions that have not begun, and wait for all threads, at most six seconds."""
     for delayed in list(_delayed):
         delayed.do_now()
     deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -71,7 +70,7 @@ def finish() -> None:
 
 
 def wait_for_workers() -> None:
-    """Wait at most a second until all of gloo's workers sleep: then they have freed their tensors."""
+    """Wait, at most a second, until all of gloo's worker threads sleep, since they have then freed their tensors."""
     deadline = time.monotonic() + _WORKER_SECONDS
     calm = 0
     # Two checks in a row, since a thread that waits for the GIL also looks asleep.
@@ -89,6 +88,6 @@ def _workers_run() -> bool:
     return False
 
 
-# Registered before this package's other exit handlers, and so called after them. Those handlers end
-# what threads wait for.
+# Registered before this package's other exit handlers, and so called after them. The other handlers end
+# every wait for another rank.
 atexit.register(finish)

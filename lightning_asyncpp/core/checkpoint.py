@@ -1,11 +1,11 @@
-"""Save a pipeline's state under the model's names, and load it into any other pipeline.
+"""Save a pipeline's state under the whole model's names, and load it into a pipeline with any number of stages.
 
 A full checkpoint is one file: rank 0, the last stage of the first replica, gathers the other stages' state and writes
 it. A sharded checkpoint is a folder, into which each stage writes its state. Saving happens at once or in the
 background.
 
-A save is a collective call. An error on one rank is raised on all ranks by the save. If the save is in the background,
-the error is raised by the next save, by :meth:`CheckpointWriter.settle`, or at the end of the run.
+A save is a collective call; an error on one rank is raised on all ranks. A save in the background raises its error in
+the next save, in :meth:`CheckpointWriter.settle`, or at the end of the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SMALL_BYTES = 2**14  # smaller tensors share a message, since each message take
 def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
     """Gather nested containers of some ranks on rank 0's host; return [] on other ranks.
 
-    This is a blocking collective of all ranks. No rank needs memory for a second copy of everything.
+    This is a blocking collective of all ranks. Large tensors are sent in pieces, so no rank holds a part twice.
 
     Args:
         mesh: mesh of ranks.
@@ -51,7 +51,7 @@ def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
         ranks: ranks whose parts are gathered, in the order of the result.
 
     Raises:
-        ProtocolError: another rank makes another call.
+        ProtocolError: another rank makes a different call.
     """
     if mesh.groups is None:
         return [part]
@@ -65,7 +65,7 @@ def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
 
 
 def on_host(content: Any, copy: bool = False) -> Any:
-    """Return the same containers with their tensors on the host; each tensor is copied once.
+    """Return the same containers with their tensors on the host; a tensor that occurs twice stays one tensor.
 
     Args:
         content: nested containers.
@@ -84,7 +84,7 @@ def on_host(content: Any, copy: bool = False) -> Any:
 
 
 def _send(group: dist.ProcessGroup, part: Any) -> None:
-    """Send a part to rank 0: first the containers, with meta tensors in place of large ones, then the large tensors."""
+    """Send a part to rank 0: first its containers, with meta tensors for large tensors, then the large tensors."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Any:
 
 
 PIPELINE = "pipeline"
-"""Entry of a checkpoint with the pipeline's state, without weights and optimizer."""
+"""Key of a checkpoint's entry with the result of :func:`stage_pipeline_state`."""
 OLDER, MASTERS = "older_weights", "masters"
 
 
@@ -141,7 +141,7 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
 
     Args:
         session: the pipeline.
-        own: ``state_dict`` of the cut module, or of the module around it.
+        own: ``state_dict`` of the cut module, or of the module that contains it.
     """
     assert session.stage is not None
     weights = session.running().weights.shown()
@@ -150,9 +150,10 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
 
 
 def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
-    """Return a drained pipeline's settings and state for a checkpoint, without newest weights and optimizer.
+    """Return a drained pipeline's settings and state, without the newest weights and the optimizer's state.
 
-    The state includes the older weight version, on which the mini-batch after the checkpoint runs.
+    Drained: nothing is in flight, and all updates are applied. The state includes the older weight version, on which
+    the mini-batch after the checkpoint runs.
     """
     engine, partition = session.running(), session.partition
     settings = engine.settings
@@ -179,8 +180,8 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
 def gathered(session: PipelineSession, part: dict[str, Any]) -> dict[str, Any]:
     """Merge the parts of all stages on rank 0; return ``part`` on other ranks.
 
-    This is a blocking collective on a drained pipeline (nothing in flight, all updates applied). In the result, all
-    names of a shared parameter refer to one tensor.
+    This is a blocking collective on a drained pipeline. In the result, all names of a shared parameter refer to one
+    tensor.
 
     Args:
         session: the pipeline.
@@ -202,13 +203,13 @@ def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping
 
     Args:
         session: a drained pipeline.
-        module: the cut module, or the module around it.
-        state: name -> tensor of the whole module.
+        module: the cut module, or the module that contains it.
+        state: ``state_dict`` of the whole module.
         strict: whether names must match exactly.
 
     Raises:
         RuntimeError: names or shapes do not match; raised on every rank.
-        ConfigurationError: names of one parameter have different values.
+        ConfigurationError: two names of one shared parameter have different values.
     """
     pruned, engine = session.whole_model.pruned, session.running()
 
@@ -225,8 +226,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     """Load the pipeline's state from a checkpoint whose weights are loaded already.
 
     The numbers of stages, replicas and microbatches, and the delay, may differ from the checkpoint's. If the checkpoint
-    has no older version of a weight (no delay, or the last stage), or ``state`` is None, the newest weight is used as
-    the older one.
+    has no older version of a weight, or if ``state`` is None, the weight's newest version is used as its older version.
 
     Raises:
         ConfigurationError: the checkpoint was written with another ``weight_dtype``.
@@ -249,7 +249,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
     has_older = bool(state[OLDER]) and engine.weights.room > 1
     engine.load_state_dict(state["engine"], older if has_older else None, masters)
-    session.set_delay()  # first, since an optimizer loads only the state that its delay needs
+    session.set_delay()  # the age of the gradients depends on the mini-batch that was just loaded
     session.seed = int(state["seed"])
     engine.set_seed(session.seed)
 
@@ -257,8 +257,8 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
     """Return the rank whose rank-specific state in a checkpoint this rank loads.
 
-    By default, this is the rank with the same number. If the checkpoint has other numbers of stages or replicas, it is
-    the last stage of the replica with the same number, or of the last replica if the checkpoint has fewer replicas.
+    If the checkpoint has as many stages and replicas as this run, the result is this rank's number. Otherwise it is the
+    last stage of the checkpoint's replica with this replica's number, or, if there is none, of its last replica.
     """
     stages, replicas = state["num_stages"], state["data_parallel_size"]
     if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
@@ -289,7 +289,7 @@ class CheckpointWriter:
         """Write a checkpoint; a collective call.
 
         Args:
-            path: path of the file; of a sharded checkpoint, a folder that all machines share.
+            path: path of a full checkpoint's file, or of a sharded checkpoint's folder, which all machines share.
             content: state of this rank. A full checkpoint has rank 0's content only. A sharded checkpoint has the
                 content of each stage of the first replica; rank 0's includes entries that belong to no stage.
             write_file: function that writes a full checkpoint.
@@ -301,7 +301,7 @@ class CheckpointWriter:
         self.settle()
         mesh = self._mesh
         if (self.sharded and mesh.replica == 0) or (self.in_background and mesh.rank == 0):
-            content = on_host(content, copy=self.in_background)  # copied, since the next mini-batch changes them
+            content = on_host(content, copy=self.in_background)  # the next mini-batch changes the tensors
         if self.sharded:
             target = self._agreed_target(path)
             self._run(lambda group: _write_folder(mesh, group, target, content))
@@ -320,7 +320,7 @@ class CheckpointWriter:
         """Wait until saves in the background are complete.
 
         Raises:
-            StorageError: a rank could not write its part; other ranks raise an error that quotes it.
+            StorageError: a rank could not write its part; the other ranks' errors quote this error.
         """
         pending = list(self._pending)
         self._pending.clear()

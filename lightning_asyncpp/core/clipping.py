@@ -1,14 +1,14 @@
 """Gradient clipping over the stages of a pipeline.
 
-Each stage computes the norms of its gradients in fp64 (:func:`norms_of`). Replicas have the same gradients, so only the
-first replica counts; a shared parameter counts once. The squares are summed over all ranks in the update's control
-message (:class:`.ControlMessage`), so that every stage knows the norm of the whole gradient (:func:`gradient_norm`).
-When the update is applied, each stage clips its gradients in place by this norm (:func:`clip_by_norm`). With the
-Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives the ``max_norm``.
+Each stage computes the norms of its gradients in fp64 (:func:`norms_of`). Only the first replica's norms are used,
+since all replicas have the same gradients. A shared parameter counts on one stage only. The squares are summed over all
+ranks in the update's control message (:class:`.ControlMessage`), so that every stage knows the norm of the whole
+gradient (:func:`gradient_norm`). At the update each stage clips its gradients by this norm (:func:`clip_by_norm`). With
+the Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives ``max_norm``.
 
 By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`), and clips by the norm
-of the previous mini-batch. The first mini-batch has no previous one: its gradients are not delayed, and the update
-waits for its own norm.
+of the previous mini-batch. The first mini-batch has no previous one. So it runs without delay, and its update waits
+for the norm of its own gradient.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Return the norm of the mean gradient from the sum of squares of the summed gradient, rounded to fp32.
+    """Return the norm of the mean gradient, the summed gradient divided by ``weight``, rounded to fp32.
 
-    Rounding hides the last bits of the fp64 sum, whose order depends on the number of stages.
+    Rounding hides the last bits of the fp64 sum, since its order of summation depends on the number of stages.
     """
     norm = math.sqrt(sum_of_squares) / weight if weight else 0.0
     return float(torch.tensor(norm, dtype=torch.float32))
@@ -48,7 +48,7 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> 
 
     Args:
         parameters: parameters of this stage.
-        norm: norm of the gradient of this or the previous mini-batch over all stages; 0 clips nothing.
+        norm: norm over all stages of this or the previous mini-batch's gradient; if it is 0, nothing is clipped.
         max_norm: largest norm.
     """
     factor = clip_coefficient(norm, max_norm)
@@ -60,18 +60,18 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> 
 
 
 def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
-    """Clamp every element of the gradients. A stage may have no gradients, for which torch would raise an error."""
+    """Clamp every element of the gradients; without gradients, as on some stages, torch would raise an error."""
     if with_gradient := [parameter for parameter in parameters if parameter.grad is not None]:
         clip_grad_value_(with_gradient, limit)
 
 
 def check_norm_type(norm_type: float) -> None:
-    """Refuse norms except the 2-norm, since the control message carries a sum of squares.
+    """Check that a norm is the 2-norm, since the control message carries a sum of squares.
 
     Raises:
         ConfigurationError: ``norm_type`` is not 2.
     """
     if norm_type != 2.0:
         raise ConfigurationError(
-            f"norm_type={norm_type}: across pipeline stages gradients are clipped by their 2-norm only; leave it out"
+            f"norm_type={norm_type}: pipeline stages clip gradients by their 2-norm only; leave norm_type out"
         )

@@ -2,7 +2,7 @@
 
 Methods that may wait for other stages come in two forms. In a process with one stage, :meth:`Engine.run`,
 :meth:`Engine.complete`, :meth:`Engine.apply_due` and :meth:`Engine.drain` block. Each has a variant ``iter_...`` that
-yields every action right before it runs, so that several stages in one process (``local.py``) can take turns.
+yields every action right before the action runs, so that several stages in one process (``local.py``) can take turns.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Actions = Generator[Action, None, T]
 class Engine:
     """One stage of a running pipeline.
 
-    Call :meth:`run` for every batch. After the last batch of a mini-batch (without accumulation, every batch), call
-    :meth:`complete` and then :meth:`apply_due`. :meth:`drain` may be called at any moment: it finishes what is in
-    flight, and does not change the trajectory.
+    Call :meth:`run` for every batch. After the last batch of a mini-batch (without gradient accumulation, after every
+    batch), call :meth:`complete` and then :meth:`apply_due`. :meth:`drain` may be called between batches at any time:
+    it finishes what is in flight, and does not change on which weights later batches run.
 
     Args:
         stage: this rank's stage of the model.
@@ -121,16 +121,16 @@ class Engine:
 
     @property
     def at_newest(self) -> bool:
-        """Whether microbatches of the open mini-batch t may run on W_t, the weights that update t changes."""
+        """Whether microbatches of the next batch's mini-batch t may run on W_t, the weights that update t changes."""
         return self.schedule.staleness == "least" or self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
-        """Run all forwards of a training batch, and the backwards due meanwhile, also those of earlier batches.
+        """Run a training batch: its forwards, and the backwards (also of earlier batches) and the update due meanwhile.
 
         Args:
             batch: the batch on the first and the last stage; ignored on stages between them.
             step: the user's step, called with a microbatch and its weight.
-            afterwards: function called after an update between two microbatches; it may change weights.
+            afterwards: function called after an update that was due between two microbatches; it may change weights.
         """
         with preserved_generators(self.runner.device):
             return finish(self.iter_batch(batch, step, afterwards))
@@ -142,7 +142,7 @@ class Engine:
         count = self.settings.microbatches
         slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
         self._in_evaluation = {module for module in self._modules if not module.training}
-        if not self.updates.pending:  # no update is outstanding, so hooks may have changed weights
+        if not self.updates.pending:  # hooks may change weights while no update is outstanding
             self.weights.adopt()
         first = self.next_forward
         flights: list[Flight] = []
@@ -166,7 +166,7 @@ class Engine:
     def drop(self) -> None:
         """Discard the gradient of the batches since the last :meth:`complete`.
 
-        The weight versions of later batches do not change.
+        The next batch then begins the same mini-batch anew.
         """
         if self.accumulating:
             if self.runner.transport is not None:
@@ -184,7 +184,7 @@ class Engine:
             finish(self.iter_complete(hyper_parameters, note))
 
     def iter_complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
-        """Complete the mini-batch, action by action, with its backwards if it ends with a flush."""
+        """Complete the mini-batch, action by action; if it ends with a flush, run its backwards."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
         self.updates.complete(self.next_forward, hyper_parameters, note)
         if flushes:
@@ -195,7 +195,7 @@ class Engine:
         """Apply the updates that are due; return all updates applied since the last call, in order.
 
         Raises:
-            NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
+            NonFiniteGradientError: a gradient is not finite with ``nonfinite_gradients="stop"``; raised on every rank.
         """
         return finish(self.iter_due())
 
@@ -207,10 +207,10 @@ class Engine:
     def drain(self) -> list[Update]:
         """Finish all microbatches in flight and apply the updates of all complete mini-batches; a collective call.
 
-        The weight versions of later mini-batches do not change.
+        Later mini-batches run on the same weight versions as without the drain.
 
         Raises:
-            ProtocolError: the previous stage has a further batch.
+            ProtocolError: the previous stage has sent a further batch.
         """
         with (
             torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(),
@@ -262,7 +262,7 @@ class Engine:
         if self.runner.transport is not None:
             # Limit how far later stages lag, since activations sent to them take memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.microbatches)
-        # Predictions must include the results of samples without weight (padding only).
+        # Predictions must include the results of microbatches of weight 0, such as those with padding only.
         had = [flight for flight, slot in zip(flights, slots) if slot.content is not None]
         return BatchOutput([flight.result for flight in had], [flight.weight for flight in had])
 
@@ -270,7 +270,7 @@ class Engine:
         """Check that the previous stage has evaluated the same batches; collective over the stages of a replica.
 
         Raises:
-            ProtocolError: the previous stage has a further batch.
+            ProtocolError: the previous stage has sent a further batch.
         """
         if self.runner.transport is not None:
             self.runner.transport.announce_end()
@@ -279,7 +279,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters of a drained engine; for its weights see :meth:`WeightVersions.older`."""
         if not self.idle:
-            raise RuntimeError("the state of a pipeline needs a drained pipeline: call drain() first")
+            raise RuntimeError("only a drained pipeline can return its state: call drain() first")
         return {
             "mini_batch": self.mini_batch, "microbatch": self.next_forward, "version": self.weights.newest,
             "norm": self.updates.last_norm, "evaluated": self.evaluated,
@@ -300,7 +300,7 @@ class Engine:
         self.runner.seed = seed
 
     def release(self) -> None:
-        """Replace masters in the module by the newest version, if masters and version differ by more than rounding."""
+        """Replace masters in the module by the newest weights; see :meth:`WeightVersions.release_masters`."""
         self.weights.release_masters()
 
     def close(self) -> None:
@@ -367,7 +367,7 @@ class Engine:
 
     @contextmanager
     def modes_of_forwards(self) -> Iterator[None]:
-        """Set layers to the training modes of their forwards, since backwards may recompute forwards."""
+        """Set layers to the training modes of their forwards, which activation checkpointing repeats in backwards."""
         others = [m for m in self._modules if m.training == (m in self._in_evaluation)]
         for module in others:
             module.training = not module.training

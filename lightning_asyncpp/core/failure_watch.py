@@ -1,7 +1,8 @@
 """Handling of failures: report the first cause, make later calls raise, and end other ranks' waits.
 
-When a process ends, its connections are closed, and its neighbours notice this at once. If a process catches a run's
-error and goes on, its neighbours would wait until the timeout; so the failed rank closes its connections itself.
+The first cause is the error of the rank that failed first. When a process ends, its connections are closed, and its
+neighbours notice this at once. If a script catches the error and goes on, its neighbours would wait until the timeout.
+So the failed rank closes its connections itself.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _STDERR = 2
 _TAG_NEVER_SENT = 6
 _MOMENT = timedelta(milliseconds=1)
 _DECIDING = threading.Lock()
-"""Lock for setting a failure, from the script's or the watch's thread. Global, since a watch must be copyable."""
+"""Lock for setting a failure in one of two threads; global, since a watch must be copyable, and locks are not."""
 
 
 class FailureWatch:
     """Handling of a failure on any rank of a session.
 
     Call :meth:`start` when the ranks are connected, and :meth:`set_transport` when the engine exists. Pass every error
-    to :meth:`fail`, and wait for other ranks only within :meth:`collective`, after a :meth:`check`.
+    to :meth:`fail`. Before a wait for other ranks, call :meth:`check` and enter :meth:`collective`.
 
     Attributes:
         failure: first failure, after which no collective can run.
-        children: processes of other ranks that this rank launched; the same list as the launcher's.
+        children: processes of other ranks that this rank launched; the same list object as the launcher's.
     """
 
     def __init__(self) -> None:
@@ -109,10 +110,10 @@ class FailureWatch:
             ) from self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Record the first failure. From then on, every collective raises an error here, and soon on all other ranks.
+        """Record an error, if it is the first. From then on every collective raises an error, soon on all ranks.
 
         If another rank's error caused the failure, the first cause replaces the text of ``error``. This call also
-        cancels the deadline: call :meth:`set_deadline` if a teardown follows.
+        cancels the deadline of :meth:`set_deadline`; if a teardown follows, set it again.
         """
         with _DECIDING:
             is_first, self._unraised = self.failure is None, None
@@ -126,7 +127,7 @@ class FailureWatch:
             self._disconnect_soon(error)
 
     def set_deadline(self) -> None:
-        """Set a deadline for the end of this process; :meth:`cancel_deadline` removes it."""
+        """End this process after :data:`LEAVE_SECONDS`, unless :meth:`cancel_deadline` is called before."""
         if self._first is not None:
             self._deadline = threading.Timer(LEAVE_SECONDS, self._leave_now)
             self._deadline.daemon = True
@@ -145,7 +146,7 @@ class FailureWatch:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Run a collective within a context; a lost rank becomes a failure of the session.
+        """Run a collective in this context; if a rank is lost meanwhile, the session has failed.
 
         Raises:
             PeerLostError: another rank is gone; the message has the first cause, if known.
@@ -165,7 +166,7 @@ class FailureWatch:
     # -- an error of this rank ------------------------------------------------------------------------------------
 
     def _tell(self, error: BaseException) -> None:
-        """Report an error of this rank; if the error is a lost connection, the first cause replaces its text."""
+        """Report an error of this rank; if it is a lost connection, the first cause replaces the error's text."""
         if self._first is None or self._mesh is None:
             return
         is_lost = isinstance(error, PeerLostError) or is_noise(error)
@@ -191,7 +192,7 @@ class FailureWatch:
     # -- an error of another rank ----------------------------------------------------------------------------------
 
     def _learn(self, cause: Cause) -> None:
-        """End this rank's waits after another rank's failure, so that its script ends; runs in the watch's thread."""
+        """End this rank's waits after another rank's failure, so that this script ends; runs in the watch's thread."""
         with _DECIDING:
             if self.failure is not None:
                 return  # the script already has an error, which fail() handles
@@ -219,7 +220,7 @@ class FailureWatch:
     # -- the end of the process -----------------------------------------------------------------------------------
 
     def _end_process(self) -> None:
-        """Report an error raised outside of this session's calls; if there is none, print another rank's error."""
+        """At exit, report an error raised outside of this session's calls, or print an error of another rank."""
         if self.failure is None and (error := uncaught()) is not None:
             self.fail(error)
             if self._outlast is not None:  # handlers registered during exit are not called
@@ -236,7 +237,7 @@ class FailureWatch:
         If a process failed, the launcher would kill the others, this rank included, before the error is reported.
 
         Args:
-            stays: seconds for which other ranks need torch's store; used only on rank 0, if it serves the store.
+            stays: seconds for which other ranks need torch's store; ignored unless this rank serves the store.
         """
         if self._outlast is not None or self._first is None or self._mesh is None:
             return

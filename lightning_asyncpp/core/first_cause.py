@@ -26,9 +26,9 @@ from lightning_asyncpp.errors import PeerLostError
 POLL_SECONDS = 1.0
 """Interval of reads. Reads by a thousand ranks take 2 % of a core of the machine that serves the store."""
 MAX_LINE = 1000
-"""Number of characters of an error's line that other ranks receive."""
+"""Maximum number of characters of a cause's line, which other ranks receive."""
 MAX_TRACE = 2**14
-"""Number of characters of an error's traceback that other ranks receive, from its end."""
+"""Maximum number of characters of a cause's traceback; a longer one loses its beginning."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,16 @@ class FirstCause:
         return self.cause
 
     def report(self, cause: Cause, seconds: float) -> Cause:
-        """Write a cause unless there is one; return the first cause, or ``cause`` if the store does not answer.
+        """Write a cause, unless the store has one already, and return the first cause.
 
-        The wait for an answer takes at most ``seconds``.
+        If the store does not answer within ``seconds``, return ``cause``, or the loss of the store's server.
         """
         self._own = cause
         self._wake.set()
         self._known.wait(seconds)
         if self._is_lost and not cause.trace:
-            # A store that does not answer may have ended as planned. A cause without a traceback is a lost neighbour;
-            # then the server of the store died, too.
+            # The store may also have ended as planned. But since this rank lost a neighbour (a cause without a
+            # traceback), the server of the store has failed, too.
             return Cause(f"{self._server} is gone: torch's store, which it or torchrun serves, does not answer")
         return self.cause or cause
 

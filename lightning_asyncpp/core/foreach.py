@@ -14,6 +14,6 @@ _PURPOSE = "work on many tensors at once"
 divide_ = required(torch, "_foreach_div_", _PURPOSE)
 """Divide every tensor in place by one number."""
 copy_ = required(torch, "_foreach_copy_", _PURPOSE)
-"""Copy every source into the destination at its position."""
+"""Copy every tensor of the second list into the tensor at the same position in the first list."""
 norm = required(torch, "_foreach_norm", _PURPOSE)
-"""Return the 2-norm of every tensor, computed in ``dtype``, as a tensor without dimensions."""
+"""Return the norm of the given order of every tensor, computed in ``dtype``, as a tensor without dimensions."""

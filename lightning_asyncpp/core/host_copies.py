@@ -1,7 +1,7 @@
 """Asynchronous copies of device tensors to the host.
 
-Copies go through pinned memory and overlap with computation. Tensors on the host are not copied. The newest batch's
-tensors on the host are remembered, so that they need not be copied back.
+Copies go through pinned memory and overlap with computation. Tensors on the host are not copied. The host tensors
+of the newest batch are remembered, so that the batch need not be copied back from the device.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class HostCopy:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as a flat tensor of bytes on the same device, since backends support few dtypes.
+    """Return a tensor's elements as a flat tensor of bytes, since communication backends support few dtypes.
 
-    The result shares the memory of a contiguous tensor.
+    The result is on the same device; it shares the memory of a contiguous tensor.
     """
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
@@ -101,7 +101,7 @@ class Reading:
             self._numbers = [t.reshape(-1).tolist() if t.ndim else [t.item()] for t in tensors]
             return
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
-        # Concatenated by dtype, in few kernels.
+        # Concatenate the tensors of each dtype first, which takes few kernels.
         by_dtype: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(flat):
             by_dtype.setdefault(tensor.dtype, []).append(place)
@@ -160,7 +160,7 @@ class HostBatch:
             }
 
     def of(self, batch: Any) -> Any:
-        """Return a batch in which host tensors replace their copies on the device, if these are unchanged."""
+        """Return a batch in which host tensors replace their unchanged copies on the device."""
         return map_tensors(self._source, batch) if self.copies else batch
 
     def _source(self, tensor: Tensor) -> Tensor:

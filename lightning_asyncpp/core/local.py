@@ -81,7 +81,7 @@ class LocalPipeline(Engine):
         self._turns = _Turns(whole.root, len(stages))
         self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
-        self.schedule = self.engines[-1].schedule  # the last stage has the loss, and logs
+        self.schedule = self.engines[-1].schedule  # the last stage computes and logs the loss
         self.updates = self.engines[0].updates  # the first stage applies an update last
         self.weights: AllWeights = AllWeights(self.engines, self._shared, whole.uses)
 
@@ -200,13 +200,13 @@ class LocalPipeline(Engine):
         if action.kind is Kind.FORWARD:
             return engine.mesh.is_first or bool(mailbox.activations[number])
         if action.kind is Kind.BACKWARD:
-            # Also of a microbatch without a gradient: shared weights' gradients are complete on later stages first.
+            # A microbatch without a gradient waits, too: later stages must complete shared weights' gradients first.
             return engine.mesh.is_last or self.engines[number + 1].next_backward > action.index
         mini_batch = next((m for m in engine.updates.pending if m.index == action.index), None)
         if mini_batch is None:
             return True  # a drain has applied the update
         if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):
-            return False  # the stage copies the weights that this update makes on the owner
+            return False  # the owner must apply this update first, since the stage copies the owner's weights
         for other in reversed(self.engines):
             other.updates.poll()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
@@ -225,7 +225,7 @@ def _set_python_draws(states: tuple[Any, Any]) -> None:
 
 
 class _Turns:
-    """Module attributes and random states of each stage, so that user code runs as if each stage had a process.
+    """Module attributes and random states of each stage, so that user code runs as if each stage had its own process.
 
     An attribute that is assigned to the module during a stage's turn belongs to that stage. An attribute that is
     assigned between turns belongs to all stages. Outside of turns the module has the attributes of the last stage.
@@ -291,7 +291,7 @@ class AllWeights(WeightVersions):
     Args:
         engines: engines of the stages.
         shared: parameters that an earlier stage owns.
-        uses: name of a shared parameter in a later unit -> its name in the first unit that has it.
+        uses: name of a shared parameter in a later layer -> its name in the first layer that has it.
     """
 
     def __init__(self, engines: Sequence[Engine], shared: Sequence[Shared], uses: Mapping[str, str]) -> None:
@@ -327,7 +327,7 @@ class AllWeights(WeightVersions):
         return found
 
     def shown(self) -> dict[str, Tensor]:
-        """Return the weights of the newest version by name; empty if the module has them itself."""
+        """Return the weights of the newest version by name; empty if they are the module's parameters."""
         return self._merged(lambda weights: weights.shown()) or {}
 
     def older(self) -> dict[str, Tensor] | None:
@@ -341,7 +341,7 @@ class AllWeights(WeightVersions):
     def restore(
         self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Set version ``newest`` from the parameters, and the version before it from ``older``."""
+        """Set version ``newest`` from the parameters, the version before it from ``older``, and then the masters."""
         self.give_parameters_to_copies()
         for number, weights in enumerate(self._all):
             weights.restore(newest, self.of_stage(number, older), self.of_stage(number, masters))
@@ -370,7 +370,7 @@ class AllWeights(WeightVersions):
             own[tie.name].data.copy_(owners[tie.owners_name].data)
 
     def release_masters(self) -> None:
-        """Replace masters in the module by the newest version, if masters and version differ by more than rounding."""
+        """Replace masters in the module by the newest weights; see :meth:`WeightVersions.release_masters`."""
         for weights in self._all:
             weights.release_masters()
 

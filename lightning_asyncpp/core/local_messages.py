@@ -88,7 +88,7 @@ class LocalMesh(Mesh):
         self._mailbox = mailbox
 
     def send(self, copy: HostCopy, rank: int, tag: int) -> Any:
-        """Send a copy on the host to a rank."""
+        """Send the host copy of a tensor to a rank."""
         key, tensor = (self.rank, rank, tag), copy.wait()
         if self._mailbox.awaited[key]:
             self._mailbox.awaited[key].popleft().put(tensor)
@@ -126,7 +126,7 @@ class LocalTransport(Transport):
 
     @property
     def route(self) -> str:
-        """Description of the route of tensors."""
+        """Description of the way that tensors take."""
         return "within this process"
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:

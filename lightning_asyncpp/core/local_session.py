@@ -65,7 +65,7 @@ class LocalSession(PipelineSession):
         partition: Partition | None = None,
         averages: Iterable[AveragedModel] = (),
     ) -> Stage:
-        """Divide a model into P stages, and materialise its meta tensors; ``model`` is a single unit if it is ``root``.
+        """Divide a model into P stages, and materialise its meta tensors; a model that is ``root`` is one layer.
 
         Raises:
             ConfigurationError: the model cannot be cut.

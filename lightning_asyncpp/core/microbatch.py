@@ -1,7 +1,7 @@
-"""Microbatches (cutting, weights and fingerprints of batches), and calls of the user's step with their results.
+"""Microbatches with their weights and fingerprints, and calls of the user's step with their results.
 
-The user's step calls the model. The first stage captures the arguments of this call, the last stage provides its
-output.
+The user's step calls the model. The first stage captures the arguments of this call. On the last stage the call returns
+the pipeline's output.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     Sizes differ by at most one sample, as with ``torch.tensor_split``; microbatches without samples are ``None``. The
     following are cut along their first dimension and keep their type:
 
-    * tensors with dimensions; the first one determines the number of samples;
+    * tensors with dimensions, of which the first determines the number of samples;
     * numpy arrays with one row per sample;
     * lists and tuples with one entry per sample that contain no tensor at any depth, such as
       ``default_collate``'s list of strings, or a list that has a list, dictionary or object for each sample. If such
@@ -142,7 +142,7 @@ def cut_batch(
     """Cut a batch into slots with their fingerprints and weights.
 
     If the deterministic :func:`split_batch` cuts the batch, all microbatches share one fingerprint of the whole batch,
-    since it would cost more to hash each.
+    since hashing each of them would cost more.
 
     Args:
         batch: the batch.
@@ -153,7 +153,7 @@ def cut_batch(
             ``batch``, since a second call could draw other random numbers.
 
     Raises:
-        ConfigurationError: ``split`` returned another number of microbatches, or a weight is invalid.
+        ConfigurationError: ``split`` did not return ``parts`` microbatches, or a weight is invalid.
     """
     on_host = batch if on_host is None else on_host
     contents = split(batch, parts)
@@ -202,9 +202,9 @@ def checked_weight(returned: Any) -> float:
 
 
 def fingerprint(batch: Any, microbatches: int = 1) -> int:
-    """Return a hash of 63 bits.
+    """Return a hash of a batch, of 63 bits.
 
-    It covers the shape and dtype of every tensor, and up to 1024 evenly spread elements per microbatch.
+    The hash covers the shape and dtype of every tensor, and up to 1024 evenly spread elements per microbatch.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in _tensors(batch):
@@ -239,7 +239,7 @@ class BatchOutput:
         return torch.stack(losses) if losses else None
 
     def mean_loss(self, reduction: str = "mean") -> Tensor | None:
-        """Return the weighted mean of the losses that are not NaN; NaN if all are NaN, None without samples."""
+        """Return the weighted mean of the losses that are not NaN; NaN if all are NaN, None if all weights are 0."""
         losses = self._losses
         if losses is None:
             return None
@@ -306,7 +306,7 @@ class UserHooks:
         microbatch_weight: microbatch -> its weight w_k in the mini-batch's mean loss.
         loss_reduction: ``"mean"`` if the step returns a mean over the microbatch, ``"sum"`` if it returns a sum.
         forward_context: context manager around every forward, for the precision.
-        context_around_step: whether the context covers the user's whole step, and not only the model's layers.
+        context_around_step: whether the context covers the user's whole step; if not, only the model's layers.
         model_name: name of the model in messages.
     """
 

@@ -1,7 +1,7 @@
 """Random numbers: derived seeds, and the generators' states in checkpoints.
 
 Seeds are derived from (seed, purpose, replica, microbatch, layer) and not from the rank. So dropout does not depend on
-the number of stages, the first and the last stage draw the same masks in user code, and a resumed run draws the same
+the number of stages, the first and the last stage draw the same numbers in user code, and a resumed run draws the same
 numbers as an uninterrupted run. Random numbers without a derived seed come from the generators of Python, NumPy and
 torch, whose states are in checkpoints.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def seed_of_run() -> int:
-    """Return the seed of ``seed_everything``, or else a random one, on which ranks must agree."""
+    """Return the seed of ``seed_everything``; without one, a random seed, on which ranks must agree."""
     return int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31)))
 
 
@@ -35,7 +35,7 @@ def seed_generators(seed: int, device: torch.device, *parts: int | str) -> int:
     Args:
         seed: seed of the run.
         device: device whose generator is seeded besides the CPU's.
-        parts: purpose of the numbers; the generators' seed is derived from it and ``seed``.
+        parts: purpose, replica, microbatch and the like; the derived seed depends on ``seed`` and these parts.
 
     Returns:
         Derived seed, of 63 bits.

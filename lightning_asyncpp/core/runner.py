@@ -29,13 +29,13 @@ from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError, Con
 T = TypeVar("T")
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
-_MOST_TEXT = 4096  # characters of an error that are sent
+_MOST_TEXT = 4096  # maximum number of characters of an error that is sent
 
 
 class StageBeforeFailedError(ConsequenceError):
-    """Failure of an earlier stage at the first microbatch of training, which is checked, or in an evaluation.
+    """Failure of an earlier stage at the first microbatch of training or in an evaluation.
 
-    Only these failures are sent on. The text is that stage's message.
+    Failures at other times are not sent to the next stage. The text is the failed stage's message.
     """
 
 
@@ -71,8 +71,8 @@ class Task(NamedTuple):
         weights: name -> leaf tensor; None if the forward runs on the parameters themselves.
         slot: the microbatch on the first and the last stage; None for an empty slot, and on stages between them.
         fingerprint: hash of the batch or the microbatch, on the first and the last stage, if computed.
-        step: the user's step, called with the microbatch and its weight; the weight is None on
-            the first of several stages.
+        step: the user's step, called with the microbatch and its weight; the weight is None on the first of several
+            stages.
         purpose: ``"train"`` or a name of the evaluation, from which random seeds are derived.
         weight: w_k, on the first stage.
     """
@@ -128,7 +128,7 @@ class StageRunner(ABC):
         """Run the forward of a microbatch, and send the result to the next stage.
 
         Implementations do extra work before a wait, not after a send, since after a send the receiver may need this
-        CPU core. They do not restore torch's generators: the engine does it once per batch.
+        CPU core. They do not restore torch's generators: the engine restores them once per batch.
 
         Args:
             task: forward to be run.
@@ -148,11 +148,11 @@ class StageRunner(ABC):
         return cut_batch(batch, parts, self.hooks.split_batch, weigh, on_host)
 
     def backward(self, flight: Flight, weights: dict[str, Tensor]) -> None:
-        """Run the backward of a microbatch, add to the gradients of ``weights``, and send the inputs' gradients."""
+        """Run the backward of a microbatch, which adds to the gradients of ``weights``; send the inputs' gradients."""
         if not flight.weight:
             return
-        # A drain changes what runs before a backward, but a backward's random numbers must not depend on drains. The
-        # generators are seeded before the wait for the gradient, since time after the wait is on the critical path.
+        # A drain changes what runs before a backward, but a backward's random numbers must not depend on drains. So
+        # generators are seeded here: before the wait for the gradient, since time after it is on the critical path.
         seed_generators(self.seed, self.device, "backward", self.stage.first_unit, self.mesh.replica, flight.k)
         self.stage.under(weights, partial(self._backward_in_place, flight))
         self.send_input_gradients(flight)
@@ -175,7 +175,7 @@ class StageRunner(ABC):
             return self._neighbours.receive_gradients(flight.k, flight.outputs)
 
     def send_input_gradients(self, flight: Flight) -> None:
-        """Send the gradients of the received activations; zeros if the loss does not depend on an activation."""
+        """Send the gradients of the received activations; zeros for those on which the loss does not depend."""
         gradients = list(map(arrived_at, flight.inputs))
         size = sum(gradient.nbytes for gradient in gradients) if self.trace is not None else 0
         with self.span(Activity.SEND, flight.k, num_bytes=size):
@@ -184,7 +184,7 @@ class StageRunner(ABC):
     def announce_failure(self, k: int, error: Exception) -> None:
         """Send an error to the next stage, so that no later stage waits, and the last stage can show the error."""
         text = str(error)
-        if not isinstance(error, StageBeforeFailedError):  # that error's text names the stage already
+        if not isinstance(error, StageBeforeFailedError):  # its text names the failed stage already
             text = f"stage {self.mesh.stage} failed at microbatch {k}: {type(error).__name__}: {text}"
         news = Header(k, Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace"))
         with suppress(PeerLostError):  # a lost neighbour does not wait
@@ -193,7 +193,7 @@ class StageRunner(ABC):
     def span(
         self, kind: Kind | Wait | Activity, index: int, version: int = -1, num_bytes: int = 0
     ) -> AbstractContextManager[None]:
-        """Record a span if there is a trace."""
+        """Return a context that records a span if there is a trace."""
         return _NOTHING if self.trace is None else self.trace.span(kind, index, version, num_bytes)
 
     @contextmanager
@@ -321,7 +321,7 @@ class LastStage(StageRunner):
         def compute(args: tuple, kwargs: dict[str, Any]) -> Any:
             if received is not None:
                 args, kwargs = received, {}
-            states = generator_states(self.device)  # the step's later draws must not depend on the layers
+            states = generator_states(self.device)  # the step's later random numbers must not depend on the layers
             with self._layers_context():
                 output = self._compute(task, args, kwargs, flight.collected)
             set_generator_states(states, self.device)
@@ -372,7 +372,7 @@ class OnlyStage(LastStage):
 
 
 class WholeStep(OnlyStage):
-    """Module that is not cut, whose whole step runs on the weights of a version."""
+    """Runner for a module that is not cut; the user's whole step runs on one weight version."""
 
     def _run_step(self, task: Task, flight: Flight, received: tuple | None = None) -> Flight:
         """Run the step."""

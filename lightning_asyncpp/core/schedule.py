@@ -1,13 +1,13 @@
 """Order of forwards, backwards and updates on a stage: without a flush, or 1F1B with a flush per mini-batch.
 
 Microbatches are counted over the whole run: with ``m`` per mini-batch, microbatch ``k`` belongs to mini-batch
-``t = k // m``. A stage keeps its forwards ``depth`` microbatches ahead of its backwards,
+``t = k // m``. Stage s of P keeps its forwards ``depth(s)`` microbatches ahead of its backwards,
 
     depth(s) = b (1 + q) + b (r + 1) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1),
 
-which is P - 1 + lookahead on the first stage, and decreases strictly from stage to stage, so that every gradient that a
-stage waits for is already being computed by the next stage. In the warmup a stage runs forwards until it is ``depth``
-ahead. In the steady state it runs one backward per forward. In the cooldown it runs the backwards of a flush
+which is P - 1 + lookahead on the first stage and decreases strictly from stage to stage. So when a stage waits
+for a gradient, the next stage is already computing it. In the warmup a stage runs forwards until it is ``depth(s)``
+ahead. In the steady state it runs one backward per forward. In the cooldown of a flush it runs the remaining backwards
 (:meth:`Schedule.drain`).
 
 If the depths of two neighbours differ by one, the latency of the hop between them is exposed. Each further microbatch
@@ -62,8 +62,8 @@ def depth(stage: int, num_stages: int, lookahead: int) -> int:
 def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> int:
     """Return the largest lookahead of an asynchronous pipeline; negative if not even 0 fits.
 
-    The forwards of the first stage can run at most ``microbatches`` microbatches ahead of its backwards; with replicas
-    one fewer, so that the gradient reduction overlaps with a microbatch.
+    The forwards of the first stage can run at most ``microbatches`` microbatches ahead of its backwards. With replicas
+    the maximum is one less, so that the gradient reduction overlaps with a microbatch.
     """
     return microbatches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
 
@@ -86,8 +86,8 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
 def agrees_first(staleness: Staleness, slack: Slack) -> bool:
     """Return whether all stages agree on an update before any of them applies it.
 
-    With the slack ``"exact"`` every stage runs ``depth(0)`` microbatches on the older weights. By then the first stage
-    has its gradient, so the norm over all stages is known before any stage steps.
+    With the slack ``"exact"`` every stage runs ``depth(0)`` microbatches on the older weights. After these the first
+    stage's gradient is complete, so the norm over all stages is known before any stage steps.
     """
     return staleness == "uniform" or slack == "exact"
 
@@ -130,7 +130,7 @@ class StalenessRule:
         return 1 if self.held == 0 else 1 + self.delay
 
     def at_newest(self, mini_batch: int) -> bool:
-        """Return whether all of mini-batch t runs on the weights that its update changes."""
+        """Return whether all microbatches of mini-batch t run on W_t, the weights that update t changes."""
         return self.version(mini_batch) == mini_batch
 
     def staleness_of(self, mini_batch: int, microbatches: int) -> float:
@@ -146,7 +146,7 @@ class StalenessRule:
         return self.updates_behind(mini_batch) == 0
 
     def updates_due(self, mini_batch: int) -> int:
-        """Return how many updates since the start of the run are due after mini-batch t has run."""
+        """Return the number of updates, from the start of the run, that are due after mini-batch t has run."""
         return mini_batch + 1 - self.updates_behind(mini_batch)
 
 
@@ -164,7 +164,7 @@ class Schedule:
         slack: with ``"least"``, number of microbatches beyond the minimum.
         shares_with: first stage that shares a parameter with this one; default: this stage. That earlier stage
             completes the parameter's gradient last, so this stage runs as many microbatches on the older weights as
-            that one.
+            that stage.
     """
 
     stage: int
@@ -232,8 +232,8 @@ class Schedule:
             mini_batches: number of mini-batches.
             microbatches: number of microbatches per mini-batch.
             drains: numbers of microbatches since the start of the run after which the pipeline is drained: all
-                backwards in flight run, and all updates of complete mini-batches are applied. It is also drained at the
-                end.
+                backwards in flight run, and all updates of complete mini-batches are applied. The pipeline is also
+                drained at the end.
         """
         actions: list[Action] = []
         oldest = updates = 0

@@ -94,7 +94,7 @@ class PipelineSession:
         """Reduce ``model`` to this rank's stage and materialise its meta tensors on ``device``, unless this was done.
 
         The default partition gives all stages the same number of layers. Averages of the model, in ``root`` or
-        ``averages``, are cut, too.
+        in ``averages``, are cut, too.
         """
         mesh = self._connected()
         self.averages = Averages(model, root, averages)
@@ -126,7 +126,7 @@ class PipelineSession:
         return self.engine
 
     def _begin(self, training: bool) -> PipelineSettings:
-        """Copy the model's weights into averages still on the meta device, and reset what an earlier run left.
+        """Copy the model's weights into averages that are on the meta device, and reset the state of an earlier run.
 
         Returns:
             Settings of this run.
@@ -146,8 +146,8 @@ class PipelineSession:
         """
         self.watch.check()
         if self.engine is None:
-            # Lightning's callbacks that save on an exception also get here. This error would hide that exception, so it
-            # quotes it.
+            # Lightning's callbacks that save on an exception also get here. The error below would hide that exception,
+            # so its text quotes the exception.
             error = sys.exc_info()[1]
             why = f": {type(error).__name__}: {error}" if error is not None else ""
             raise RuntimeError(f"the pipeline is not set up yet{why}")
@@ -203,7 +203,7 @@ class PipelineSession:
 
     def set_delay(self) -> None:
         """Tell optimizers with ``set_delay`` how old gradients are from the next mini-batch on."""
-        for attached in self._attached[:1]:  # the first is that of the stage with the oldest gradients
+        for attached in self._attached[:1]:  # of several stages in a process, the first has the oldest gradients
             attached.set_delay()
 
     def check_failure(self) -> None:
@@ -225,7 +225,7 @@ class PipelineSession:
         if self._update is not None:
             raise RuntimeError(
                 "weights cannot be gathered, saved, loaded or evaluated while an update is applied, as in a hook of the"
-                " optimizer's step: do it in on_train_batch_end, or in a Fabric loop after optimizer.step()"
+                " optimizer's step: do this in on_train_batch_end, or in a Fabric loop after optimizer.step()"
             )
 
     def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:

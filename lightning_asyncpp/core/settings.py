@@ -28,7 +28,7 @@ def is_whole(value: object) -> bool:
 
 
 def problems_of_precision(precision: str | None) -> list[str]:
-    """Return problems of Lightning's ``precision``."""
+    """Return the problems of Lightning's argument ``precision``."""
     if precision in PRECISIONS:
         return []
     return [
@@ -38,17 +38,17 @@ def problems_of_precision(precision: str | None) -> list[str]:
 
 
 def problems_of_weight_dtype(weight_dtype: str | None, precision: str) -> list[str]:
-    """Return problems of ``weight_dtype`` with Lightning's ``precision``."""
+    """Return the problems of ``weight_dtype`` in combination with Lightning's ``precision``."""
     if weight_dtype == "bf16" and precision != "bf16-mixed":
         return [
-            f"weight_dtype='bf16' needs precision='bf16-mixed', with which layers accept weights and inputs in fp32 and"
-            f" bf16, but precision={precision!r}: set precision='bf16-mixed', or leave weight_dtype out"
+            f"weight_dtype='bf16' needs precision='bf16-mixed', with which layers accept both bf16 and fp32, but"
+            f" precision={precision!r}: set precision='bf16-mixed', or leave weight_dtype out"
         ]
     return []
 
 
 def problems_of_partition(partition: object, num_stages: int | None = None) -> list[str]:
-    """Return the problems that the argument ``partition`` has with any model.
+    """Return the problems of the argument ``partition`` that do not depend on the model.
 
     Args:
         partition: ``"auto"``, ``"uniform"`` or the number of layers of each stage.
@@ -79,7 +79,7 @@ class PipelineSettings:
     """Settings of a pipeline, which the strategies document.
 
     Attributes:
-        delay: maximum age of a gradient in updates, or 0 for a flush per mini-batch; the strategy's name determines it.
+        delay: maximum age of a gradient in updates; 0 means a flush per mini-batch. The strategy's name sets it.
         staleness: as in the strategies, except for its default; see :meth:`chosen`.
     """
 
@@ -115,7 +115,7 @@ class PipelineSettings:
         if self.data_parallel_size >= 1 and world_size % self.data_parallel_size:
             problems.append(
                 f"devices={world_size} is not divisible by data_parallel_size={self.data_parallel_size}:"
-                " every replica needs the same number of stages; change one of them"
+                " every replica needs the same number of stages; change one of the two"
             )
         if problems:
             return None, problems
@@ -239,7 +239,7 @@ class ResolvedSettings(PipelineSettings):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Dtype of the weight versions that are computed from masters; None without masters."""
+        """Dtype of weight versions that are made from masters (the optimizer's parameters); None without masters."""
         return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
     @property
@@ -264,7 +264,7 @@ class ResolvedSettings(PipelineSettings):
 
         Args:
             stage: index of the stage.
-            shares_with: first stage that shares a parameter with it, if any.
+            shares_with: first stage that shares a parameter with this stage, if any.
         """
         rule = StalenessRule(self.delay, self.synchronous_start)
         return Schedule(stage, self.num_stages, self.lookahead, rule, self.staleness, self.slack, shares_with)

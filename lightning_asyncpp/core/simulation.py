@@ -10,7 +10,7 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.trace import Span, utilisation
 
 Duration: TypeAlias = float | Callable[[int, int], float]
-"""Time: a constant, or a function of the stage and of the microbatch, counted over the run."""
+"""Time: a constant, or a function of the stage and the microbatch's number, counted over the run."""
 
 
 class DeadlockError(RuntimeError):
@@ -99,7 +99,7 @@ def pace_of(
     reduction: Duration = 0.0,
     transfer: Callable[[int], float] = lambda stage: 0.0,
 ) -> Pace:
-    """Simulate a few mini-batches, without the initial mini-batches that run without delay.
+    """Simulate a few mini-batches, and leave out the synchronous start (initial mini-batches without delay).
 
     Arguments as for :func:`simulate`.
     """
@@ -132,7 +132,7 @@ class _Progress:
     transfer: Callable[[int], float]
     ends: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, stage, index) -> end
     arrivals: dict[tuple[Kind, int, int], float] = field(default_factory=dict)  # (kind, sending stage, index) -> time
-    free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # (direction, link) -> time
+    free: dict[tuple[Kind, int], float] = field(default_factory=dict)  # (direction, link) -> time when it is free
 
     @property
     def num_stages(self) -> int:

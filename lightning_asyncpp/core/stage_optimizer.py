@@ -1,4 +1,4 @@
-"""A stage's part of an optimizer of the whole model, and its steps with an engine's updates.
+"""One stage's part of the whole model's optimizer, which steps at an engine's updates.
 
 All stages have the same parameter groups and options, and number parameters as in the whole model.
 """
@@ -31,8 +31,8 @@ class StageOptimizer:
     """Optimizer of one stage.
 
     From :meth:`keep_own` on, the optimizer's groups hold the stage's parameters only. If all stages are in one process,
-    this is so only during :meth:`step`. The lists of parameters are changed in place, because schedulers and wrapping
-    optimizers share them.
+    they do so only during a step, a save or a load. The lists of parameters are changed in place, because schedulers
+    and wrapping optimizers share them.
 
     Args:
         optimizer: optimizer of the whole model.
@@ -56,7 +56,7 @@ class StageOptimizer:
         self._parts: list[StageOptimizer] = []
 
     def part(self, own: Collection[Tensor]) -> StageOptimizer:
-        """Return a part of this optimizer for one of several stages; loading a state resets the parts, too."""
+        """Return the part of this optimizer for one of several stages; :meth:`load_state_dict` resets it, too."""
         self._parts.append(StageOptimizer(self.optimizer, own))
         return self._parts[-1]
 
@@ -96,7 +96,7 @@ class StageOptimizer:
         with _NOTHING if self._kept else self._installed():
             kept = []
             for group, earlier, of_step in zip(self.optimizer.param_groups, hyper_parameters, self._of_step):
-                # Options that were added later, for instance by another stage's step.
+                # Options that were added after `earlier` was copied, for instance by another stage's step.
                 later = {
                     key: group.pop(key) for key in group.keys() - earlier.keys() - of_step.keys() - set(_PARAMETERS)
                 }
@@ -168,7 +168,7 @@ class StageOptimizer:
                 group[key][:] = values
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the groups with the whole model's numbers; omit options if a group's parameters are all elsewhere."""
+        """Return the groups with the whole model's numbers; a group of other stages' parameters has no options."""
         return [
             {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
             for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
@@ -228,11 +228,11 @@ def around_step(
     """Give an optimizer's step the weights before the step, and write the newest weight version after the step.
 
     Args:
-        optimizer: if it has ``weights_before(weights)``, it receives ``older`` and need not copy the weights. If it has
-            ``compute_weights(weights)``, it receives ``masters`` and writes the version itself; else the masters are
-            rounded to the version.
-        older: parameter -> weights before the step, from the older version; None if there is no older version.
-        masters: master parameter -> tensor of the newest version to be written; None without masters.
+        optimizer: optimizer that steps in the context.
+        older: parameter -> weights before the step, from the older version; None if there is no older version. An
+            optimizer with ``weights_before(weights)`` receives them, so that it need not copy the weights.
+        masters: master parameter -> tensor of the newest version to be written; None without masters. An optimizer with
+            ``compute_weights(weights)`` writes these tensors. Otherwise they are the rounded masters.
     """
     with (
         optimizer.weights_before(older) if older and hasattr(optimizer, "weights_before") else _NOTHING,
@@ -274,7 +274,7 @@ def in_words(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, str
 
 
 def name_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Pass parameter names to the outermost optimizer with ``name_parameters``: the given one or one that it wraps."""
+    """Pass parameter names to the outermost optimizer with ``name_parameters``: the given or a wrapped optimizer."""
     inner: Any = optimizer
     while isinstance(inner, Optimizer):
         if callable(name := getattr(inner, "name_parameters", None)):

@@ -21,18 +21,18 @@ from lightning_asyncpp.core.schedule import Kind
 
 
 class Wait(str, Enum):
-    """Reason for a stage's wait; values are the names in files."""
+    """Reason for a stage's wait; the values are names in trace files."""
 
-    ACTIVATION = "activation"  # of a microbatch, from the previous stage
-    GRADIENT = "gradient"  # of a microbatch, from the next stage
-    AGREEMENT = "agreement"  # of all ranks on an update: norm, weights, flags, and the reduction over replicas
+    ACTIVATION = "activation"  # a microbatch's activation from the previous stage
+    GRADIENT = "gradient"  # a microbatch's gradient from the next stage
+    AGREEMENT = "agreement"  # the control message of all ranks, and before it the reduction over replicas
     DATA = "data"  # the loader's next batch
 
 
 class Activity(str, Enum):
-    """Activity of a stage that is neither work nor a wait; values are the names in files."""
+    """Activity of a stage that is neither work nor a wait; the values are names in trace files."""
 
-    SEND = "send"  # the stage's time to hand a message to the transport, without the transfer
+    SEND = "send"  # the stage hands a message to the transport; the transfer is not included
     REDUCE = "reduce"  # reduction of a mini-batch's gradient over replicas, in the background
     PENDING = "pending"  # from the complete gradient of a mini-batch until all ranks agree on its update
     DRAIN = "drain"  # drain of the pipeline; contains all activities during the drain

@@ -1,8 +1,8 @@
 """Nested batches and outputs: iteration over tensors, merging of step outputs, serialisation between stages.
 
 Merged outputs are what the step would have returned for the whole batch. Between stages, outputs are split into tensors
-and the containers around them. The containers are sent as JSON, so that nothing from another process is executed. The
-next stage must receive the same objects, so users' classes are refused.
+and the containers around them. The containers are sent as JSON, so that nothing from another process is executed. JSON
+cannot restore users' classes, so outputs that contain them are refused.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
 
     * Tensors and numpy arrays are concatenated along their first dimension. If other dimensions differ, as after
       padding to the longest sample of each microbatch, the result is the list of the microbatches' tensors.
-    * Tensors without dimensions and numbers are averaged with the weights; integers become floats, booleans are not
-      numbers.
+    * Tensors without dimensions and numbers are averaged with the weights; integers become floats, and booleans do
+      not count as numbers.
     * Mappings are merged key by key into a dictionary with the keys of all microbatches; the value of a key is merged
       from the microbatches that have it.
     * Named tuples are merged entry by entry.
@@ -205,7 +205,7 @@ _TENSORS: set[type] = {Tensor, nn.Parameter}
 
 
 def stands_for_tensors(kind: type) -> None:
-    """Allow tensors of another class of torch between stages, such as the planner's tensors without data."""
+    """Allow tensors of another class between stages, such as the planner's tensors without data."""
     _TENSORS.add(kind)
 
 
@@ -218,7 +218,7 @@ def flatten(output: Any, layer: str) -> tuple[tuple[Tensor, ...], bytes]:
         layer: name of the layer that returned the output, for messages.
 
     Returns:
-        Tensors in order, and the structure for :func:`unflatten`, b"" for a tensor or a flat tuple of tensors.
+        Tensors in order, and the structure for :func:`unflatten`; it is b"" for a tensor or a flat tuple of tensors.
 
     Raises:
         ConfigurationError: ``output`` contains another type.

@@ -1,7 +1,7 @@
 """Weight versions of a stage, and the gradients taken at them.
 
 Each version has separate leaf tensors, on which forwards and backwards run. The optimizer's parameters share the memory
-of the newest version. Replacing the data of a single set of leaves under a live graph would silently mix versions.
+of the newest version. Replacing the data of a single set of leaves while a graph is alive would silently mix versions.
 
 With a compute dtype, the versions have this dtype, and the optimizer's parameters are masters, whose dtype does not
 change. After a step, the newest version is written from the masters. Gradients are summed over microbatches in the
@@ -22,14 +22,14 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class WeightVersions:
-    """Weights W_v of one stage, at most ``room`` versions: v is in slot v % room.
+    """Weights W_v of one stage, at most ``room`` versions: version v is in slot v % room.
 
     Args:
-        parameters: name -> parameter of the optimizer; frozen ones have no versions and are ignored.
-        room: 2 with a delay of one update, 1 without a delay.
-        uses: name of a further layer's use of a parameter -> name of the parameter. Each use has a separate leaf with
-            the same memory, so that gradients are summed in the same order whether the layers are on one stage or on
-            several.
+        parameters: name -> parameter of the optimizer; frozen parameters have no versions and are ignored.
+        room: maximum number of versions: 2 if gradients on this stage are delayed, else 1.
+        uses: name of a shared parameter in a later layer -> its name in ``parameters``. Each name has a separate leaf
+            with the same memory, so that gradients are summed in the same order whether the layers are on one stage or
+            on several.
         buffers: name -> buffer that changes with updates, and so is part of each version.
         compute_dtype: dtype of the versions, with the parameters as masters; default: there are no masters, and the
             parameters are the newest version.
@@ -70,7 +70,7 @@ class WeightVersions:
             self._sum_gradients_of_leaves()
 
     def leaves(self, version: int) -> dict[str, Tensor]:
-        """Return the leaf tensors of a version: the newest, or with room for two also the version before it."""
+        """Return the leaf tensors of a version: of the newest or, with room for two, of the version before it."""
         if not self.newest - self.room < version <= self.newest:
             raise RuntimeError(f"weight version {version} is not alive: the newest of {self.room} is {self.newest}")
         return self._slots[version % self.room]
@@ -99,7 +99,7 @@ class WeightVersions:
     def gradients_apart(self, name: str) -> list[Tensor]:
         """Return the summed gradient of each use of a parameter, from the last layer to the first.
 
-        The caller adds them in this order, like stages that share a parameter: there the last stage completes its
+        The caller adds them in this order. So do stages that share a parameter, since the last stage completes its
         gradient first.
         """
         uses = [name, *self._uses_of.get(name, ())]
@@ -122,7 +122,7 @@ class WeightVersions:
         return self.leaves(self.newest) if self.has_masters else None
 
     def shown(self) -> dict[str, Tensor]:
-        """Return the weights of the newest version by name; empty if the module has them itself."""
+        """Return the weights of the newest version by name; empty if they are the module's parameters."""
         if not self.has_masters:
             return {}
         leaves = self.leaves(self.newest)
@@ -160,9 +160,9 @@ class WeightVersions:
         return self._released or {name: p.detach() for name, p in self.parameters.items()}
 
     def release_masters(self) -> None:
-        """Replace masters in the module by the newest version if they differ from it by more than rounding.
+        """Replace masters in the module by the newest version's weights, except masters that round to these weights.
 
-        With Error Feedback, masters differ from the weights. The masters are kept for checkpoints after the run.
+        With Error Feedback, masters do not round to the weights. Masters are kept for checkpoints after the run.
         """
         if not self.has_masters or self._released:
             return
@@ -217,7 +217,7 @@ class WeightVersions:
         newest = self._slots[self.newest % self.room]
         if not self.has_masters:
             for name, parameter in self.parameters.items():
-                if parameter.data_ptr() != newest[name].data_ptr():  # the parameter has other memory
+                if parameter.data_ptr() != newest[name].data_ptr():  # its data has been replaced
                     newest[name].copy_(parameter.detach())
                     parameter.data = newest[name].data
         elif self._writes_to_masters() != self._master_writes or (unseen and self.masters_hold_weights):
