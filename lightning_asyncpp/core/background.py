@@ -70,7 +70,7 @@ def finish() -> None:
 
 
 def wait_for_workers() -> None:
-    """Wait, at most a second, until all of gloo's worker threads sleep, since they have then freed their tensors."""
+    """Wait, at most a second, until all of gloo's worker threads sleep. By then they have freed their tensors."""
     deadline = time.monotonic() + _WORKER_SECONDS
     calm = 0
     # Two checks in a row, since a thread that waits for the GIL also looks asleep.

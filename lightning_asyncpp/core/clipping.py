@@ -30,7 +30,7 @@ def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Return the norm of the mean gradient, the summed gradient divided by ``weight``, rounded to fp32.
+    """Return the norm, rounded to fp32, of the mean gradient: the summed gradient divided by ``weight``.
 
     Rounding hides the last bits of the fp64 sum, since its order of summation depends on the number of stages.
     """

@@ -24,7 +24,7 @@ from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import PeerLostError
 
 POLL_SECONDS = 1.0
-"""Interval of reads. Reads by a thousand ranks take 2 % of a core of the machine that serves the store."""
+"""Seconds between two reads. The reads of a thousand ranks take 2 % of a core of the machine that serves the store."""
 MAX_LINE = 1000
 """Maximum number of characters of a cause's line, which other ranks receive."""
 MAX_TRACE = 2**14

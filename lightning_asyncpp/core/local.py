@@ -1,6 +1,6 @@
 """P stages in one process: one engine per stage, all on one whole model, with messages in memory.
 
-Every stage has an :class:`~lightning_asyncpp.core.engine.Engine`, a schedule and weight versions, as it has in a
+Every stage has an :class:`~lightning_asyncpp.core.engine.Engine`, a schedule and weight versions, as in a
 separate process. Stages take turns: each runs its next action when the action's inputs have arrived. Nothing blocks, so
 the order is the same in every run, errors have the stack trace of the code that raised them, and a deadlock raises an
 error at once.

@@ -202,7 +202,7 @@ def checked_weight(returned: Any) -> float:
 
 
 def fingerprint(batch: Any, microbatches: int = 1) -> int:
-    """Return a hash of a batch, of 63 bits.
+    """Return a 63-bit hash of a batch.
 
     The hash covers the shape and dtype of every tensor, and up to 1024 evenly spread elements per microbatch.
     """

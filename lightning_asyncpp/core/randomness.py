@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def seed_of_run() -> int:
-    """Return the seed of ``seed_everything``; without one, a random seed, on which ranks must agree."""
+    """Return the seed that ``seed_everything`` set, or else a random seed, on which ranks must agree."""
     return int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31)))
 
 

@@ -86,8 +86,8 @@ def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness,
 def agrees_first(staleness: Staleness, slack: Slack) -> bool:
     """Return whether all stages agree on an update before any of them applies it.
 
-    With the slack ``"exact"`` every stage runs ``depth(0)`` microbatches on the older weights. After these the first
-    stage's gradient is complete, so the norm over all stages is known before any stage steps.
+    With the slack ``"exact"`` every stage runs ``depth(0)`` microbatches on the older weights. After them the
+    previous gradient is complete on the first stage, too, so its norm over all stages is known before any stage steps.
     """
     return staleness == "uniform" or slack == "exact"
 
@@ -101,7 +101,7 @@ class StalenessRule:
     microbatches run on W_t.
 
     Attributes:
-        delay: age, in updates, of the weights of ``held`` microbatches: 0 or 1.
+        delay: age, in updates, of the weights of the ``held`` microbatches: 0 or 1.
         synchronous_start: number N of initial mini-batches without delay, each with a flush. It is 1 if stages clip by
             the norm of the previous mini-batch, since the first mini-batch has no previous one.
         held: number of delayed microbatches per mini-batch; None: all, as in PipeDream-2BW.
@@ -206,7 +206,7 @@ class Schedule:
             first: number of the first new microbatch.
             count: number of new microbatches.
             oldest: microbatch whose backward is due next.
-            mini_batch: mini-batch t of the new microbatches; update t - 1 may be due within it.
+            mini_batch: mini-batch t of the new microbatches; update t - 1 may be due among them.
             begin: first microbatch of mini-batch t.
         """
         depth, held, actions = self.depth, self.stage_rule.held, list[Action]()

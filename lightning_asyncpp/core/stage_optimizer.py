@@ -232,7 +232,7 @@ def around_step(
         older: parameter -> weights before the step, from the older version; None if there is no older version. An
             optimizer with ``weights_before(weights)`` receives them, so that it need not copy the weights.
         masters: master parameter -> tensor of the newest version to be written; None without masters. An optimizer with
-            ``compute_weights(weights)`` writes these tensors. Otherwise they are the rounded masters.
+            ``compute_weights(weights)`` writes these tensors. Without this method they are set to the rounded masters.
     """
     with (
         optimizer.weights_before(older) if older and hasattr(optimizer, "weights_before") else _NOTHING,

@@ -1,4 +1,4 @@
-"""Weight versions of a stage, and the gradients taken at them.
+"""Weight versions of a stage, and the sums of their gradients.
 
 Each version has separate leaf tensors, on which forwards and backwards run. The optimizer's parameters share the memory
 of the newest version. Replacing the data of a single set of leaves while a graph is alive would silently mix versions.
