@@ -118,7 +118,7 @@ class EvaluationSteps(ReplicaBatches):
 
         Args:
             step_fn: function of a microbatch that calls ``self.model(...)`` once.
-            batch: the batch, on this rank's device on the first and the last stage; middle stages ignore it.
+            batch: the batch, on this rank's device. Only the first and the last stage use it.
 
         Returns:
             On the last stage the result of ``step_fn`` for the whole batch, joined as in Fabric's ``evaluation_step``;
