@@ -247,7 +247,7 @@ class PipelineStrategy(PipelineCheckpoints):
         """Finish all microbatches in flight and apply every update; a collective call.
 
         This costs time, but does not change what is trained. Batches after the last ``optimizer.step()`` have no
-        update.
+        update yet.
         """
         self._drain()
         if self._recorder is not None:
@@ -385,7 +385,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
 
 def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Optimizer]:
-    """Return an optimizer class with another ``zero_grad``; Fabric looks it up in the class, not in the object."""
+    """Return a subclass with another ``zero_grad``; Fabric looks ``zero_grad`` up in the class, not in the object."""
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         drop()
