@@ -245,11 +245,12 @@ class PipelineStrategy(EvaluationSteps):
         return session.running() if session.engine is None or session.watch.failure is not None else session.engine
 
     def drain(self) -> None:
-        """Finish all microbatches in flight and apply every update.
+        """Finish all microbatches in flight and apply every update; a collective call.
 
         This costs time, but does not change what is trained.
 
         Raises:
+            ConfigurationError: a hook that waited for the update of its batch runs in the middle of the next batch.
             RuntimeError: an update is being applied.
         """
         self._drain()

@@ -166,7 +166,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         return True
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return a ``state_dict``; a collective call.
+        """Drain (apply all outstanding updates), and return a ``state_dict``; a collective call.
 
         On rank 0 the result covers the whole module; on other ranks, only their stage.
         """

@@ -111,7 +111,7 @@ class EvaluationSteps(ReplicaBatches):
         return merge_outputs(output.results, output.weights)
 
     def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Drain, and run a batch forward on the newest weights, without gradients; a collective call.
+        """Drain (apply all outstanding updates), then run a batch forward without gradients; a collective call.
 
         Use it for forwards outside of the module's ``*_step`` methods, such as text that a callback samples. The model
         keeps its mode (``train`` or ``eval``).

@@ -33,7 +33,7 @@ class Launching(PipelineCheckpoints):
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return a ``state_dict``; a collective call.
+        """Drain (apply all outstanding updates), and return a ``state_dict``; a collective call.
 
         On rank 0 the result covers the whole module; on other ranks, only their stage. In the process that forked or
         spawned the ranks, it covers the whole module, which has loaded the trained weights.

@@ -1,9 +1,9 @@
 """Logging of values from steps and hooks: only the last stage calls Lightning's ``self.log``.
 
 Rank 0 is the last stage of the first replica, so its loggers, progress bars and callbacks work as usual. All ranks
-receive rank 0's ``callback_metrics`` when the pipeline drains, since callbacks may decide by them. At the end of an
-epoch or of an evaluation's loader, all ranks receive the values for that epoch or loader, reduced over replicas.
-``self.log`` does not communicate, since some ranks may not call it.
+receive rank 0's ``callback_metrics`` when the pipeline drains (finishes all microbatches in flight), since callbacks
+may decide by these metrics. At the end of an epoch or of an evaluation's loader, all ranks receive the values for that
+epoch or loader, reduced over replicas. ``self.log`` does not communicate, since some ranks may not call it.
 """
 
 from __future__ import annotations
