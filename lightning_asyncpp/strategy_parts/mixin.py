@@ -185,7 +185,7 @@ class PipelineStrategyMixin:
         self._begin()
 
     def _begin(self) -> None:
-        """Initialise the other attributes of a strategy, once it has its session."""
+        """Initialise the attributes of a derived strategy; called at the end of the constructor."""
 
     def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
         return (

@@ -225,7 +225,7 @@ class Recorder:
             self.begin_pause(Wait.DATA)
 
     def write(self, seconds: float = 0.0) -> None:
-        """Write the spans that have ended, and those that end within ``seconds`` from now."""
+        """Write the spans that have ended; wait up to ``seconds`` for those that a device has not completed."""
         if self._reader is not None:
             self._note_starts()
             self._file.add(self._reader.take(seconds=seconds), self._mini_batch_of)
