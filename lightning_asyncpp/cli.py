@@ -57,7 +57,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         ConfigurationError: the settings do not fit together.
-        SystemExit: the command line cannot be parsed.
+        SystemExit: the command line cannot be parsed, or help was asked for.
     """
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]

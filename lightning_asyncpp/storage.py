@@ -341,7 +341,7 @@ def commit(target: Target, files: Mapping[str, int]) -> None:
         files: file name -> size in bytes, in the order of stages.
 
     Raises:
-        StorageError: the index cannot be written or a part is missing; the old checkpoint stays as it was.
+        StorageError: a part is missing, or the index cannot be written; the old or the new checkpoint is complete.
     """
     path, folder = Path(target.path), Path(target.folder)
     index = {"format": FORMAT, "files": dict(files)}
