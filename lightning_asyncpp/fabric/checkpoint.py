@@ -58,7 +58,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write all entries of ``state``, and with an optimizer the weights before the newest update; a collective call.
+        """Write ``state``, and with an optimizer also the weights before the newest update; a collective call.
 
         Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage writes its part of a folder.
 
