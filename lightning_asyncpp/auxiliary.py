@@ -5,9 +5,9 @@ auxiliary losses, and whoever calls the model :func:`collects <collecting>` them
 training step in one process. Both give the same result. An auxiliary loss is added to the mean loss of its microbatch.
 Statistics are summed over the microbatches and replicas of an update.
 
-Nothing is recorded outside of a collection. So activation checkpointing (``torch.utils.checkpoint``) records in the
-forward only, not in the recomputation. It needs ``use_reentrant=False``: the reentrant variant runs the forward with
-gradients disabled, and then nothing is recorded.
+Nothing is recorded outside of a collection. The recomputation of activation checkpointing (``torch.utils.checkpoint``)
+runs in the backward, after the collection, so it records nothing a second time. Checkpointing needs
+``use_reentrant=False``: the reentrant variant disables gradients in the forward, and then nothing is recorded at all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StatisticsLayer(nn.Module):
 
         Args:
             totals: (num_statistics,) fp64 on the layer's device, summed over the microbatches and replicas of the
-                mini-batch. Reading the values on the host waits for a GPU.
+                mini-batch. Reading totals from a GPU waits for the GPU.
         """
 
     @classmethod
@@ -89,8 +89,8 @@ COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
 class collecting:  # noqa: N801 - used like torch.no_grad; a `@contextmanager` generator would slow every microbatch
     """Collect what layers record: ``with collecting() as collected``.
 
-    A loss goes to the innermost collection only, so it is added once. Statistics that remain at the end go to the
-    enclosing collection.
+    A loss goes to the innermost collection only, so it is added once. At the end, statistics that nobody took
+    (:meth:`Collected.take_statistics`) go to the enclosing collection.
     """
 
     __slots__ = ("_collected", "_token")
@@ -116,7 +116,7 @@ def add_auxiliary_loss(loss: Tensor) -> None:
     The call is ignored outside of a collection, and while gradients are disabled.
 
     Args:
-        loss: tensor without dimensions; a mean over the microbatch, like the loss itself.
+        loss: tensor without dimensions; a mean over the microbatch, like the loss of the training step.
     """
     collected = COLLECTED.get()
     if collected is None or not (torch.is_grad_enabled() and loss.requires_grad):

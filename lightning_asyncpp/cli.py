@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: arguments after ``asyncpp``; default: those of the process.
 
     Raises:
-        SystemExit: the arguments are wrong, or another rank failed; stderr has the reason.
+        SystemExit: this package refused the arguments, or reported that the run failed; stderr has the reason.
         Exception: an error of the user's or a library's code.
     """
     try:
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         ConfigurationError: the settings do not fit together.
-        SystemExit: the command line cannot be parsed.
+        SystemExit: the command line cannot be parsed, or help was asked for.
     """
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]
@@ -77,8 +77,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def answer_help(given: Sequence[str]) -> None:
     """Answer a command that needs neither torch nor Lightning, and end the process; otherwise do nothing.
 
-    Such commands are ``--help``, ``--version``, unknown subcommands and ``asyncpp recipes``. ``--help=full`` needs
-    Lightning.
+    Such commands are those that ask for help (except ``--help=full``, which needs Lightning), ``--version``, unknown
+    subcommands and ``asyncpp recipes``.
 
     Args:
         given: arguments after ``asyncpp``.

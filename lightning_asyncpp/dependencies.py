@@ -31,7 +31,7 @@ class PrivateNameError(RuntimeError):
     Args:
         package: distribution that had the name.
         name: name with its owner, such as ``Trainer._name``.
-        purpose: use of the name, as an infinitive without "to".
+        purpose: what this package does with the name: ``"run backward passes"``.
     """
 
     def __init__(self, package: str, name: str, purpose: str) -> None:
@@ -92,7 +92,7 @@ def needed(user: str, packages: Iterable[str], extra: str | None = None) -> str:
     Args:
         user: part of this package that needs them.
         packages: names of the packages, at least one.
-        extra: extra that installs all of them; default: each package's extra, or the package itself without an extra.
+        extra: extra that installs all of them. Default: each package's extra, or the package itself if it has none.
     """
     packages = list(packages)
     names = " and ".join(f"`{package}`" for package in packages)

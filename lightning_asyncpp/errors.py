@@ -24,7 +24,7 @@ _OWN_DEVICE = re.compile("ncclUnhandledCudaError|Cuda failure|CUDA error")  # th
 
 
 class ConfigurationError(ValueError):
-    """Settings that cannot work; raised before training, on every rank, with all problems that were found."""
+    """Settings or calls that cannot work. Settings are refused before training, on every rank, with all problems."""
 
     @classmethod
     def from_problems(cls, problems: Sequence[str], remedy: str = "") -> ConfigurationError:
@@ -73,8 +73,8 @@ class NonFiniteGradientError(RuntimeError):
 class lost_peers:  # noqa: N801 - used like a function; a `@contextmanager` generator would cost more per message
     """Translate an error of a broken connection into one that names the lost rank.
 
-    All other errors pass unchanged. If this rank's device fails while the rank packs or awaits a message (out of
-    memory, an earlier kernel that failed), that is a first cause, not a consequence of another rank's failure, and no
+    Errors of another kind pass unchanged. If this rank's device fails while the rank packs or awaits a message (out of
+    memory, or an earlier kernel failed), that is a first cause, not a consequence of another rank's failure, and no
     other rank must be blamed.
 
     Args:
@@ -102,7 +102,7 @@ class lost_peers:  # noqa: N801 - used like a function; a `@contextmanager` gene
 
 
 def peer_lost(who: str | None, error: BaseException) -> PeerLostError:
-    """Return the error for a broken connection to rank ``who``, which is None if unknown."""
+    """Return the error for a broken connection to rank ``who``; None stands for an unknown rank."""
     lost = PeerLostError(
         f"{who or 'a rank'} is gone: its process was killed, crashed, was stopped, or ended before this rank's, perhaps"
         f" because it skipped a call that every rank must make ({_essence(error)})"
@@ -146,8 +146,8 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
 def is_noise(error: BaseException) -> bool:
     """Return whether an error only reports that a process group's connection broke, and not why.
 
-    Such an error has a class of torch.distributed, or a message with a source location of gloo. All other errors are
-    first causes, and so are NCCL's errors about this rank's device.
+    Such an error has a class of torch.distributed, or a message of gloo about a connection. All other errors are first
+    causes, and so are NCCL's errors about this rank's device.
     """
     import torch.distributed as dist  # not at the top, since help screens import this module without torch
 
@@ -174,7 +174,7 @@ def raised_alike(error: E, rank: int) -> E:
         setattr(error, _MARK, rank)
     before = sys.excepthook
     if rank and not os.environ.get(TRACEBACK) and before.__module__.startswith(_PRINT_ALONE):
-        sys.excepthook = partial(_show, before)  # replaced once: a partial's module is functools
+        sys.excepthook = partial(_show, before)  # only once: the new hook's module is functools
     return error
 
 

@@ -1,7 +1,7 @@
 """Answer requests for help before torch and Lightning are imported, which takes seconds.
 
-The package imports this module first. If the process runs the ``asyncpp`` command, the module prints the help that was
-asked for and ends the process, or else prints which subcommand starts. In any other process it does nothing.
+The package imports this module first. In a process that runs the ``asyncpp`` command, the module answers a request for
+help and ends the process; without such a request it prints which subcommand starts. In other processes it does nothing.
 """
 
 from __future__ import annotations

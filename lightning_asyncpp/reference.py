@@ -2,9 +2,9 @@
 
 A pipeline whose result differs from this one is wrong. This module is independent of the engine in everything that a
 pipeline decides: the order of microbatches, their weight versions, and how gradients are summed, clipped and applied.
-It shares with the engine only what defines the task: the units of a model (``pipeline_units``), the microbatches of a
-batch and their weights (``split_batch``, ``number_of_samples``), what layers record (``collecting``), and the
-derivation of seeds.
+It shares with the engine only what defines the task: the units (layers) of a model (``pipeline_units``), the
+microbatches of a batch and their weights (``split_batch``, ``number_of_samples``), what layers record (``collecting``),
+and the derivation of seeds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def train_reference(
     seed: int = 0,
     first_microbatch: int = 0,
 ) -> list[float]:
-    """Train ``model`` in place by the rule W_{t+1} = W_t - U(g_t), with g_t taken at W_{max(t - delay, 0)}.
+    """Train ``model`` in place: W_{t+1} = W_t - U(g_t), with optimizer U and the gradient g_t at W_{max(t - delay, 0)}.
 
     With a synchronous start of N mini-batches, gradients are taken at W_t for t < N, then at W_{max(t - delay, N)}. On
     a stage that ``held`` lists, only the first h microbatches of a mini-batch run on the weights of this rule, and the
@@ -77,11 +77,11 @@ def train_reference(
         weight: microbatch -> its weight in the mean loss.
         split: (batch, number of microbatches) -> microbatches.
         skip_nonfinite: skip updates whose gradient is not finite, instead of raising.
-        held: for each stage, its parameters and h. The gradient of such a stage is clipped by the norm of the previous
-            mini-batch's whole gradient, and not clipped in the very first mini-batch. Error feedback does not correct
-            stages with h = 0.
-        replicas: number of replicas R. A mini-batch lists its batches in groups of R, one batch per replica. The number
-            h counts per replica.
+        held: for each listed stage, its parameters and h. The gradient of a listed stage is clipped by the norm of the
+            previous mini-batch's whole gradient, and not clipped in the very first mini-batch. Error feedback does not
+            correct listed stages with h = 0.
+        replicas: number of replicas R. A mini-batch lists its batches in groups of R, one batch per replica. Every
+            replica runs h microbatches on the older weights.
         exact_norm: clip the gradients of ``held``, too, by the norm of the current mini-batch's whole gradient.
         synchronous_start: number N of mini-batches without delay. Error feedback takes its first u at update N, and
             corrects from update N + 1 on.
@@ -117,11 +117,11 @@ def train_reference(
 
 @dataclass
 class MeanGradient:
-    """Sums over the microbatches k of a mini-batch, in order.
+    """Sums over the microbatches k of a mini-batch, with weights w_k, in the order of k.
 
     Attributes:
         sums: parameter -> sum of w_k * gradient_k; unused parameters are absent.
-        sums_of_uses: index of a use, that is, of a parameter within one unit -> the same sum over this use only.
+        sums_of_uses: index of a use (a parameter within one unit) -> the same sum, over this use only.
         losses: (loss_k, w_k).
         weight: sum of w_k.
         counts: statistics of layers.
@@ -188,7 +188,7 @@ class Trajectory:
         self.norm_before = 0.0
 
     def take(self, ahead: Weights | None = None) -> None:
-        """Copy W_t from the model, whose parameters are W_t; with ``dtype``, they are the masters Y_t."""
+        """Copy W_t from the model; with ``dtype``, round its masters Y_t, or ``ahead`` where given, to W_t."""
         self.masters = values_of(self.parameters)
         self.newest = _rounded(self.masters | (ahead or {}), self.dtype) | values_of(self.buffers)
 
@@ -197,7 +197,7 @@ class Trajectory:
 
         Args:
             places: slot -> number of the microbatch within its replica's mini-batch t.
-            slot: index of the microbatch.
+            slot: index of the microbatch among those of all replicas.
         """
         is_delayed = self.delay > 0 and self.t > self.start
         newest = {tensor: self.newest[tensor] for tensor, h in self.held.items() if places[slot] >= h}
@@ -306,7 +306,7 @@ def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
 
 @contextmanager
 def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Give each unit after the first that shares a trainable parameter a copy of it; yield pairs (parameter, copy).
+    """Copy a trainable parameter for every unit that shares it, except the first; yield pairs (parameter, copy).
 
     When a unit begins, that unit's copies replace the parameters in its modules and in the modules outside of all
     units.
@@ -380,7 +380,7 @@ def _feed_back(step: Weights, before: Weights, strengths: dict[Tensor, float]) -
 def _look_ahead(step: Weights, before: Weights, strengths: dict[Tensor, float]) -> Weights:
     """Return W_{t+1} = Y_{t+1} - strength * u_t; the parameters hold the masters Y.
 
-    Before that, add strength * u_0 to Y_1, at a parameter's first step.
+    Before that, at a parameter's first step, add strength * u_0 to Y_1.
     """
     for p in step.keys() - before.keys():
         p.add_(step[p], alpha=strengths[p])

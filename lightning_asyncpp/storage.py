@@ -3,8 +3,8 @@
 By default, reading a checkpoint runs no code that its files may hold.
 
 A file or folder exists either complete or not at all, even after a loss of power. A rename is atomic, but a file system
-may write it before the content, so the content is synchronised first. Readers of a folder merge its parts by key. A new
-save adds files under new names, and replaces ``index.json`` last. Until then the old checkpoint stays valid.
+may write the rename before the content, so the content is synchronised first. Readers of a folder merge its parts by
+key. A new save adds files under new names, and replaces ``index.json`` last. Until then the old checkpoint stays valid.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def read_file(path: Path, weights_only: bool | None = None) -> Any:
         if path.suffix == ".safetensors":
             return load_safetensors(path)
         with path.open("rb") as file:
-            # torch opens a file twice. Under this name it gets the same file, even if a run replaces it meanwhile.
+            # torch opens a file twice. With this name it opens the same file, even if a run writes a new one meanwhile.
             same = f"/dev/fd/{file.fileno()}"
             return torch.load(
                 same if os.path.exists(same) else path, map_location="cpu", weights_only=weights_only is not False,
@@ -165,7 +165,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of earlier attempts to write ``path``; their processes have ended."""
+    """Remove temporary files that earlier processes left when they failed to write ``path``."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}")
     for name in os.listdir(path.parent) if path.parent.is_dir() else []:
         if pattern.fullmatch(name):
@@ -173,7 +173,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the names in a folder that do not belong to a sharded checkpoint; an empty list without the folder."""
+    """Return the names in a folder that do not belong to a sharded checkpoint; an empty list without a folder."""
     names = os.listdir(folder) if is_folder(folder) else []
     return sorted(n for n in names if n != INDEX and not PART.fullmatch(n))
 
@@ -341,14 +341,14 @@ def commit(target: Target, files: Mapping[str, int]) -> None:
         files: file name -> size in bytes, in the order of stages.
 
     Raises:
-        StorageError: the index cannot be written or a part is missing; the old checkpoint stays as it was.
+        StorageError: a part is missing, or the index cannot be written; the old or the new checkpoint is complete.
     """
     path, folder = Path(target.path), Path(target.folder)
     index = {"format": FORMAT, "files": dict(files)}
     try:
         if missing := [name for name in files if not (folder / name).is_file()]:
             raise StorageError(f"{', '.join(missing)} is not there: all machines must see the same folder")
-        sync(folder)  # before the index, which must not outlive the parts in a loss of power
+        sync(folder)  # before the index: after a loss of power, the index must not list lost parts
         written = folder / f"{target.save}-{INDEX}"
         written.write_text(json.dumps(index, indent=2))
         replace_durably(written, folder / INDEX)

@@ -119,7 +119,7 @@ class PipelineStrategy(PipelineCheckpoints):
         """Reduce the optimizer to this stage and allocate the second weight version; a collective call.
 
         Raises:
-            ConfigurationError: the model or optimizer does not fit; raised on every rank, with all problems.
+            ConfigurationError: the model or optimizer cannot be used, or differs between ranks; raised on every rank.
         """
         if self.session.stage is None or self.session.optimizer is not None:
             raise ConfigurationError(ONE_MODEL_ONE_OPTIMIZER)
@@ -200,7 +200,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
-        """Complete this mini-batch with the current hyper-parameters, and apply the updates that are due.
+        """Complete a mini-batch (all batches since the last step) with the current options; apply the updates now due.
 
         Raises:
             ConfigurationError: no optimizer was set up.
@@ -247,7 +247,7 @@ class PipelineStrategy(PipelineCheckpoints):
         """Finish all microbatches in flight and apply every update; a collective call.
 
         This costs time, but does not change what is trained. Batches after the last ``optimizer.step()`` have no
-        update.
+        update yet.
         """
         self._drain()
         if self._recorder is not None:
@@ -303,7 +303,7 @@ class PipelineStrategy(PipelineCheckpoints):
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluation_step(self, step_fn: StepFunction, batch: Any) -> Any:
-        """Drain, and run a batch forward on the newest weights, without gradients; a collective call.
+        """Drain (apply all outstanding updates), then run a batch forward without gradients; a collective call.
 
         The model keeps its mode, so call ``model.eval()`` before it and ``model.train()`` after it.
 
@@ -313,8 +313,8 @@ class PipelineStrategy(PipelineCheckpoints):
 
         Returns:
             On the last stage the result of ``step_fn`` for the whole batch: tensors of the microbatches are joined
-            along the first dimension, and tensors of one element are averaged with the microbatches' weights. ``None``
-            on other stages.
+            along the first dimension, and tensors without dimensions are averaged with the microbatches' weights.
+            ``None`` on other stages.
         """
         self._check_drain()
         engine = self.session.running()
@@ -385,7 +385,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
 
 def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Optimizer]:
-    """Return an optimizer class with another ``zero_grad``; Fabric looks it up in the class, not in the object."""
+    """Return a subclass with another ``zero_grad``; Fabric looks ``zero_grad`` up in the class, not in the object."""
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         drop()

@@ -41,7 +41,7 @@ class Clipping:
 
 @dataclass
 class MiniBatchNote:
-    """Requests of a mini-batch for its update, which is applied later.
+    """Requests, made during a mini-batch, for its update, which is applied later.
 
     Attributes:
         clipping: clipping of the gradient; None: no clipping.

@@ -39,10 +39,10 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @abstractmethod
     def _drain(self) -> None:
-        """Drain between two mini-batches."""
+        """Finish all microbatches in flight and apply every update, between two mini-batches."""
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return a ``state_dict``; a collective call.
+        """Drain (apply all outstanding updates), and return a ``state_dict``; a collective call.
 
         On rank 0 the result covers the whole model; on other ranks, only their stage.
         """
@@ -58,7 +58,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write all entries of ``state``, and with an optimizer also the older weight version; a collective call.
+        """Write ``state``, and with an optimizer also the weights before the newest update; a collective call.
 
         Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage writes its part of a folder.
 
@@ -101,7 +101,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Load a checkpoint of :meth:`save_checkpoint` on every rank; the run then continues as if uninterrupted.
 
         Raises:
-            ConfigurationError: the checkpoint belongs to another pipeline, or the model or optimizer is not set up.
+            ConfigurationError: the checkpoint was written with another ``weight_dtype`` or other groups of parameters.
+            KeyError: with ``strict``, an entry of ``state`` is missing.
         """
         if self.session.stage is not None:
             self._drain()
@@ -122,7 +123,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             load_pipeline_state(self.session, progress)  # loading the model overwrote the older weight version
         for name in state.keys() - others.keys():
             if name in remainder:
-                load_pipeline_state(self.session, progress)  # sets the delay before the optimizer is loaded
+                load_pipeline_state(self.session, progress)  # first, since it sets the delay of the optimizer
                 self.session.stage_optimizer.load_state_dict(remainder.pop(name))
                 self._note = MiniBatchNote()
                 self._resumed_at = self.session.running().next_forward

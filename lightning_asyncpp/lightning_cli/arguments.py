@@ -84,8 +84,8 @@ def find_own_modules() -> None:
 def written_out(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a subcommand of LightningCLI with this command's shorthands expanded.
 
-    The shorthands are recipes by name and as positional arguments, strategies by name, ``--optimizer`` for the model's
-    optimizer, and ``--trace [FOLDER]`` for a ``PipelineTrace`` callback.
+    The shorthands are recipes given by name or without ``--config``, strategies given by name, ``--optimizer`` for the
+    model's optimizer, and ``--trace [FOLDER]`` for a ``PipelineTrace`` callback.
 
     Raises:
         ConfigurationError: an argument names a recipe that does not exist.

@@ -34,7 +34,7 @@ class _SayHandler(logging.Handler):
 
 
 def say_what_is_logged() -> None:
-    """Print the package's log messages of level INFO, such as those on the preparation of data."""
+    """Print the package's log messages from level INFO on, such as those on the preparation of data."""
     logger = logging.getLogger("lightning_asyncpp")
     if logger.handlers or logger.level:
         return  # the caller has configured the logger

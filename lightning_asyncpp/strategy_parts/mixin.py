@@ -93,9 +93,9 @@ class PipelineStrategyMixin:
             stage then steps before the norm over all stages is known. So it clips by the norm of the previous
             mini-batch, and the first mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all microbatches, so that
             gradients are one update old.
-        slack: with ``staleness="least"``, number of further microbatches on the older weights; a reduction over
-            replicas can run during them. ``"exact"``: all stages run as many microbatches on the older weights as the
-            first stage, so that clipping is exact and non-finite gradients can be skipped.
+        slack: with ``staleness="least"``, number of further microbatches on the older weights; while these run,
+            gradients can be summed over replicas. ``"exact"``: all stages run as many microbatches on the older weights
+            as the first stage, so that clipping is exact and non-finite gradients can be skipped.
         lookahead: extra microbatches in flight, up to ``microbatches`` - P + 1, one less with replicas. The extra
             microbatches hide latency and jitter, cost activation memory, and run on the older weights with
             ``staleness="least"``. Default: 0; with ``staleness="uniform"`` 1 if that is not too many.
@@ -122,8 +122,7 @@ class PipelineStrategyMixin:
             of the Trainer or Fabric.
 
     Raises:
-        ConfigurationError: arguments are wrong whatever the number of processes is; the message names all wrong
-            arguments.
+        ConfigurationError: arguments are wrong for any number of processes; the message names all wrong arguments.
 
     Attributes:
         delay: delay of the gradients in updates: 1 or 0.
@@ -186,7 +185,7 @@ class PipelineStrategyMixin:
         self._begin()
 
     def _begin(self) -> None:
-        """Initialise the other attributes of a strategy, once it has its session."""
+        """Initialise the attributes of a derived strategy; called at the end of the constructor."""
 
     def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
         return (
@@ -217,7 +216,7 @@ class PipelineStrategyMixin:
         if self.num_stages is not None:
             self._set_up_one_process()
             return
-        # Checked first, since, once ranks wait for each other, a rank that fails leaves the others waiting.
+        # Checked before any rank waits for another: a rank that fails later leaves the others waiting.
         self.session.settings.resolved(strategy.num_nodes * strategy.num_processes)
         if strategy.num_nodes == 1 and strategy.cluster_environment.world_size() <= strategy.num_processes:
             use_loopback()

@@ -1,4 +1,4 @@
-"""Recording of a run: every rank writes its spans (timed activities) during and between some mini-batches to a file.
+"""Recording of a run: every rank writes a file with its spans (timed activities) in and between some mini-batches.
 
 The files are in Chrome's trace format, which ui.perfetto.dev loads.
 """
@@ -225,7 +225,7 @@ class Recorder:
             self.begin_pause(Wait.DATA)
 
     def write(self, seconds: float = 0.0) -> None:
-        """Write the spans that have ended, and those that end within some seconds."""
+        """Write the spans that have ended; wait up to ``seconds`` for those that a device has not completed."""
         if self._reader is not None:
             self._note_starts()
             self._file.add(self._reader.take(seconds=seconds), self._mini_batch_of)

@@ -25,7 +25,7 @@ _INEXACT = (
 class ResumableLoader(LoaderInFront):
     """Wrapper that makes a training loader resumable.
 
-    Stateful loaders follow torchdata's protocol: a state saved after the last batch of an epoch begins the next epoch.
+    Stateful loaders follow torchdata's protocol: with a state from the end of an epoch they begin the next epoch.
 
     Args:
         loader: loader of this replica.

@@ -35,7 +35,7 @@ class Next(IntEnum):
 
     END = 0
     BATCH = 1
-    NOTHING = 2  # None, which is skipped; a collate_fn may return it in place of a batch without valid samples
+    NOTHING = 2  # None, which Lightning skips; a collate_fn may return None for a batch without valid samples
 
 
 class LoaderInFront:

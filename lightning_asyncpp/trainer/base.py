@@ -193,7 +193,7 @@ class PipelineStrategy(EvaluationSteps):
         engine, module, batch_ends = self._running(), self._module, self._batch_ends
         assert batch_ends is not None
         if private.begins_accumulation(module.trainer):
-            engine.drop()  # as zero_grad() would drop the gradient of an earlier closure without a step
+            engine.drop()  # an earlier closure's gradient that no step has used, as zero_grad() would
         afterwards = batch_ends.call_late if batch_ends.kinds else _nothing
         output = engine.run(args[0], self._user_step("training_step", args, kwargs), afterwards)
         mesh = engine.mesh
@@ -202,7 +202,7 @@ class PipelineStrategy(EvaluationSteps):
             self.step_log.log_batch(output.weight)
             loss = output.mean_loss(engine.runner.hooks.loss_reduction)
             returned = {**output.extras(), "loss": or_nan(loss, self.root_device)}
-        # Until the closure ends, hooks draw from a seed of this stage, as the hooks of the update do.
+        # Until the closure ends, hooks draw random numbers from a seed of this stage, as the hooks of updates do.
         seed = engine.runner.seed
         self._draws = drawing_from(seed, self.root_device, "closure", mesh.stage, engine.next_forward)
         self._draws.__enter__()
@@ -245,11 +245,12 @@ class PipelineStrategy(EvaluationSteps):
         return session.running() if session.engine is None or session.watch.failure is not None else session.engine
 
     def drain(self) -> None:
-        """Finish all microbatches in flight and apply every update.
+        """Finish all microbatches in flight and apply every update; a collective call.
 
         This costs time, but does not change what is trained.
 
         Raises:
+            ConfigurationError: a hook that waited for the update of its batch runs in the middle of the next batch.
             RuntimeError: an update is being applied.
         """
         self._drain()
@@ -269,7 +270,7 @@ class PipelineStrategy(EvaluationSteps):
         self.step_log.receive(updates)
 
     def _step_optimizer(self, update: Update) -> None:
-        """Step the optimizer inside the user's hooks, while the Trainer has the state of the gradient's batch."""
+        """Step the optimizer and call the user's hooks, while the Trainer has the state after the gradient's batch."""
         self._running()
         with private.at_update(self._module.trainer, update.note):
             self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=_nothing)

@@ -2,14 +2,14 @@
 
 In an asynchronous pipeline the update of batch t is applied during or after batch t+1, or at the end of batch t if the
 pipeline drains there (finishes all microbatches in flight and applies their updates). At the end of batch t a callback
-would usually meet weights without update t. So it is called between the updates t and t+1. The weights are then W_{t+1}
-(W_t being those before update t), as in a single process.
+would usually meet weights without update t. So the callback is called between the updates t and t+1. The weights are
+then W_{t+1} (W_t are the weights before update t), as in a single process.
 
 With gradient accumulation several batches, which form mini-batch t, share update t. Only the hook of the last batch has
-to wait for this update. The hooks of the earlier batches are called after update t-1 and may change W_t. This does not
-matter if all microbatches of mini-batch t run on W_{t-1}. If some of them run on W_t, which happens without delay, in
-the first mini-batches, or with ``staleness="least"``, the microbatches before a hook must run on W_t without the hook's
-change, and those after the hook on W_t with the change. So the pipeline drains before such a hook.
+to wait for this update. The hooks of the earlier batches are called after update t-1 and may change W_t. The change
+does not matter if all microbatches of mini-batch t run on W_{t-1}. But with ``delay=0``, in the first mini-batches, and
+with ``staleness="least"``, some of them run on W_t. Then the microbatches before a hook must run on W_t without the
+hook's change, and those after the hook on W_t with the change. So the pipeline drains before such a hook.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Progress:
     def __init__(self) -> None:
         self._loaders: list[ResumableLoader] = []
         self._loaders_before: list[ResumableLoader] = []  # made before the checkpoint was read
-        self._epoch_of_loaders = -1  # epoch in which they were made; Lightning may make new ones every few epochs
+        self._epoch_of_loaders = -1  # epoch in which _loaders were made; Lightning may make new ones every few epochs
         self._state: Mapping[str, Any] | None = None  # from a checkpoint, until training starts
         self._loops: Mapping[str, Any] = {}
         self._same_replicas, self._has_warned = True, False
@@ -63,8 +63,8 @@ class Progress:
     def validating(self) -> Iterator[None]:
         """Run a validation, and restore the random states of the training at the end.
 
-        Without this, data that is shuffled or augmented with the process's generators would depend on the times of
-        validations. Stages would also draw different numbers afterwards, since only some run the whole validation step.
+        Without this, data that is shuffled or augmented with the process's generators would depend on when validations
+        run. Stages would also draw different numbers afterwards, since only some run the whole validation step.
         """
         self._training = random_states()
         try:
@@ -88,7 +88,7 @@ class Progress:
     def resume_loaders(self, trainer: Trainer) -> None:
         """Resume loaders that were made before the checkpoint was read; Lightning loads no state into them.
 
-        This happens if ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``.
+        There are such loaders if ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``.
         """
         if self._state is None or not self._loaders_before:
             return
@@ -166,7 +166,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         return True
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return a ``state_dict``; a collective call.
+        """Drain (apply all outstanding updates), and return a ``state_dict``; a collective call.
 
         On rank 0 the result covers the whole module; on other ranks, only their stage.
         """

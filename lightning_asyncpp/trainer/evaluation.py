@@ -111,14 +111,14 @@ class EvaluationSteps(ReplicaBatches):
         return merge_outputs(output.results, output.weights)
 
     def evaluation_step(self, step_fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Drain, and run a batch forward on the newest weights, without gradients; a collective call.
+        """Drain (apply all outstanding updates), then run a batch forward without gradients; a collective call.
 
         Use it for forwards outside of the module's ``*_step`` methods, such as text that a callback samples. The model
         keeps its mode (``train`` or ``eval``).
 
         Args:
             step_fn: function of a microbatch that calls ``self.model(...)`` once.
-            batch: the batch, on this rank's device on the first and the last stage; middle stages ignore it.
+            batch: the batch, on this rank's device. Only the first and the last stage use it.
 
         Returns:
             On the last stage the result of ``step_fn`` for the whole batch, joined as in Fabric's ``evaluation_step``;

@@ -41,10 +41,10 @@ class GPTModule(PipelineModule):
 
     With a mixture of experts, auxiliary losses are added to the loss that is differentiated, but not to
     ``train_loss``. The router's biases change once per update, and its statistics are logged (docs/guides/moe.md).
-    Strategies of this package do both; under other strategies this module does it itself.
+    Strategies of this package do both; under other strategies this module does both.
 
     Args:
-        config: shape of the model, or a mapping of its fields.
+        config: config of the model, or a mapping of its fields.
         optimizer: function that makes the optimizer from the whole model's named parameters; ``None``: ``MuonAdamW``
             with its defaults.
         warmup_steps: number of updates over which the learning rate rises linearly to the value set in the optimizer.
@@ -192,7 +192,7 @@ def scheduled(optimizer: Optimizer, module: Any) -> OptimizerLRScheduler:
 
 
 def learning_rate_factor(module: Any) -> Callable[[int], float]:
-    """Return a function from the number of an update (from 0) to the factor of the optimizer's learning rate.
+    """Return a function: number of an update, counted from 0 -> factor of the optimizer's learning rate.
 
     Args:
         module: module with ``warmup_steps``, ``decay``, ``min_lr_ratio`` and ``total_steps``. If ``total_steps`` is

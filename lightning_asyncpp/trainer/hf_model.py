@@ -53,7 +53,7 @@ def read_config(model_id: str, overrides: Mapping[str, Any]) -> Any:
     """Read the config of a model and override some of its fields.
 
     Args:
-        model_id: a folder with a config.json, or the name of a repository of the hub.
+        model_id: a folder with a config.json, or the name of a model on the Hugging Face Hub.
         overrides: mapping of fields to values.
 
     Raises:
@@ -107,7 +107,7 @@ def load_model(
         raise ConfigurationError(f"model_id={model_id!r}: {_first_line(error)}") from error
     mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]]
     missing = sorted({*info["missing_keys"], *mismatched})
-    if task == CLASSIFICATION:  # the head may be random: weights may be of a language model, or for other labels
+    if task == CLASSIFICATION:  # the head may be random: the files may be a language model's, or have other labels
         missing = [name for name in missing if name in mismatched and not _HEAD.match(name)]
     if missing:
         raise ConfigurationError(
@@ -181,7 +181,7 @@ def targets_of(batch: Any, task: str) -> Tensor:
         task: name of the auto class.
 
     Raises:
-        ConfigurationError: the batch has another form.
+        ConfigurationError: the batch has neither form.
     """
     if isinstance(batch, Tensor) and task == CAUSAL:
         return batch[:, 1:]
@@ -232,7 +232,7 @@ def mean_loss(output: Any, batch: Any, task: str) -> Tensor:
 
 
 def example_batch(task: str, config: Any) -> dict[str, Tensor]:
-    """Return a small batch with padding: (2, 8) int64."""
+    """Return a small batch with padding, (2, 8) int64; a classifier's labels are (2,)."""
     vocab_size = int(config.get_text_config().vocab_size)
     tokens = torch.arange(1, 1 + _BATCH * _TIME, device="cpu").view(_BATCH, _TIME) % vocab_size
     mask = torch.ones_like(tokens)

@@ -53,10 +53,10 @@ class HFModule(LightningModule):
     keeps the routers as they were pretrained.
 
     Args:
-        model_id: a folder of ``save_pretrained``, or the name of a repository of models on the Hugging Face Hub.
+        model_id: a folder written by ``save_pretrained``, or the name of a model on the Hugging Face Hub.
         pretrained: whether to start from the pretrained weights; if not, from random ones.
         task: auto class of `transformers`, which chooses the class of the model.
-        dtype: dtype of the weights as they are read. With ``"bfloat16"`` small updates are lost to rounding, so use it
+        dtype: dtype in which the weights are read. With ``"bfloat16"`` small updates are lost to rounding, so use it
             for a model that ``lora`` freezes. To train all weights in bf16, keep the default and use
             ``precision: bf16-mixed`` and the strategy's ``weight_dtype: bf16``.
         attn_implementation: ``"sdpa"``, ``"eager"``, ``"flash_attention_2"``, ...; ``None``: `transformers` chooses.

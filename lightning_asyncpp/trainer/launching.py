@@ -1,4 +1,4 @@
-"""Base class of the Trainer strategies that starts processes, and serves calls in the process that started them."""
+"""Base class of the Trainer strategies: the start of processes, and calls in the process that started them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Launching(PipelineCheckpoints):
 
     @override
     def full_state_dict(self) -> dict[str, Any]:
-        """Drain, and return a ``state_dict``; a collective call.
+        """Drain (apply all outstanding updates), and return a ``state_dict``; a collective call.
 
         On rank 0 the result covers the whole module; on other ranks, only their stage. In the process that forked or
         spawned the ranks, it covers the whole module, which has loaded the trained weights.
@@ -63,7 +63,7 @@ def _launch(
     trainer: L.Trainer | None = kwargs.get("trainer")
     if trainer is not None:
         if trainer.state.fn == TrainerFn.FITTING:
-            trainer.lightning_module.configure_model()  # this process's whole model, with which ranks share no memory
+            trainer.lightning_module.configure_model()  # the whole model, for this process only
         function = functools.partial(_run_in_child, strategy, trainer, function)
     return launch(function, *args, **kwargs)
 

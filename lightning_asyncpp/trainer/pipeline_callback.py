@@ -23,7 +23,7 @@ class PipelineCallback(Callback):
     """Callback that drains the pipeline and shares metrics before other callbacks read weights or metrics.
 
     After a signal (SIGTERM, SIGUSR1) the run ends on all ranks after the same batch. In training, ranks agree on the
-    batch by the control message of an update; in an evaluation, by :class:`StopRounds`.
+    batch by the control message of an update (a vector summed over ranks); in an evaluation, by :class:`StopRounds`.
 
     Args:
         trainer: trainer of the run.
@@ -99,7 +99,7 @@ class PipelineCallback(Callback):
             self.step_log.share_metrics()
 
     def at_end_of_batch(self, trainer: L.Trainer) -> None:
-        """Hold back a stop, and share the metric that a learning rate follows."""
+        """Hold back a stop, and share the metric that a ``ReduceLROnPlateau`` is about to read."""
         self._hold_back_stop(trainer)
         if _plateau_is_due(trainer):
             self.step_log.share_metrics()
@@ -205,7 +205,7 @@ def _checkpoint_is_due(trainer: L.Trainer) -> bool:
 
 
 def _plateau_is_due(trainer: L.Trainer) -> bool:
-    """Return whether a learning rate follows a metric after this batch."""
+    """Return whether a ``ReduceLROnPlateau`` reads a metric after this batch."""
     waiting = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step"]
     return any((trainer.fit_loop.batch_idx + 1) % config.frequency == 0 for config in waiting)
 

@@ -33,7 +33,7 @@ class PipelineModule(L.LightningModule):
     # Strategies recognise this function, and may call it a second time, on the host's copy of the batch; this is safe
     # because the function draws no random numbers.
     split_batch = staticmethod(split_batch)
-    """Cut a batch into ``parts`` microbatches along the first dimension; ``None`` stands for an empty slot."""
+    """Cut a batch into ``parts`` microbatches along the first dimension; an empty microbatch is ``None``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class Preemption:
         self._on_signal()
 
     def stop(self) -> None:
-        """Make Lightning end the run after this batch or after this epoch; all ranks call it after the same batch."""
+        """Make Lightning end the run after this batch (or this epoch if it ends here); all ranks call this together."""
         self._handlers[signal.SIGTERM](signal.SIGTERM, None)
 
     def end(self, exception: SIGTERMException, signals: Sequence[int]) -> None:

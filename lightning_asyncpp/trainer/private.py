@@ -1,4 +1,4 @@
-"""Private names of Lightning that the strategies need, each used in one function, which raises if the name is gone.
+"""Functions that use private names of Lightning, and raise an error if such a name is gone.
 
 Lightning has no public way to replace its signal handling, to ask whether validation is due, or to send the metrics of
 one rank to all.
@@ -35,7 +35,7 @@ def run_validations_in(trainer: Trainer, context: Callable[[], AbstractContextMa
     """Run the validations of a training in a context that is entered before their loaders are iterated.
 
     The sanity check needs no context, since Lightning restores the generators after it. A resumed run may skip a
-    validation but still iterates over its loaders in another method, so that method is called in the context, too.
+    validation, but another method then iterates over the validation's loaders. That method is in the context, too.
     """
     purpose = "separate the random numbers of validations from those of the training"
     loop = required(trainer.fit_loop.epoch_loop, "val_loop", purpose)
@@ -149,7 +149,7 @@ def set_step_values(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def running_hook(module: LightningModule, name: str) -> Iterator[None]:
-    """Run code for which ``module.log`` uses the rules of the hook ``name``."""
+    """Run a ``with`` block in which ``module.log`` uses the rules of the hook ``name``."""
     before = current_hook(module)
     module._current_fx_name = name
     try:
@@ -164,7 +164,7 @@ def current_hook(module: LightningModule) -> str | None:
 
 
 class AtUpdate(NamedTuple):
-    """State of the Trainer at a batch, for hooks and Lightning to read when the batch's update is applied.
+    """State of the Trainer at the end of a batch; hooks and Lightning see it while the batch's update is applied.
 
     Attributes:
         global_step: number of the step.
@@ -216,12 +216,12 @@ def begins_accumulation(trainer: Trainer) -> bool:
 
 def read_again(trainer: Trainer) -> None:
     """Start a new iteration over the training loaders."""
-    iter(required(trainer.fit_loop, "_data_fetcher", "go on with data where a checkpoint was"))
+    iter(required(trainer.fit_loop, "_data_fetcher", "resume training data from a checkpoint"))
 
 
 def batches_ahead(trainer: Trainer) -> int:
     """Return the number of training batches that were read but not trained on."""
-    purpose = "know where the training data is"
+    purpose = "know the position in the training data"
     fetcher = required(trainer.fit_loop, "_data_fetcher", purpose)
     progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     waiting = [] if fetcher is None else required(fetcher, "batches", purpose)  # no fetcher after the training

@@ -1,9 +1,9 @@
 """Logging of values from steps and hooks: only the last stage calls Lightning's ``self.log``.
 
 Rank 0 is the last stage of the first replica, so its loggers, progress bars and callbacks work as usual. All ranks
-receive rank 0's ``callback_metrics`` when the pipeline drains, since callbacks may decide by them. At the end of an
-epoch or of an evaluation's loader, all ranks receive the values for that epoch or loader, reduced over replicas.
-``self.log`` does not communicate, since some ranks may not call it.
+receive rank 0's ``callback_metrics`` when the pipeline drains (finishes all microbatches in flight), since callbacks
+may decide by these metrics. At the end of an epoch or of an evaluation's loader, all ranks receive the values for that
+epoch or loader, reduced over replicas. ``self.log`` does not communicate, since some ranks may not call it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_grap
 
 
 class Replacement(functools.partial):
-    """Replacement of a module's method that copies of the module (averages of weights) do not inherit.
+    """Replacement of a module's method; copies of the module (averages of weights) keep the original method.
 
     After ``Replacement(function).of(module, name)`` the function is called instead of the method.
     """
@@ -145,7 +145,7 @@ class StepLog:
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             metric.process_group = group
             metric.sync_on_compute = group is not None
-            if group is None:  # a metric that is only updated ignores sync_on_compute
+            if group is None:  # a metric adopts sync_on_compute in forward(), but not in update()
                 metric.distributed_available_fn = _not_distributed
             metric.dist_sync_on_step = False
 
@@ -175,7 +175,7 @@ class StepLog:
         return run
 
     def log_batch(self, weight: float) -> None:
-        """Log the values of a batch; call this at the end of a Lightning step, so that the step's rules apply.
+        """Log the values of a batch; call this inside a Lightning step, whose rules for logging then apply.
 
         Args:
             weight: weight of the batch.
@@ -265,7 +265,7 @@ class StepLog:
         """Broadcast rank 0's ``callback_metrics`` to all ranks; a blocking collective."""
         if self._trainer is None or self._mesh.world_size == 1:
             return
-        known = self._trainer.callback_metrics  # read by all replicas: it may compute torchmetrics, which is collective
+        known = self._trainer.callback_metrics  # on all ranks: it may compute torchmetrics, a collective call
         own = {} if self._mesh.rank else {name: value.detach().cpu() for name, value in known.items()}
         received = broadcast(self._mesh, own, source=0)
         if self._mesh.rank:

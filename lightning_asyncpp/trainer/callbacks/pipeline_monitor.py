@@ -22,7 +22,7 @@ _GB = 1e9
 
 
 class _Batch(NamedTuple):
-    """Start and end of a batch, its tokens over all replicas, and the spans of the stage until the batch's end."""
+    """Start and end of a batch, its tokens over all replicas, and the stage's spans (timed actions) until its end."""
 
     since: float
     until: float
@@ -53,8 +53,8 @@ class PipelineMonitor(L.Callback):
       over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has
       begun.
 
-    On a GPU a batch counts when the device has finished it, usually one or two batches later. These values need no
-    communication: rank 0, the last stage of the first replica, measures only itself, and computes the staleness from
+    On a GPU these values include a batch once the device has finished it, usually one or two batches later. They need
+    no communication: rank 0, the last stage of the first replica, measures only itself, and computes the staleness from
     the schedules of all stages.
 
     After each validation and each training epoch of a pipeline on GPUs, the loggers receive ``peak_memory_stage_0``,
@@ -212,8 +212,7 @@ def _tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> flo
     if not callable(weigh):
         return 0.0
     weighed = getattr(trainer.strategy, "batch_weight", None)
-    # `batch` may be on a GPU, for which the host would wait; a pipeline has already counted its tokens on
-    # the host.
+    # `batch` may be on a GPU, for which the host would wait; a pipeline has already counted its tokens on the host.
     return float(weigh(batch) if weighed is None else weighed) * _replicas(trainer)
 
 

@@ -69,7 +69,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _fitting(bar: tqdm, metrics: dict[str, str]) -> dict[str, str]:
-    """Return the first metrics, as many as fit in the line; all of them if there is no width, as in a file."""
+    """Return the first metrics, as many as fit in the line; all of them if the output has no width, like a file."""
     now = bar.format_dict
     if now["ncols"] is None:
         return metrics
@@ -96,7 +96,7 @@ class StageSummary(ModelSummary):
 
 
 def show_stages(trainer: L.Trainer) -> None:
-    """Replace a Trainer's model summary by a :class:`StageSummary`; do nothing if it has none."""
+    """Replace a Trainer's model summary, if there is one, by a :class:`StageSummary`."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     summaries = [c for c in callbacks if isinstance(c, ModelSummary)]
     if not summaries or any(isinstance(c, StageSummary) for c in summaries):
