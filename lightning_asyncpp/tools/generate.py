@@ -79,8 +79,7 @@ def stream(tokenizer: Tokenizer, tokens: Iterator[int], prompt: Sequence[int] = 
     Args:
         tokenizer: tokenizer of the tokens.
         tokens: tokens to show.
-        prompt: tokens before them, which are not shown. They matter because some tokenizers drop the first space of a
-            text.
+        prompt: tokens before ``tokens``; not shown, but needed, since some tokenizers drop the first space of a text.
     """
     known = list(prompt)
     shown = _text(tokenizer, known)

@@ -35,7 +35,7 @@ def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
     stages = own.stages or max(2, trainer.num_nodes * trainer.num_devices // replicas)
     partition = getattr(settings, "partition", "auto")
     if not isinstance(partition, str) and len(partition) != stages:
-        partition = "auto"  # the recipe's partition has another number of stages
+        partition = "auto"  # the recipe's partition is for another number of stages
     microbatches = own.microbatches or getattr(settings, "microbatches", None)
     given = {"stages": stages, "microbatches": microbatches, "partition": partition, "seed": own.seed}
     of_pipeline = ("delay", "staleness", "slack", "lookahead") if settings is not None else ()
