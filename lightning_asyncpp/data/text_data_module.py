@@ -84,9 +84,9 @@ class TextDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         if not 0 <= val_fraction < 1:
-            raise DataError(f"val_fraction={val_fraction!r} is no share. Give a number from 0 to below 1")
+            raise DataError(f"val_fraction={val_fraction!r} is not a share. Give a number from 0 to below 1")
         if tokenizer == "bpe" and (vocab_size is None or vocab_size < 257):
-            raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257: 256 bytes and an end")
+            raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257: 256 bytes, 1 end token")
         self.source = source
         self.tokenizer_name = tokenizer
         self.expected_vocab_size = vocab_size
@@ -167,7 +167,7 @@ class TextDataModule(L.LightningDataModule):
         """Find the token dataset, and compare it with the arguments and the trainer's model.
 
         Raises:
-            DataError: the dataset is missing or damaged, or does not fit them.
+            DataError: the dataset is missing or damaged, or does not fit the arguments or the model.
         """
         if is_token_source(self.source):
             self.tokens = existing_tokens(self.source, self.val_source)
