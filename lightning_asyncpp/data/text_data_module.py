@@ -47,9 +47,9 @@ class TextDataModule(L.LightningDataModule):
         source: a folder of text files; ``"stdlib"`` for the running Python's standard library, ``"packages"`` for the
             installed packages; a folder written by ``asyncpp prepare``; or a litdata dataset written with
             ``TokensLoader``, as a folder or a URI such as ``s3://bucket/tokens``.
-        tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, the path of a ``tokenizer.json``, or the
-            name of a repository of models on the Hugging Face Hub. ``None``: ``"byte"`` for text, and for a token
-            dataset the tokenizer that made it.
+        tokenizer: ``"byte"``; ``"bpe"`` to train a byte-pair encoding on the training files; the path of a
+            ``tokenizer.json``; or the name of a model repository on the Hugging Face Hub. ``None``: ``"byte"`` for
+            text, and for a token dataset the tokenizer that made it.
         vocab_size: number of token ids of the vocabulary to train with ``"bpe"``, or of a litdata dataset.
         context_length: number of tokens that the model sees per sequence; a sample has one more, the last target.
         batch_size: number of sequences per replica and training step.

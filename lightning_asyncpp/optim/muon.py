@@ -105,7 +105,7 @@ class MuonAdamW(Optimizer):
             lr * 0.2 * sqrt(max(fan_out, fan_in)), "original" for lr * sqrt(max(1, fan_out / fan_in)).
         newton_schulz_dtype: "bfloat16" (as torch), "float32" or "float64", or the torch dtype.
         adamw_names: regular expression searched in parameter names; AdamW updates the parameters that match.
-        batched: whether to join matrices of equal shape into one product. None to do so on GPUs, except with
+        batched: whether to join matrices of equal shape into one product. None joins them on GPUs, except with
             deterministic algorithms (``torch.use_deterministic_algorithms``), since the bits of a matrix's update could
             depend on which matrices share its batch.
 

@@ -63,7 +63,7 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
         tokenizer = tokenizer_of_definition(saved.tokenizer, end_of_text_in(Path(saved.origin)))
     else:
         return None
-    # A model's vocabulary may be padded, but then the tokenizer must have been saved with the model.
+    # A model may have more ids (padding) than the tokenizer, but only if a tokenizer was saved with the model.
     needed, has = tokenizer.vocab_size, saved.config.vocab_size
     if needed > has or (saved.tokenizer is None and needed != has):
         raise WeightsError(

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
-    """Return the arguments of ``check_model``, from the command line or else from the recipe."""
+    """Return the arguments of ``check_model``: options of the command line, and the recipe's values for the rest."""
     trainer = cli.trainer
     settings = getattr(getattr(trainer.strategy, "session", None), "settings", None)
     replicas = getattr(settings, "data_parallel_size", 1)

@@ -73,7 +73,7 @@ class CheckReport:
 
     stages: Sequence[Sequence[str]]  # names of each stage's layers
     microbatches: int
-    losses: Sequence[float]  # losses of the first batches
+    losses: Sequence[float]  # losses of the batches, in order
     comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole"; a text if nothing differs
     accumulated: int = 1  # number of batches per update
 

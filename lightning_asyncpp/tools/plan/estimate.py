@@ -69,7 +69,7 @@ class Estimate:
         self.per_update = self.settings.microbatches * recipe.trainer.accumulate_grad_batches
         with recipe.trainer.precision_plugin.forward_context():
             for module in recipe.model.modules():
-                if isinstance(module, Experts):  # tries a kernel with real values, and remembers the result
+                if isinstance(module, Experts):  # tries a kernel on real values; the result is cached
                     module.use_grouped(torch.device("cpu"))
         self.profiles = self._profiles()
 

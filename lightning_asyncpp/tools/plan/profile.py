@@ -52,7 +52,7 @@ class Profile:
     """Memory and work of one stage for microbatches of one size; memory in bytes."""
 
     num_parameters: int = 0  # number of trained parameters
-    weights: int = 0  # memory of the parameters (with weight_dtype, these are masters)
+    weights: int = 0  # memory of the parameters (fp32 masters with weight_dtype)
     versions: int = 0  # memory of further weight versions
     buffers: int = 0
     gradients: int = 0  # memory of the gradients of one mini-batch, summed over microbatches
