@@ -40,11 +40,11 @@ class ChatDataModule(L.LightningDataModule):
 
     Args:
         source: a JSONL file.
-        tokenizer: folder, or name on the Hugging Face Hub, of the trained model.
+        tokenizer: folder, or name on the Hugging Face Hub, of the model to train.
         max_length: maximum number of tokens of a conversation; longer ones are left out, and counted.
         batch_size: number of conversations per replica and training step.
         val_source: JSONL file to validate on.
-        val_fraction: share of ``source`` to validate on instead, chosen by a hash of the rows.
+        val_fraction: without ``val_source``, share of ``source`` to validate on, chosen by a hash of the rows.
         cache_dir: folder for tokenised data; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
         num_workers: number of processes that load data, per training process; 0 loads in the training process.
         shuffle: whether to shuffle the training data in every epoch.

@@ -64,7 +64,7 @@ def read_rows(path: Path, val_fraction: float = 0.0) -> Iterator[Row]:
             try:
                 content = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{where} is no JSON: {error}; give JSON lines, {_FORMS}") from error
+                raise DataError(f"{where} is not JSON: {error}; give JSON lines, {_FORMS}") from error
             draw = int.from_bytes(hashlib.sha256(line.strip().encode()).digest()[:8], "big") / 2**64
             yield Row(where, *_messages(content, where), draw < val_fraction)
 
@@ -78,7 +78,7 @@ def _messages(content: Any, where: str) -> tuple[Messages, bool]:
             if any(message["role"] == ASSISTANT for message in messages):
                 return [dict(message) for message in messages], False
             raise DataError(f"{where}: no message has the role {ASSISTANT!r}, so there is nothing to learn")
-    raise DataError(f"{where} is no conversation; give JSON lines, {_FORMS}")
+    raise DataError(f"{where} is not a conversation; give JSON lines, {_FORMS}")
 
 
 def encode(tokenizer: Any, row: Row) -> Example:

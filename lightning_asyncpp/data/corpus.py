@@ -13,7 +13,7 @@ from typing import TypeVar
 from lightning_asyncpp.errors import DataError
 
 LIBRARIES = {"stdlib": "stdlib", "packages": "purelib"}
-"""Special sources, the standard library and installed packages, mapped to `sysconfig`'s names of their folders."""
+"""Special source (the standard library, or installed packages) -> `sysconfig`'s name of its folder."""
 TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.tex", "**/*.html", "**/*.json", "**/*.jsonl")
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 

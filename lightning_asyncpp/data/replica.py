@@ -30,7 +30,7 @@ _OTHER_NAMES = {"context_length": "max_position_embeddings"}  # names in transfo
 def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
     """Return classes of litdata for ``isinstance``; none if litdata was not imported.
 
-    Importing litdata takes as long as importing this package, so it is left to code that reads its datasets.
+    Importing litdata takes as long as importing this package, so only code that reads its datasets imports it.
     """
     litdata = sys.modules.get("litdata")
     return () if litdata is None else tuple(getattr(litdata, name) for name in names)
@@ -38,7 +38,7 @@ def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
 
 @contextmanager
 def replica_environment(num_replicas: int, rank: int) -> Iterator[None]:
-    """Set the environment variables in which litdata finds the world size and rank, to those of replicas."""
+    """Set the environment variables from which litdata reads world size and rank to ``num_replicas`` and ``rank``."""
     seen_by_litdata = {"WORLD_SIZE": str(num_replicas), "GLOBAL_RANK": str(rank), "NNODES": "1"}
     before = {name: os.environ.get(name) for name in seen_by_litdata}
     os.environ.update(seen_by_litdata)
@@ -140,7 +140,7 @@ def replica_loader(
     """
     from litdata import StreamingDataLoader, StreamingDataset  # see classes_of_litdata
 
-    # litdata reads tensors from a read-only memory map, at which torch warns, but copies them at once.
+    # torch warns about tensors in a read-only memory map, but litdata copies them at once.
     warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
     windows = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
     with replica_environment(*replica):
@@ -217,7 +217,7 @@ def _check_names(dataset: Any, split: str) -> None:
 
 
 def _shuffle_as_everywhere(dataset: Any) -> None:
-    # On NFS, Lustre and the like, newer releases distribute whole chunks, nearly in their order, and cut all shares to
+    # On NFS, Lustre and the like, newer litdata distributes whole chunks, nearly in their order, and cuts all shares to
     # the smallest: replicas may get no data, sequences are lost, and a chunk without a sequence raises an IndexError.
     if (profile := getattr(dataset, "posix_fast", None)) is not None:
         dataset.posix_fast = replace(profile, kind="posix")

@@ -47,9 +47,9 @@ class TextDataModule(L.LightningDataModule):
         source: a folder of text files; ``"stdlib"`` for the running Python's standard library, ``"packages"`` for the
             installed packages; a folder written by ``asyncpp prepare``; or a litdata dataset written with
             ``TokensLoader``, as a folder or a URI such as ``s3://bucket/tokens``.
-        tokenizer: ``"byte"``, ``"bpe"`` to train one on the training files, the path of a ``tokenizer.json``, or the
-            name of a repository of models on the Hugging Face Hub. ``None``: ``"byte"`` for text, and for a token
-            dataset the tokenizer that made it.
+        tokenizer: ``"byte"``; ``"bpe"`` to train a byte-pair encoding on the training files; the path of a
+            ``tokenizer.json``; or the name of a model repository on the Hugging Face Hub. ``None``: ``"byte"`` for
+            text, and for a token dataset the tokenizer that made it.
         vocab_size: number of token ids of the vocabulary to train with ``"bpe"``, or of a litdata dataset.
         context_length: number of tokens that the model sees per sequence; a sample has one more, the last target.
         batch_size: number of sequences per replica and training step.
@@ -84,9 +84,9 @@ class TextDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         if not 0 <= val_fraction < 1:
-            raise DataError(f"val_fraction={val_fraction!r} is no share. Give a number from 0 to below 1")
+            raise DataError(f"val_fraction={val_fraction!r} is not a share. Give a number from 0 to below 1")
         if tokenizer == "bpe" and (vocab_size is None or vocab_size < 257):
-            raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257: 256 bytes and an end")
+            raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257: 256 bytes, 1 end token")
         self.source = source
         self.tokenizer_name = tokenizer
         self.expected_vocab_size = vocab_size
@@ -167,7 +167,7 @@ class TextDataModule(L.LightningDataModule):
         """Find the token dataset, and compare it with the arguments and the trainer's model.
 
         Raises:
-            DataError: the dataset is missing or damaged, or does not fit them.
+            DataError: the dataset is missing or damaged, or does not fit the arguments or the model.
         """
         if is_token_source(self.source):
             self.tokens = existing_tokens(self.source, self.val_source)

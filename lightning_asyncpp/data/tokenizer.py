@@ -29,7 +29,7 @@ class Tokenizer:
     ordinary characters and do not end the document.
 
     Args:
-        backend: tokenizer whose truncation and padding are disabled.
+        backend: tokenizer to wrap; its truncation and padding are switched off.
         end_of_text: token that ends a document; ``None`` for the first usual one ("<|endoftext|>", "</s>", ...)
             that the vocabulary has.
     """
@@ -79,7 +79,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Name by which two tokenizers differ if they encode any text differently."""
+        """Name that differs between two tokenizers if any text is encoded differently."""
         return "tokenizer-" + hashlib.sha256(self.definition.encode()).hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tensor]:

@@ -44,7 +44,7 @@ class Architecture:
     unused: frozenset[str] = frozenset()
     """Fields of the GPT's config that do not affect a model of this class."""
     always_fp32: tuple[str, ...] = ()
-    """Suffixes of the GPT's tensors that the class keeps in fp32 whatever the dtype of the others."""
+    """Suffixes of the names of the GPT's tensors that the class always keeps in fp32."""
 
 
 _COMMON = {

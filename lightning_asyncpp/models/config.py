@@ -14,7 +14,7 @@ as many in the backward."""
 
 @dataclass
 class MoEConfig:
-    """Blocks with experts, the routing of tokens, and the balancing of the experts' load.
+    """Choice of the blocks with experts, routing of tokens, and balancing of the experts' load.
 
     The formulas are in docs/guides/moe.md. The settings of Mixtral and GLM-4.5 are in research/notes/experts.md.
     """
@@ -30,10 +30,10 @@ class MoEConfig:
     num_shared_experts * expert_dim features."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the router's logits to scores: softmax over all experts (Mixtral), or a sigmoid of each logit
-    (GLM-4.5, DeepSeek-V3). With sigmoids, balance_bias_rate adds a bias to the scores when experts are chosen."""
+    (GLM-4.5, DeepSeek-V3). With sigmoids, a bias (see balance_bias_rate) is added to the scores for the choice."""
     normalize_top_k: bool = True
-    """Divide the scores of the chosen experts by their sum before they weight the experts' outputs. Set it to false
-    with top_k 1: the only weight would always be 1, and the router would not learn from the loss."""
+    """Divide the scores of the chosen experts by their sum before they weight the experts' outputs. With top_k
+    1, set this to false, since the only weight would always be 1, and the router could not learn from the loss."""
     routed_scaling: float = 1.0
     """Factor on the sum of the chosen experts' weighted outputs; it does not apply to shared experts."""
     balance_loss: float = 0.01
@@ -87,7 +87,7 @@ class GPTConfig:
     mlp_dim: int | None = None
     """Inner width of the SwiGLU layer, in features; null for 8/3 * dim rounded up to a multiple of 64."""
     rope_base: float = 10_000.0
-    """Base of the rotary position embedding, whose longest wavelength is 2 pi * rope_base tokens."""
+    """Base of the rotary position embedding, whose longest wavelength is nearly 2 pi * rope_base tokens."""
     norm_eps: float = 1e-5
     """Constant added to the mean square in RMSNorm."""
     dropout: float = 0.0
@@ -101,7 +101,7 @@ class GPTConfig:
     qk_norm: bool = False
     """Normalise each head's query and key (RMSNorm over its features, before the rotation), as Qwen3 and GLM-4.5 do."""
     moe: MoEConfig | None = None
-    """Settings of experts that replace the SwiGLU of some blocks, or a mapping of them; null for a dense model."""
+    """Settings, also as a mapping, of experts that replace the SwiGLU of some blocks; null for a dense model."""
 
     def __post_init__(self) -> None:
         given: Any = self.moe

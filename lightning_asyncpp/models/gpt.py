@@ -38,7 +38,7 @@ class Execution:
         compile_blocks: whether to compile each block with ``torch.compile``, or a mapping of arguments for it.
 
     Raises:
-        ValueError: ``activation_checkpointing`` has another value.
+        ValueError: ``activation_checkpointing`` is none of the three.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform ``x`` (batch, time, dim); return the same shape.
 
-        In training, this method reports the experts' auxiliary losses and statistics, since compiled or recomputed code
-        may have no side effects. The caller of the model collects them (:mod:`lightning_asyncpp.auxiliary`).
+        In training, this method reports the experts' auxiliary losses and statistics, which the caller of the model
+        collects (:mod:`lightning_asyncpp.auxiliary`). Compiled or recomputed code must have no side effects.
         """
         random = self.training and self.dropout.p > 0
         if isinstance(self.mlp, SwiGLU):
@@ -224,7 +224,7 @@ class GPT(nn.Module):
         compile_blocks: whether to compile each block with ``torch.compile``, or a mapping of arguments for it.
 
     Raises:
-        ValueError: ``activation_checkpointing`` has another value.
+        ValueError: ``activation_checkpointing`` is none of the three.
     """
 
     def __init__(

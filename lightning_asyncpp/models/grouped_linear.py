@@ -1,9 +1,9 @@
 """One linear map per group of rows, by torch's grouped matmul or by a loop over the groups.
 
-A trial on the given device and in the given dtype decides between the two, with groups of several sizes and both
-gradients: the grouped matmul supports only some dtypes and rows of a multiple of 16 bytes, and its results must be
-right. Since the loop reads the sizes of the groups on the host, it is a custom operator, which compilers treat as
-opaque. Because of that read, the host waits for the GPU in the loop, but not in the grouped matmul's bf16 kernel.
+The grouped matmul supports only some dtypes, and rows of a multiple of 16 bytes. It is used if a trial on the given
+device and dtype, with groups of several sizes, gives the right product and gradients. The loop reads the sizes of the
+groups on the host. So the loop is a custom operator, which compilers treat as opaque, and makes the host wait for the
+GPU. The grouped matmul's bf16 kernel does not make the host wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, grouped: bool) -> Te
     """Multiply each row of ``x`` with the transposed weight of its group, as ``F.linear`` does with one weight.
 
     Args:
-        x: (rows, in), the rows of each group together, the groups in their order.
+        x: (rows, in), sorted by group.
         weight: (groups, out, in), in the dtype of ``x``.
         ends: (groups,) int32, the end of each group's rows.
         grouped: whether to use torch's grouped matmul; see :func:`serves_grouped`.

@@ -47,7 +47,7 @@ class HFTensors(Mapping[str, Tensor]):
         files: path of each tensor's file, by the tensor's name in the file.
 
     Attributes:
-        shapes: shapes of all tensors in the files, by name; tensors that a GPT does not have are named as in the files.
+        shapes: name in the GPT, or in the file if the GPT lacks the tensor -> shape, for all tensors in the files.
     """
 
     def __init__(self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path]) -> None:
@@ -333,16 +333,16 @@ def _named_architecture(content: Mapping[str, Any]) -> Architecture:
     listed = ", ".join(f"{a.model_type!r} ({a.class_name})" for a in ARCHITECTURES)
     model_type = str(content.get("model_type"))
     if model_type not in known:
-        raise WeightsError(f"config.json has model_type={model_type!r}, and these can be read: {listed}")
+        raise WeightsError(f"config.json has model_type={model_type!r}, but only these can be read: {listed}")
     architecture = known[model_type]
     classes = content.get("architectures") or [architecture.class_name]
     if not isinstance(classes, list) or architecture.class_name not in classes:
-        raise WeightsError(f"config.json has architectures={classes!r}, and these can be read: {listed}")
+        raise WeightsError(f"config.json has architectures={classes!r}, but only these can be read: {listed}")
     return architecture
 
 
 def _flattened(content: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Return the content of config.json without nulls, and with rotary settings at the top level as before 5.0."""
+    """Return config.json without nulls, and with rotary settings at the top level as in `transformers` before 5.0."""
     given = content.get("rope_parameters") or content.get("rope_scaling") or {}
     rope = dict(given) if isinstance(given, Mapping) else {"rope_type": given}
     if "type" in rope:

@@ -22,7 +22,7 @@ def _has_autocast(device_type: str) -> bool:
 
 has_autocast: Callable[[str], bool] = torch.compiler.assume_constant_result(_has_autocast)
 """Return whether ``torch.autocast`` supports a type of device; it does not support "meta". The compiler takes the
-result as a constant, since the compiler of torch 2.11 cannot trace torch's own function."""
+result as a constant, since torch 2.11 cannot trace ``is_autocast_available``."""
 
 
 class Routing(NamedTuple):
@@ -43,9 +43,9 @@ class Router(StatisticsLayer):
     """Router that scores the experts for each token and chooses ``top_k`` of them.
 
     With router "softmax" the scores are the softmax over all experts, as in Mixtral (arXiv 2401.04088) and Switch
-    (arXiv 2101.03961). With "sigmoid" the scores are sigmoids. For the choice alone, a bias that is adapted
-    to the loads is added to them, as in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5. Bias and update are from Wang et
-    al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, Algorithm 1).
+    (arXiv 2101.03961). With "sigmoid" the scores are sigmoids, to which a bias is added for the choice alone,
+    as in DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5. The bias and its adaptation to the loads are from Wang et al.,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, Algorithm 1).
 
     The arithmetic is in fp32 whatever the dtype of tokens, weight or autocast: in bf16 two scores are often equal.
 
@@ -97,7 +97,7 @@ class Router(StatisticsLayer):
         experts = preferences.topk(self.moe.top_k, dim=-1).indices  # (T, k)
         weights = scores.gather(-1, experts)  # (T, k)
         if self.moe.normalize_top_k:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # as in GLM-4.5: all sigmoids may be 0
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # as in GLM-4.5; all sigmoids may be 0
         return Routing(experts, weights * self.moe.routed_scaling, probabilities)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 
 
 class _Copy(torch.autograd.Function):
-    """Copy every row ``copies`` times, in the given order of copies; copy c is of row c // ``copies``.
+    """Return ``copies`` copies of every row, in the given order; copy c is of row c // ``copies``.
 
     The backward uses ``back``, the inverse of ``order``, to sum the gradients of a row's copies in a fixed order.
     """

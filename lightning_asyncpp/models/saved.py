@@ -1,6 +1,6 @@
 """Saved GPTs: config, weights under the names of the ``state_dict``, and tokenizer.
 
-Checkpoints of the Trainer and of Fabric are read without running code that they may hold.
+Checkpoints of the Trainer and of Fabric are read without running any code in them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.gpt import GPT
 from lightning_asyncpp.storage import StorageError, is_sharded, load
 
-# Values that only training uses.
+# Fields of a config that only training uses.
 TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.balance_bias_rate"})
-# Values in which two models with the same weights may differ.
+# Fields of a config that may differ between two models with the same weights.
 _FREE = TRAINING_ONLY | {"context_length", "init_std"}
 
 _MARK = "embedding.token.weight"  # an entry of the state_dict of a GPT and of no other model
@@ -62,7 +62,7 @@ class SavedGPT:
         """
         problems = tensor_problems(self.shapes, expected_shapes(self.config))
         if problems:
-            raise WeightsError.from_problems(f"{self.origin} does not hold the weights of its config", problems)
+            raise WeightsError.from_problems(f"the weights in {self.origin} do not fit its config", problems)
 
     def build(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> GPT:
         """Build the model in evaluation mode; weights that need no conversion are mapped from their file.
@@ -81,7 +81,7 @@ class SavedGPT:
         model.head.tie_weights()
         for module in model.modules():
             _fill_buffers(module)
-        # The modules convert their tensors themselves, since some of them keep tensors in fp32.
+        # Each module converts its own tensors, since some modules keep tensors in fp32.
         return model.to(device, dtype).eval().requires_grad_(False)
 
 
@@ -104,7 +104,7 @@ def tensor_problems(
 ) -> list[str]:
     """Return the first ``limit`` differences between found and expected tensors, and a count of the rest."""
     problems = [f"lacks: {name}" for name in expected if name not in found]
-    problems += [f"holds what the model has not: {name}" for name in found if name not in expected]
+    problems += [f"has a tensor that the model lacks: {name}" for name in found if name not in expected]
     problems += [
         f"{name} has the shape {found[name]} instead of {shape}"
         for name, shape in expected.items()
@@ -156,7 +156,7 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
         return read_checkpoint(path, config)
     if (path / "config.json").is_file():
         if config is not None:
-            raise WeightsError(f"{path} has a config.json; leave the other config out")
+            raise WeightsError(f"{path} has a config.json; do not pass another config")
         from lightning_asyncpp.models.hf import read_hf  # imported late, since it imports this module
 
         return read_hf(path)

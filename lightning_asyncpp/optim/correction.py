@@ -22,11 +22,11 @@ class DelayCorrection(Optimizer):
     """Optimizer that wraps another one and corrects its steps for delayed gradients.
 
     ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, monitors and code that
-    sets ``group["lr"]`` or removes parameters from a group act on it. The correction's own state of a parameter is in
-    ``state`` too, under the names in ``keys``; it is hidden from the base during its step.
+    sets ``group["lr"]`` or removes parameters from a group act on the base. The correction's state of a parameter is in
+    ``state``, too, under the names in ``keys``; during the base's step it is hidden.
 
-    A strategy sets the delay of the gradients (:meth:`set_delay`); without delay the base steps as it would alone,
-    unless a subclass says otherwise.
+    A strategy sets the delay of the gradients (:meth:`set_delay`). If the delay is 0, the base steps as it would alone,
+    unless :meth:`_acts_on` is overridden.
 
     Args:
         params: parameters as the base optimizer takes them: tensors, (name, tensor) pairs or groups.
@@ -46,7 +46,7 @@ class DelayCorrection(Optimizer):
         self.delay: float | Mapping[Tensor, float] = 1
         self._provided: Weights | None = None
         self._compute: Weights | None = None
-        self.__setstate__({})  # sets the attributes of an optimizer beside groups and state
+        self.__setstate__({})  # sets an optimizer's attributes other than groups and state
 
     def __getattr__(self, name: str) -> Any:
         """Return the base's methods for parameter names and for the modes of schedule-free optimizers."""
@@ -76,7 +76,7 @@ class DelayCorrection(Optimizer):
         return {p: provided[p] if p in provided and self.delay_of(p) else p.detach().clone() for p in moving}
 
     def _write(self, weights: Weights) -> None:
-        """Set the compute weights (those of forwards and backwards) from the masters; by default to rounded masters."""
+        """Set the compute weights (those of forwards and backwards) from the parameters, by default by rounding."""
         for p, tensor in weights.items():
             tensor.copy_(p)
 
@@ -108,10 +108,10 @@ class DelayCorrection(Optimizer):
 
     @contextmanager
     def compute_weights(self, weights: Weights) -> Iterator[None]:
-        """Write compute weights from the masters: ``with optimizer.compute_weights({p: t, ...}): optimizer.step()``.
+        """Write the compute weights after the step: ``with optimizer.compute_weights({p: t, ...}): optimizer.step()``.
 
         Args:
-            weights: for every parameter a tensor of its shape, in the dtype of forwards and backwards.
+            weights: for every parameter the tensor of its shape that forwards and backwards use, in their dtype.
         """
         self._compute = weights
         try:
@@ -159,7 +159,7 @@ class DelayCorrection(Optimizer):
         return {key: value for key, value in vars(self).items() if not key.startswith("_optimizer_") and key != "step"}
 
     def _take_remembered(self, params: list[Tensor]) -> Entries:
-        """Remove the correction's state from ``state``: a base may test whether ``state`` is empty."""
+        """Remove the correction's state from ``state``, since a base may test whether ``state`` is empty; return it."""
         remembered: Entries = {}
         for p in params:
             state = self.state.get(p, {})
@@ -178,12 +178,12 @@ class WeightPrediction(DelayCorrection):
         Y_{t+1} = Y_t - u_t                               the trajectory of the base, Y_0 = W_0
         W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here; h = 0 without delay
 
-    h may change during a run, at the end of a synchronous start; Y is not affected.
+    h may change during a run, when the first updates without delay are over; Y is not affected.
 
     In terms of W alone: W_{t+1} = W_t - u_t - (h + a) * (u_t - u_{t-1}), with u_{-1} = 0. With h + a = s this is
     :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s, except that it already predicts at the first update.
-    So a strength of 2 under a delay of one is ``ahead=1``: it compensates the delay and looks one step ahead. The base
-    steps on W, so its weight decay acts on W.
+    So ErrorFeedback's strength 2 under a delay of one is ``ahead=1`` here: both compensate the delay and look one step
+    ahead. The base steps on W, so its weight decay acts on W.
 
     Memory: one buffer per parameter, u_t, in the parameter's dtype, and the weights before the step as for
     ErrorFeedback.

@@ -20,7 +20,7 @@ CHUNK_ELEMENTS = 2**23
 
 
 class ErrorFeedback(DelayCorrection):
-    """Wrapper of any optimizer that compensates gradients that are one update old.
+    """Wrapper of any optimizer, to compensate for gradients that are one update old.
 
     Source: "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous Pipeline Parallel LLM Pretraining",
     arXiv 2606.30634. With u_t the whole step of the base optimizer at update t (weights before minus after)::
@@ -35,10 +35,10 @@ class ErrorFeedback(DelayCorrection):
     compression of the gradient lost.
 
     An identity: with Y_0 = W_0 and Y_{t+1} = Y_t - u_t, strength s gives W_{t+1} = Y_{t+1} - s * (u_t - u_0). So Error
-    Feedback is weight prediction: gradients are taken at Y, the trajectory of the base optimizer, extrapolated by s
-    times the last step of Y. For gradients that are d updates old, strength d extrapolates by d steps at the price of
-    one buffer. A strength above d looks ahead of the current weights. So does ``WeightPrediction(ahead=...)``, also
-    in synchronous training.
+    Feedback is weight prediction: up to the constant s * u_0, gradients are taken at Y, the trajectory of the base
+    optimizer, extrapolated by s times its last step. For gradients that are d updates old, strength d extrapolates by d
+    steps at the price of one buffer. A strength above d looks ahead of the current weights.
+    ``WeightPrediction(ahead=...)`` looks ahead, too, even in synchronous training.
 
     ``param_groups``, ``state`` and ``defaults`` are those of the base optimizer, so schedulers, monitors and code that
     sets ``group["lr"]`` act on the base. Names of parameters are passed through to the base.
@@ -46,10 +46,10 @@ class ErrorFeedback(DelayCorrection):
     If a parameter has no gradient, the base does not move it: u_t = 0. The formula still applies, and undoes the
     extrapolation of the parameter's last step. A parameter that never had a gradient needs no buffer and never moves.
 
-    With masters (``compute_weights``, the strategies' ``weight_dtype="bf16"``) the identity gives the weights. The
-    masters hold Y, to which s * u_0 is added once, after the first update. W_{t+1} = Y_{t+1} - s * u_t is only ever
-    written in the dtype of forwards and backwards. The buffer holds Y_t during the step and u_t after it, so no further
-    copy is needed. Decoupled weight decay then acts on Y and not on W, which makes a difference of the order of lr *
+    With the strategies' ``weight_dtype="bf16"`` (:meth:`compute_weights`), the parameters are masters in fp32, which
+    forwards do not use. The masters then hold Y, to which s * u_0 is added once, after the first update. The weights
+    W_{t+1} = Y_{t+1} - s * u_t are only written in bf16. The buffer holds Y_t during the step and u_t after it, so no
+    further copy is needed. Decoupled weight decay acts on Y instead of W, a difference of the order of lr *
     weight_decay * u. The identity does not hold for rounded steps, so with a ``buffer_dtype`` the masters hold W.
 
     Memory: one buffer per parameter, u_{t-1}, in the parameter's dtype or ``buffer_dtype``. :meth:`step` also needs the
@@ -79,7 +79,7 @@ class ErrorFeedback(DelayCorrection):
 
     @property
     def _moves_the_base_trajectory(self) -> bool:
-        """Whether the parameters hold Y, and W is written into the compute weights."""
+        """Whether the parameters hold Y, and W is only in the weights of forwards and backwards."""
         return self._compute is not None and not self.buffer_dtype
 
     def _weights_before(self, moving: list[Tensor], remembered: Entries) -> Weights:
@@ -170,7 +170,7 @@ def extrapolate(weight: Tensor, step: Tensor, strength: float, out: Tensor) -> N
         weight: tensor of any shape.
         step: tensor of the same shape and dtype.
         strength: factor on the step.
-        out: tensor of the same shape that shares no memory with the others.
+        out: tensor of the same shape that shares no memory with the other arguments.
     """
     tensors = [weight, step, out]
     if all(t.is_contiguous() for t in tensors):

@@ -37,7 +37,7 @@ DTYPES = ("bfloat16", "float32", "float64")
 LR_ADJUSTMENTS = ("match_rms_adamw", "original")
 
 BATCH_ELEMENTS = 2**25
-"""Elements joined into one product: enough to fill a GPU, small beside the model (64 MiB in bfloat16)."""
+"""Most elements joined into one product: enough to fill a GPU, and little memory (64 MiB in bfloat16)."""
 
 
 class Stack(NamedTuple):
@@ -60,9 +60,9 @@ class MuonAdamW(Optimizer):
     """Muon for hidden weight matrices and AdamW for embeddings, the output head, norms, biases and vectors.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; ``torch.optim.Muon``): the momentum of each
-    matrix is orthogonalised by a few Newton-Schulz iterations, so that a step moves all directions alike. A matrix is
-    updated as by ``torch.optim.Muon``, a 3-D weight (experts, out, in) as one matrix (out, in) per expert, and all
-    other parameters exactly as by ``torch.optim.AdamW``. Parameters whose gradient is None do not change.
+    matrix is orthogonalised by a few Newton-Schulz iterations, so that a step is equally large in all directions. A
+    matrix is updated as by ``torch.optim.Muon``, a 3-D weight (experts, out, in) as one matrix (out, in) per expert,
+    and all other parameters exactly as by ``torch.optim.AdamW``. Parameters whose gradient is None do not change.
 
     The algorithm is chosen parameter by parameter, even within a group. Groups are not split. The first row that
     applies decides:
@@ -82,8 +82,8 @@ class MuonAdamW(Optimizer):
     first step.
 
     All options are read from the groups at each step. AdamW's learning rate is ``lr`` times ``adamw_lr_ratio``, the
-    initial ``adamw_lr / lr``, so schedulers change both. A group that sets ``lr`` or ``weight_decay`` sets it for both
-    algorithms, unless it sets ``adamw_lr`` or ``adamw_weight_decay`` as well.
+    initial ``adamw_lr / lr``, so schedulers change both rates. A group that sets ``lr`` or ``weight_decay`` sets it for
+    both algorithms, unless it sets ``adamw_lr`` or ``adamw_weight_decay`` as well.
 
     Memory: one buffer per Muon parameter and two per AdamW parameter, in the parameter's dtype, and temporaries for
     about 2**25 elements at a time. On CPUs without bfloat16 units choose ``newton_schulz_dtype="float32"``: bfloat16
@@ -105,7 +105,7 @@ class MuonAdamW(Optimizer):
             lr * 0.2 * sqrt(max(fan_out, fan_in)), "original" for lr * sqrt(max(1, fan_out / fan_in)).
         newton_schulz_dtype: "bfloat16" (as torch), "float32" or "float64", or the torch dtype.
         adamw_names: regular expression searched in parameter names; AdamW updates the parameters that match.
-        batched: whether to join matrices of equal shape into one product. None to do so on GPUs, except with
+        batched: whether to join matrices of equal shape into one product. None joins them on GPUs, except with
             deterministic algorithms (``torch.use_deterministic_algorithms``), since the bits of a matrix's update could
             depend on which matrices share its batch.
 
@@ -273,7 +273,7 @@ class MuonAdamW(Optimizer):
 
 
 class NorMuonAdamW(MuonAdamW):
-    """Muon whose neurons take steps of equal size, for hidden weight matrices, and AdamW for the rest.
+    """NorMuon, a Muon in which all neurons take steps of equal size, for hidden matrices, and AdamW for the rest.
 
     NorMuon (Li et al. 2025, arXiv 2510.05491, Algorithm 1): orthogonalised updates move some neurons much more than
     others. So each row of the orthogonalised momentum O is divided by the root of a running mean of its squares, and
@@ -285,7 +285,7 @@ class NorMuonAdamW(MuonAdamW):
         N = O / (sqrt(v) + eps)
         W = W - lr * weight_decay * W - lr * 0.2 * sqrt(rows * columns) / |N|_F * N
 
-    A bias correction of v would cancel in the last line. Everything but v is as in
+    A bias correction of v would cancel in the last line. The rest is as in
     :class:`~lightning_asyncpp.optim.MuonAdamW`. The paper's listing has no Nesterov momentum, the authors' code does.
     With ``adjust_lr="original"`` the update keeps the norm of O and is scaled by sqrt(max(1, fan_out / fan_in)), as in
     the authors' code.
@@ -415,9 +415,8 @@ def step_adamw(params: list[Tensor], state: dict[Tensor, dict[str, Any]], lr: fl
 def _can_be_fused(p: Tensor, entries: dict[str, Any]) -> bool:
     """Return whether the fused kernel equals the plain step up to rounding.
 
-    The kernel passes over memory once, instead of a dozen times.
-    On CPUs it ignores strides: with a gradient that is laid out unlike its parameter it silently pairs the wrong
-    elements (torch 2.15).
+    The kernel passes over memory once, instead of a dozen times. On CPUs the kernel ignores strides: if a gradient has
+    other strides than its parameter, the kernel silently pairs the wrong elements (torch 2.15).
     """
     tensors = (p, p.grad, entries["exp_avg"], entries["exp_avg_sq"])
     return (

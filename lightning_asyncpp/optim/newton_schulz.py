@@ -4,7 +4,8 @@ The quintic iteration, its coefficients and its results are those of Jordan et a
 (https://kellerjordan.github.io/posts/muon/) and of ``torch.optim.Muon``. Here all matrices of one shape go through one
 batched product, and only half of a symmetric product is computed. All products of a step except the last are symmetric:
 X X^T, and the products of polynomials in X X^T, since these commute. torch has no operator for symmetric products. On
-CPUs, strips of rows up to the diagonal are computed one by one. On GPUs, a Triton kernel skips blocks above it.
+CPUs, strips of rows are computed one by one, each up to the diagonal. On GPUs, a Triton kernel skips the blocks above
+the diagonal.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STRIP_ROWS_OTHERWISE = 256
 _without_kernel: set[torch.device] = set()
 
 KERNEL_ROWS = 256
-"""Least number of rows for the Triton kernel: smaller matrices have too few blocks to skip some."""
+"""Least number of rows for the Triton kernel: smaller matrices have few blocks above the diagonal."""
 
 
 @torch.no_grad()
@@ -66,7 +67,7 @@ def orthogonalize(
         symmetric_product(x, x.mT, gram)
         symmetric_product(gram, gram, product, gram, beta=b, alpha=c)
         full_product(product, x, spare, x, beta=a)
-        # The next step writes into the memory of x, unless x is transposed: then products would round differently.
+        # The next step writes into x's memory, unless x is a transposed view: products into views round differently.
         x, spare = spare, x if x.is_contiguous() else _like(x)
     return x.mT if tall else x
 
@@ -94,8 +95,8 @@ def symmetric_product(
     Args:
         a: (matrices, n, k).
         b: (matrices, k, n), of the same dtype.
-        out: (matrices, n, n), sharing no memory with the others; returned.
-        addend: (matrices, n, n), symmetric; None for none.
+        out: (matrices, n, n), sharing no memory with the other arguments; returned.
+        addend: (matrices, n, n), symmetric; None to add nothing.
         beta: factor on ``addend``.
         alpha: factor on the product.
     """
@@ -155,7 +156,7 @@ def _give_up_kernel(device: torch.device, error: Exception) -> None:
 def _by_strips(
     a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, beta: float, alpha: float, rows: int
 ) -> Tensor:
-    # One matrix at a time: a batched product copies strips of matrices, and is slower than the full product.
+    # One matrix at a time: a batched product would copy the strips, and would be slower than the full product.
     for i in range(a.size(0)):
         for start in range(0, a.size(1), rows):
             end = min(start + rows, a.size(1))

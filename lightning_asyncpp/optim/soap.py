@@ -27,10 +27,9 @@ class SOAP(Optimizer):
     As in the authors' code, the first gradient of a matrix only sets the bases (eigenvectors of G G^T and G^T G) and
     moves no weights, so that no gradient is rotated into a basis made of itself. Before QR the columns of L Q_L are
     sorted by their eigenvalue estimates, and V with them. As in the paper, a side longer than
-    ``max_precondition_dim``, such as a vocabulary, is not rotated: its Q is the identity. Vectors and other parameters
-    without a side to rotate are updated exactly as by AdamW, from the first gradient on. A 3-D weight (experts, out,
-    in) is a stack of matrices, each with its own bases.
-    A small vocabulary, for instance of bytes, is rotated like any other side.
+    ``max_precondition_dim``, such as a large vocabulary, is not rotated: its Q is the identity. Vectors and other
+    parameters without a side to rotate are updated exactly as by AdamW, from the first gradient on. A 3-D weight
+    (experts, out, in) is a stack of matrices, each with its own bases.
 
     The shape alone decides how a parameter is updated, so names are not needed. The update of a parameter depends on no
     other parameter, and begins at its first gradient. Bases are computed in fp32 (fp64 for fp64 weights) and kept in

@@ -1,6 +1,6 @@
 """Symmetric product as a Triton kernel that computes the blocks on and below the diagonal and mirrors them.
 
-This saves half of the arithmetic of a full product. The reference is
+This saves up to half of the arithmetic of a full product. The reference is
 :func:`~lightning_asyncpp.optim.newton_schulz.full_product`. Block sizes are fixed, so that the bits of a matrix's
 result depend neither on the matrices in its batch nor on a search for the fastest sizes.
 """
@@ -20,7 +20,7 @@ BLOCK_INNER = 64
 all GPUs from Ampere on have."""
 
 STAGES = 3
-"""Number of pairs of blocks (of A and of B) in shared memory: while one is multiplied, the next ones are loaded."""
+"""Number of pairs of blocks (of A and B) in shared memory: while one pair is multiplied, the next pairs are loaded."""
 
 WARPS = 8
 """Number of warps of 32 threads; with 4 the accumulator would not fit their registers."""
@@ -75,8 +75,8 @@ def triton_symmetric_product(
     Args:
         a: (matrices, n, k), any strides.
         b: (matrices, k, n) of the same dtype, any strides.
-        out: (matrices, n, n), sharing no memory with the others; returned.
-        addend: (matrices, n, n), symmetric; None for none.
+        out: (matrices, n, n), sharing no memory with the other arguments; returned.
+        addend: (matrices, n, n), symmetric; None to add nothing.
         beta: factor on ``addend``.
         alpha: factor on the product, which is accumulated in float32 and must be symmetric.
     """

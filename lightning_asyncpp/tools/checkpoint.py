@@ -124,7 +124,7 @@ def size_on_disk(path: Path) -> int:
     total = 0
     with suppress(OSError):
         for file in path.iterdir() if path.is_dir() else [path]:
-            with suppress(FileNotFoundError):  # a run may remove it at the same time
+            with suppress(FileNotFoundError):  # a run may remove the file at the same time
                 total += file.stat().st_size if file.is_file() else 0
     return total
 
@@ -143,7 +143,7 @@ def writer_of(entries: Mapping[str, Any]) -> str | None:
 
 
 def models_in(entries: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return entry -> ``state_dict`` of each model; the entry is ``""`` for a checkpoint that has only tensors."""
+    """Return the ``state_dict`` of each model by its entry, which is ``""`` if the checkpoint has only tensors."""
     writer = writer_of(entries)
     if writer == "weights":
         return {"": entries}

@@ -44,7 +44,7 @@ class Found:
     seconds: float
     """Duration of the training."""
     difference: float
-    """Largest difference between a weight and the reference, divided by the largest change in the same tensor."""
+    """Largest difference of a weight from the reference, divided by the largest change of a weight in its tensor."""
     backend: str
     """Backend of the process group."""
 
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_trial(limit: float) -> tuple[Found | None, str]:
-    """Run the test in separate processes, since it may hang; return its result, None if it failed, and its log."""
+    """Run the test in separate processes, since it may hang; return its result (None if it failed) and its log."""
     with tempfile.TemporaryDirectory(prefix="asyncpp-doctor-") as folder:
         result, log = Path(folder) / "found.json", Path(folder) / "log"
         command = [sys.executable, "-X", "faulthandler", "-m", _TRIAL, str(result)]

@@ -63,7 +63,7 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
         tokenizer = tokenizer_of_definition(saved.tokenizer, end_of_text_in(Path(saved.origin)))
     else:
         return None
-    # A model's vocabulary may be padded, but then the tokenizer must have been saved with the model.
+    # A model may have more ids (padding) than the tokenizer, but only if a tokenizer was saved with the model.
     needed, has = tokenizer.vocab_size, saved.config.vocab_size
     if needed > has or (saved.tokenizer is None and needed != has):
         raise WeightsError(
@@ -79,8 +79,7 @@ def stream(tokenizer: Tokenizer, tokens: Iterator[int], prompt: Sequence[int] = 
     Args:
         tokenizer: tokenizer of the tokens.
         tokens: tokens to show.
-        prompt: tokens before them, which are not shown. They matter because some tokenizers drop the first space of a
-            text.
+        prompt: tokens before ``tokens``; not shown, but needed, since some tokenizers drop the first space of a text.
     """
     known = list(prompt)
     shown = _text(tokenizer, known)

@@ -1,7 +1,6 @@
 """Parsers of the tools of ``asyncpp``.
 
-``asyncpp TOOL --help`` needs only this module. To be quick, the module does not import torch or Lightning, which takes
-seconds.
+``asyncpp TOOL --help`` is quick, since this module does not import torch or Lightning, which would take seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _UNRECOGNIZED = "unrecognized arguments: "
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parser whose errors suggest the most similar option; they omit the usage, which would hide the message."""
+    """Parser whose error messages suggest the most similar option, and omit the usage, which would hide the message."""
 
     def __init__(self, **how: Any) -> None:
         self._names: list[str] = []
@@ -96,10 +95,10 @@ def generate_parser() -> ToolParser:
     parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
     parser.add_argument("--max-new-tokens", type=count, default=200, help="maximum number of new tokens (default: 200)")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="divisor of the logits; 0 is --greedy (default: 1)"
+        "--temperature", type=float, default=1.0, help="divisor of the logits; 0 means --greedy (default: 1)"
     )
-    parser.add_argument("--top-k", type=int, help="draw from this number of most likely tokens")
-    parser.add_argument("--top-p", type=float, help="draw from the most likely tokens with this total probability")
+    parser.add_argument("--top-k", type=int, help="number of most likely tokens to draw from (default: all)")
+    parser.add_argument("--top-p", type=float, help="total probability of the most likely tokens to draw from")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token every time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     parser.add_argument("--device", default="cpu", help="device of the model: cpu, cuda, cuda:1, ... (default: cpu)")
@@ -113,9 +112,9 @@ def import_parser() -> ToolParser:
     """Return the parser of ``asyncpp import``."""
     parser = ToolParser(
         prog="asyncpp import",
-        description="Read a model folder of Hugging Face transformers: Llama, Qwen3, Mixtral, Qwen3-MoE, GLM-4-MoE, if"
-        " GPTModule has all features in config.json. Print the config for a recipe; with --output, write the weights"
-        " as a checkpoint.",
+        description="Read a model folder of Hugging Face transformers (Llama, Qwen3, Mixtral, Qwen3-MoE or GLM-4-MoE)"
+        " and print the config for a recipe; with --output, also write the weights as a checkpoint. GPTModule must"
+        " support all features in config.json.",
     )
     parser.add_argument("folder", help="folder with config.json and model.safetensors (or its shards and their index)")
     parser.add_argument(
@@ -129,8 +128,8 @@ def check_parser() -> ToolParser:
     parser = ToolParser(
         prog="asyncpp check",
         usage="asyncpp check RECIPE [options]",
-        description="Train a recipe for a few updates, as a pipeline and as a single process does, and print where the"
-        " results differ. Ends with code 1 if they do.",
+        description="Train a recipe for a few updates, once as a pipeline and once as a single process does, and print"
+        " where the results differ. Ends with code 1 if they differ.",
         epilog="More options override the recipe (--model..., --data..., --trainer...), as for `asyncpp fit`; --config"
         " RECIPE may be written instead of RECIPE. The model is trained on the CPU, in this process, so it should be"
         " small.",
@@ -138,7 +137,7 @@ def check_parser() -> ToolParser:
     parser.add_argument("--stages", type=int, help="number of stages (default: the recipe's)")
     parser.add_argument("--microbatches", type=int, help="pieces of a batch (default: the recipe's)")
     parser.add_argument("--updates", type=int, default=4, help="number of updates (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of layers made on the meta device")
+    parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of weights on the meta device")
     return parser
 
 
@@ -155,7 +154,7 @@ def checkpoint_parser() -> ToolParser:
     info.add_argument("--json", action="store_true", help="print JSON in place of a table")
     convert.add_argument("output", help="file to write")
     convert.add_argument(
-        "--to", required=True, choices=("full", "weights"), help="everything, or only the model's state_dict"
+        "--to", required=True, choices=("full", "weights"), help="full: everything; weights: only the state_dict"
     )
     convert.add_argument("--entry", help="entry of the model, if a checkpoint of Fabric has several models")
     convert.add_argument("--force", action="store_true", help="replace the output if it exists")
@@ -166,9 +165,9 @@ def doctor_parser() -> ToolParser:
     """Return the parser of ``asyncpp doctor``."""
     parser = ToolParser(
         prog="asyncpp doctor",
-        description="Report versions and devices of this installation, and compare a training of two stages with the"
-        " reference. It runs on two GPUs over NCCL if there are two, otherwise over gloo. Ends with code 1 if the"
-        " training fails or differs.",
+        description="Report versions and devices of this installation, and compare a training of two stages with a"
+        " single-process reference. The training runs over NCCL if there are two GPUs, and over gloo if not. Ends with"
+        " code 1 if the training fails or differs.",
     )
     parser.add_argument("--timeout", type=count, default=300, help="seconds that the training may take (default: 300)")
     return parser
@@ -189,7 +188,7 @@ def plan_parser() -> ToolParser:
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="print JSON in place of tables, or write it to FILE"
     )
-    parser.add_argument("--memory", type=float, help="GiB of a device (default: as much as the kind has)")
+    parser.add_argument("--memory", type=float, help="memory of a device in GiB (default: the kind's)")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s reached (default: 0.4)")
     return parser
 
@@ -212,10 +211,10 @@ def prepare_parser() -> ToolParser:
         "--tokenizer", required=True, help="a name of the hub (HuggingFaceTB/SmolLM-360M, gpt2), a tokenizer.json, or"
         " byte",
     )  # fmt: skip
-    parser.add_argument("--end-of-text", help="token that ends a document, if unusual")
+    parser.add_argument("--end-of-text", help="token that ends a document (default: the tokenizer's)")
     parser.add_argument("--text-key", default="text", help="column or field with the text (default: text)")
     parser.add_argument(
-        "--val-fraction", type=float, default=0.001, help="share of the pieces used for validation (default: 0.001)"
+        "--val-fraction", type=float, default=0.001, help="share of the data for validation (default: 0.001)"
     )
     parser.add_argument("--num-workers", type=count, default=_cores(), help="processes (default: as many as cores)")
     return parser

@@ -72,12 +72,12 @@ def prepare(
         num_workers: number of processes.
 
     Raises:
-        DataError: a source has no files, or the folder was begun with other arguments.
+        DataError: a source has no files, or the folder was begun with another tokenizer, key or fraction.
     """
     from litdata import TokensLoader, optimize
 
     pieces = [piece for source in sources for piece in find_pieces(source, text_key)]
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are parallel
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers run in parallel already
     _begin(output, {"tokenizer": tokenizer.fingerprint, "text_key": text_key, "val_fraction": val_fraction})
     for name, chosen in zip(("train", "val"), split(pieces, val_fraction)):
         if chosen and not (output / name / INDEX).is_file():
@@ -170,10 +170,13 @@ _tokenizer = lru_cache(maxsize=1)(tokenizer_of_definition)
 
 
 def _begin(output: Path, request: dict[str, Any]) -> None:
-    """Save the arguments in the folder; if an earlier call has saved some, they must be the same."""
+    """Save the arguments in the folder; those that an earlier call saved there must be equal."""
     path = output / _REQUEST
     if path.is_file() and json.loads(path.read_text()) != request:
-        raise DataError(f"--output {output} was begun with other arguments or files. Delete it, or name another folder")
+        raise DataError(
+            f"--output {output} was begun with another tokenizer, --text-key or --val-fraction. Delete it, or name"
+            " another folder"
+        )
     output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(request, indent=1))
 

@@ -27,7 +27,7 @@ CAUSES = {
     "checkpoint": "saving",
     "rest": "time that no recorded activity covers",
 }
-"""Cause of time outside of forwards and backwards -> its meaning."""
+"""Causes of time outside of forwards and backwards, with their meanings."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Row:
 
     Attributes:
         name: name of the stage, or ``"all"``.
-        shares: share of the elapsed time by cause; shares add up to 1.
-        ideal: share of forwards and backwards in an ideal run, in which nothing else takes time; None if unknown.
+        shares: "forward", "backward" or a cause -> share of the elapsed time; shares add up to 1.
+        ideal: share of forwards and backwards in an ideal run, in which only they take time; None if unknown.
         forward_ms: median time of a forward.
         backward_ms: median time of a backward.
         bytes_sent: bytes of all messages that this stage sent.
-        staleness: mean delay of gradients in updates, once the delay has begun.
+        staleness: mean delay of gradients, in updates, without the initial mini-batches that have no delay.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Summary:
         total: row of all stages: means of shares, sums of bytes.
         ideal_step: seconds per mini-batch in an ideal run: forwards and backwards take their median times, and nothing
             else takes time.
-        balance: time of the busiest stage in forwards and backwards, divided by the mean over all stages; 1 is even.
+        balance: time of the busiest stage in forwards and backwards, divided by the mean over all stages.
         layers: number of layers of each stage.
         notes: notes on the recording.
     """
@@ -171,7 +171,7 @@ def table(run: RecordedRun, summary: Summary) -> str:
     head, *lines, total = columns([titles, *(_cells(row, shown) for row in (*summary.rows, summary.total))])
     rule = "-" * max(map(len, (head, *lines, total)))
     meanings = "; ".join(f"{_SHORT.get(cause, cause)} = {CAUSES[cause]}" for cause in shown)
-    explained = f"Per cent of the elapsed time; busy and the causes after ideal add up to 100. {meanings}."
+    explained = f"Per cent of the elapsed time; busy and the columns activ. to rest add up to 100. {meanings}."
     rows = [head, rule, *lines, *([rule, total] if len(lines) > 1 else [])]
     return "\n".join(
         [headline(run, summary), "", *rows, "", *textwrap.wrap(explained, _WIDTH), "", *statements(summary)]
@@ -207,13 +207,14 @@ def statements(summary: Summary) -> list[str]:
     lines = []
     if summary.ideal_step:
         lines.append(
-            f"Ideal: with each stage's median times and nothing else a mini-batch takes {1e3 * summary.ideal_step:.1f}"
-            f" ms; here it took {1e3 * summary.step:.1f} ms, {summary.step / summary.ideal_step:.2f} times as long."
+            "Ideal: if forwards and backwards took each stage's median times, and nothing else took time, a mini-batch"
+            f" would take {1e3 * summary.ideal_step:.1f} ms; it took {1e3 * summary.step:.1f} ms,"
+            f" {summary.step / summary.ideal_step:.2f} times as long."
         )
     if len(summary.rows) > 1:
         busiest = max(summary.rows, key=lambda row: row.utilisation).name
         lines.append(
-            f"Balance: the busiest stage, {busiest}, computes {summary.balance:.2f} times the mean of the stages;"
+            f"Balance: the busiest stage, {busiest}, computes {summary.balance:.2f} times as long as the average;"
             f" layers per stage: {', '.join(map(str, summary.layers))}."
         )
     return lines + [f"Note: {note}." for note in summary.notes]

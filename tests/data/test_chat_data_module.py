@@ -133,8 +133,8 @@ def test_what_is_tokenised_is_kept_until_anything_changes(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        pytest.param([1, 2], "line 3 is no conversation", id="no object"),
-        pytest.param({"messages": [{"content": "a"}]}, "line 3 is no conversation", id="no role"),
+        pytest.param([1, 2], "line 3 is not a conversation", id="no object"),
+        pytest.param({"messages": [{"content": "a"}]}, "line 3 is not a conversation", id="no role"),
         pytest.param({"messages": TURNS[:2]}, "line 3: no message has the role 'assistant'", id="no answer"),
     ],
 )

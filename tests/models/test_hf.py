@@ -153,14 +153,14 @@ def edited(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2', and these can be read: 'llama'"),
+        ({"model_type": "gpt2"}, "model_type='gpt2', but only these can be read: 'llama'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures=['LlamaForSequenceClassification']"),
         ({"hidden_act": "gelu", "attention_bias": True}, "'gelu': a GPT of this package supports only 'silu'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e3}}, "rope_type='llama3': a GPT of this package"),
         ({"rope_parameters": "removed", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
         ({"num_hidden_layers": 4}, "lacks: blocks.3.attention_norm.weight"),
-        ({"num_hidden_layers": 2}, "holds what the model has not: model.layers.2."),
+        ({"num_hidden_layers": 2}, "has a tensor that the model lacks: model.layers.2."),
     ],
 )
 def test_what_is_no_gpt_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

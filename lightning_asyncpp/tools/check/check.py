@@ -28,14 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _shape(cli: LightningCLI, own: Namespace) -> dict[str, Any]:
-    """Return the arguments of ``check_model``, from the command line or else from the recipe."""
+    """Return the arguments of ``check_model``: options of the command line, and the recipe's values for the rest."""
     trainer = cli.trainer
     settings = getattr(getattr(trainer.strategy, "session", None), "settings", None)
     replicas = getattr(settings, "data_parallel_size", 1)
     stages = own.stages or max(2, trainer.num_nodes * trainer.num_devices // replicas)
     partition = getattr(settings, "partition", "auto")
     if not isinstance(partition, str) and len(partition) != stages:
-        partition = "auto"  # the recipe's partition has another number of stages
+        partition = "auto"  # the recipe's partition is for another number of stages
     microbatches = own.microbatches or getattr(settings, "microbatches", None)
     given = {"stages": stages, "microbatches": microbatches, "partition": partition, "seed": own.seed}
     of_pipeline = ("delay", "staleness", "slack", "lookahead") if settings is not None else ()

@@ -81,16 +81,15 @@ def check_model(
     three comparisons:
 
     - ``pieces``: a pipeline without delay against the whole model, bit for bit. Cutting the model must change nothing.
-    - ``delayed``: a pipeline with delay against the whole model, whose gradients have the same delay, bit for bit. It
-      is left out if ``pieces`` differs.
+    - ``delayed``: a pipeline with delay against the whole model, whose gradients have the same delay, bit for bit. This
+      comparison is left out if ``pieces`` finds a difference, and with ``delay=0``.
     - ``whole``: losses and gradients of whole batches against those of their microbatches, up to rounding.
 
     Args:
         module: a LightningModule, which is not changed.
         data: a loader, a list of batches, or a LightningDataModule; batches are repeated if there are too few.
         stages: number of stages.
-        microbatches, staleness, slack, lookahead, partition: as for the strategy, except that ``partition="auto"``
-            measures no times and goes by numbers of parameters.
+        microbatches, staleness, slack, lookahead, partition: as for the strategy.
         delay: 1 for ``async_pipeline``, 0 for ``sync_pipeline``.
         updates: number of updates.
         seed: seed of the run.
@@ -165,7 +164,7 @@ class _Check:
         if first_difference(self._plain(1)[0], *self._plain(1, seed=1)):
             return "not compared: the step draws a permutation, or draws random numbers without torch"
         right = (text for text, hook in _possible_hooks(self.batches[0]) if self._apart_from_whole(**hook) is None)
-        return self._placed("whole", apart, next((f"They agree with {r}." for r in right), ""))
+        return self._placed("whole", apart, next((f"With {r}, the results agree." for r in right), ""))
 
     def _apart_from_whole(self, **hooks: Any) -> Difference | None:
         whole, _ = self._plain(1, **hooks)
@@ -205,8 +204,8 @@ class _Check:
 
 
 def _possible_hooks(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (definition, hook) for losses that are sums, or means over labels or masks; the definition is a text."""
-    yield "`loss_reduction = 'sum'`, which divides by the number of samples", {"loss_reduction": "sum"}
+    """Yield (definition as text, hook) for losses that are sums, or means over labels or masks."""
+    yield "`loss_reduction = 'sum'`", {"loss_reduction": "sum"}
     entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
     keys = [k for k, v in entries.items() if isinstance(v, Tensor)] if isinstance(entries, Mapping) else []
     for ignored, key, shift in itertools.product((-100, 0), keys, (0, 1)):  # language models shift labels

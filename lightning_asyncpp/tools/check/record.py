@@ -22,7 +22,7 @@ _SENTENCES = {
     8: "A mean over samples", 9: "Samples first", 11: "Each parameter by itself", 12: "Of its own batch",
     13: "The optimizer changes weights", 14: "One update behind", 15: "After its own update",
 }  # fmt: skip
-# Comparison -> kind of quantity -> sentences that may explain a difference; "" is for the kinds that are not listed.
+# Comparison -> kind of quantity -> numbers of sentences that may explain a difference; "" is any kind not listed.
 _WHY: dict[str, dict[str, tuple[int, ...]]] = {
     "pieces": {"loss": (3, 6, 7), "gradient": (5, 3, 11, 13, 14), "gradient used": (6, 11, 7), "": (11, 13, 6)},
     "delayed": {"gradient used": (12, 14), "weights": (13, 12), "value at the end": (15, 14), "": (14, 4, 12)},
@@ -73,7 +73,7 @@ class CheckReport:
 
     stages: Sequence[Sequence[str]]  # names of each stage's layers
     microbatches: int
-    losses: Sequence[float]  # losses of the first batches
+    losses: Sequence[float]  # losses of the batches, in order
     comparisons: Mapping[str, Difference | str]  # by "pieces", "delayed", "whole"; a text if nothing differs
     accumulated: int = 1  # number of batches per update
 
@@ -138,7 +138,7 @@ class Record(L.Callback):
 
     def __init__(self, callbacks: Sequence[L.Callback] = ()) -> None:
         self.seen: dict[Key, Value] = {}
-        self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # the module's, by update and parameter
+        self.attributes: dict[tuple[int, str], dict[str, Any]] = {}  # the module's, by update and parameter or "batch"
         self._callbacks = callbacks
         self._updates: Counter[str] = Counter()
         self._names: dict[Tensor, str] = {}
@@ -184,7 +184,7 @@ class Record(L.Callback):
                 self._see(update, OPTIONS, f"{name} {option}", value)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Yield name, parameter and group of each parameter in an optimizer; in a pipeline, those of one stage."""
+        """Yield name, parameter and group of each parameter in an optimizer, which in a pipeline is that of a stage."""
         for group in optimizer.param_groups:
             yield from ((self._names.get(p, ""), p, group) for p in group["params"] if p.requires_grad)
 

@@ -73,7 +73,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         module, settings = cast(L.LightningModule, self.lightning_module), self.settings
         self.network = cast(Any, network_in(module))
         problems_of_layers(self.network, module.example_input_array, name_in_steps(module), settings.num_stages)
-        units = pipeline_units(self.network)  # problems_of_layers() has made the network ready for this
+        units = pipeline_units(self.network)  # problems_of_layers() has prepared the network
         materialize(units, range(len(units)), self.seed, torch.device("cpu"))
         super().setup(trainer)
         name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})

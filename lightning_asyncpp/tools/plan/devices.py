@@ -71,12 +71,12 @@ DEVICES = {
 
 
 def device_of(name: str, recipe: Recipe, memory: float | None = None, mfu: float = 0.4) -> Device:
-    """Return the device for a recipe, in nodes as large as the recipe needs.
+    """Return the device for a recipe, with nodes that are large enough for the recipe.
 
     Args:
         name: name of the kind.
         recipe: recipe to run.
-        memory: memory in GiB; default: that of the kind, or of this machine for CPUs.
+        memory: memory in GiB; default: the kind's; for CPUs, a process's share of this machine's memory.
         mfu: share of the peak that is reached, see :class:`Device`.
     """
     kind = DEVICES[name]

@@ -69,7 +69,7 @@ class Estimate:
         self.per_update = self.settings.microbatches * recipe.trainer.accumulate_grad_batches
         with recipe.trainer.precision_plugin.forward_context():
             for module in recipe.model.modules():
-                if isinstance(module, Experts):  # tries a kernel with real values, and remembers the result
+                if isinstance(module, Experts):  # tries a kernel on real values; the result is cached
                     module.use_grouped(torch.device("cpu"))
         self.profiles = self._profiles()
 
@@ -161,7 +161,7 @@ class Estimate:
 
     @cached_property
     def schedules(self) -> dict[str, list[Schedule]]:
-        """Name -> schedules of all stages, for the recipe's schedule and those that it is compared with."""
+        """Name of a schedule -> the schedule of each stage, for the recipe's schedule and the schedules to compare."""
         own = [self._whole.schedule(self.settings, stage) for stage in range(self.settings.num_stages)]
         delayed = [replace(s, pipeline_rule=StalenessRule(1), slack=0) for s in own]
         return {
@@ -214,7 +214,7 @@ class Estimate:
 
 
 def described(units: list[Unit]) -> list[Any]:
-    """Return a description of units; units with equal descriptions need the same memory and time.
+    """Return a description of units (layers); stages with equal descriptions need the same memory and time.
 
     The description consists of the layers as printed, their modes, and the names, shapes and dtypes of their tensors.
     """

@@ -1,8 +1,8 @@
 """Fake tensors (with shape and dtype but no data), a meter of memory and work, and stand-ins for GPU kernels.
 
 A plan is made without a GPU, so operators run as on the CPU. Some operators of language models need a different amount
-of memory on CUDA, and are replaced by stand-ins that need as much as on CUDA: RMSNorm is one kernel, dropout keeps a
-mask of bytes, attention with dropout keeps no matrix of scores, and autocast runs more operators in fp32.
+of memory on CUDA, and are replaced by stand-ins that need as much as on CUDA. There, RMSNorm is one kernel, dropout
+keeps a mask of bytes, attention with dropout keeps no matrix of scores, and autocast runs more operators in fp32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ stands_for_tensors(FakeTensor)
 FAKE = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 """Mode that makes all new tensors fake. There is only one, since fake tensors of two modes cannot be mixed.
 
-An operator must have a rule for the shape of its result; without such a rule an error is raised, and the
-operator does not run on real zeros.
+An operator without a rule for the shape of its result raises an error; by default, torch would run it on real zeros.
 """
 
 
@@ -59,7 +58,7 @@ def drop_memory(module: nn.Module) -> None:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Return the floating-point operations of the scores and the weighted values; a mask saves none."""
+    """Return the floating-point operations of the scores and the weighted values; masked scores count, too."""
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
@@ -86,7 +85,7 @@ class Reading:
     """Memory and work of a part of a run."""
 
     kept: int = 0  # bytes allocated minus bytes freed
-    peak: int = 0  # peak of allocated bytes, above those at the beginning
+    peak: int = 0  # peak of allocated bytes, minus the bytes allocated at the beginning
     moved: int = 0  # bytes that operators read and wrote, without views
     flops: int = 0  # floating-point operations of matrix products and attention
 
@@ -146,7 +145,7 @@ class Meter(TorchDispatchMode):
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of tensors, shared ones counted once."""
+    """Return the bytes of tensors' storages; a shared storage counts once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -154,7 +153,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 @contextmanager
 def kernels_of_gpu() -> Iterator[None]:
     """Replace operators by stand-ins for GPU kernels."""
-    # A mode of torch would not do: it would not apply when the backward recomputes checkpointed activations.
+    # Not by a mode of torch, which would not be active when the backward recomputes checkpointed activations.
     replacements: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in _REPLACEMENTS.items()]
     # On a GPU, optimizers work in larger chunks, and a Triton kernel computes a symmetric product in one operator.
     replacements += [
@@ -169,7 +168,7 @@ def kernels_of_gpu() -> Iterator[None]:
 
 
 def as_on_gpu(optimizer: Optimizer) -> None:
-    """Set the options that optimizers choose on a GPU: many tensors, or many matrices, in one kernel."""
+    """Set the options that are on by default on a GPU: many tensors, or many matrices, in one kernel."""
     for group in optimizer.param_groups:
         undecided = [name for name in ("foreach", "batched") if name in group and group[name] is None]
         group.update(dict.fromkeys(undecided if not group.get("fused") else (), True))
@@ -185,7 +184,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _attention_on_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # The positional arguments begin with mask and dropout.
+    # Without dropout, attention keeps no matrix of scores on the CPU either.
     kwargs = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args)), **kwargs, "dropout_p": 0.0}
     return _sdpa(query, key, value, **kwargs)
 
@@ -209,4 +208,4 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "scaled_dot_product_attention": _attention_on_gpu,
 }
-"""Stand-ins by their names in torch.nn.functional."""
+"""Name of a function in torch.nn.functional -> its stand-in."""

@@ -95,7 +95,7 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
             str(stage["in_flight"]), "yes" if stage["bytes"]["total"] <= plan["room"] else "NO", f"{busy[index]:.0%}",
         ])  # fmt: skip
     room = f"{plan['room'] / GIB:.1f} GiB"
-    return [*columns(rows, left=(1,)), f"memory in {unit}, at the stage's peak; a device has {room} for it"]
+    return [*columns(rows, left=(1,)), f"memory in {unit}, at the stage's peak; a stage may take {room}"]
 
 
 def _speed(plan: Mapping[str, Any]) -> list[str]:
@@ -113,8 +113,8 @@ def _speed(plan: Mapping[str, Any]) -> list[str]:
 
 def _advice(plan: Mapping[str, Any]) -> list[str]:
     text = (
-        "It does not fit. Remedies, the cheapest first: activation_checkpointing of the model (selective, then block);"
-        " more microbatches and lookahead 0 of the strategy; more --devices."
+        "The recipe does not fit. Remedies, the cheapest first: activation_checkpointing of the model (selective, then"
+        " block); more microbatches and lookahead 0 of the strategy; more --devices."
     )
     return [] if plan["fits"] else textwrap.wrap(text, _WIDTH)
 
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress messages about the devices of this machine."""
+    """Suppress warnings and log messages, which would be about the devices of this machine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

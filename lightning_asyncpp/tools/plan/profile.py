@@ -52,7 +52,7 @@ class Profile:
     """Memory and work of one stage for microbatches of one size; memory in bytes."""
 
     num_parameters: int = 0  # number of trained parameters
-    weights: int = 0  # memory of the parameters (with weight_dtype, these are masters)
+    weights: int = 0  # memory of the parameters (fp32 masters with weight_dtype)
     versions: int = 0  # memory of further weight versions
     buffers: int = 0
     gradients: int = 0  # memory of the gradients of one mini-batch, summed over microbatches
@@ -60,7 +60,7 @@ class Profile:
     correction: int = 0  # memory of the state of Error Feedback, or of another correction
     forward: Reading = field(default_factory=Reading)  # of one microbatch; it keeps the activations for the backward
     first_backward: Reading = field(default_factory=Reading)  # the first of a mini-batch, which allocates the gradients
-    backward: Reading = field(default_factory=Reading)  # any further one of the mini-batch
+    backward: Reading = field(default_factory=Reading)  # any later backward of the mini-batch
     update: Reading = field(default_factory=Reading)
     sent: Header | None = None  # header of the messages to the next stage
 
@@ -161,9 +161,9 @@ class Memory:
 def peak_of(schedule: Schedule, profile: Profile, per_update: int, batch: int, replicas: int = 1) -> Memory:
     """Follow the schedule's actions over a few mini-batches and return the peak memory.
 
-    The parts are weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (of all
-    mini-batches without an update yet), activations (of microbatches in flight) and working (the rest, such as logits
-    and the gradients of one microbatch).
+    The parts are weights, versions, buffers, optimizer, correction, batch (the loader's tensors), gradients (of
+    mini-batches whose update is still to come), activations (of microbatches in flight) and working (the rest, such as
+    logits and the gradients of one microbatch).
 
     Args:
         schedule: schedule of the stage.

@@ -70,7 +70,7 @@ def build(config: Mapping[str, Any], devices: int | None = None) -> Recipe:
         devices: number of processes; default: the recipe's.
 
     Raises:
-        ConfigurationError: the strategy is not a pipeline, or the number of devices is unknown.
+        ConfigurationError: the strategy is not a pipeline, the number of devices is unknown, or no cut is possible.
         ValueError: a class refuses its arguments.
     """
     settings = _settings(config["trainer"].get("strategy"))

@@ -152,7 +152,7 @@ def test_what_does_not_fit_ends_with_a_code(capsys: pytest.CaptureFixture[str], 
     assert all(stage["bytes"]["total"] > plan["room"] for stage in plan["stages"])
     with pytest.raises(SystemExit, match="1"):
         main([path, "--memory", "2"])
-    assert "It does not fit. Remedies, the cheapest first: " in capsys.readouterr().out
+    assert "The recipe does not fit. Remedies, the cheapest first: " in capsys.readouterr().out
 
 
 def test_the_slow_link_is_where_nodes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
