@@ -121,12 +121,12 @@ class Mesh:
         if self.world_size == 1 or self.groups is not None:
             return
         destroy_retired()
-        # gloo whatever the device is, since headers, control messages and checks are host data.
+        # gloo whatever the device is, since checks, control messages and sums of shared gradients are host data.
         host = new_group(timeout, backend="gloo")
         agree(host)
         # Each gloo group has a thread that wakes a hundred times a second, so there are few groups. With replicas, an
-        # all-reduce of control messages may still run when another collective starts, so control messages have a group
-        # of their own.
+        # all-reduce of control messages may still run when another collective starts, so control messages then
+        # have a separate group.
         groups = Groups(control=host if self.num_replicas == 1 else new_group(timeout, backend="gloo"), host=host)
         if direct if direct is not None else dist.get_backend() != "gloo":
             self._connect_neighbours(groups, timeout)
