@@ -136,8 +136,8 @@ class WholeModel:
     Attributes:
         counts: number of units on each stage.
         has_parameters: for each unit, whether it has parameters.
-        num_trained: for each stage, number of elements of trained parameters, including shared ones.
-        num_parameters: for each stage, number of elements of all parameters, including shared ones.
+        num_trained: for each stage, number of elements of trained parameters, including shared parameters.
+        num_parameters: for each stage, number of elements of all parameters, including shared parameters.
         names: names of the units, in order.
         ties: parameters that several stages share.
         statistics: layout of the layers' statistics in the control message.

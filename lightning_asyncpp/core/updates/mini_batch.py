@@ -41,8 +41,8 @@ class ControlMessage:
 
     Attributes:
         weight: sum of the microbatches' weights over the mini-batch and the replicas.
-        norm: 2-norm of the mean gradient over all stages, from fp64 sums, rounded to fp32; gradients are clipped by
-            it. If this stage steps ahead of the agreement, it is the norm of the previous mini-batch.
+        norm: norm by which gradients are clipped: the 2-norm of the mean gradient over all stages, from fp64 sums,
+            rounded to fp32. In a step ahead of the agreement, the norm of the previous mini-batch.
         finite: whether all elements of the gradient are finite.
         interrupted: number of ranks that received SIGTERM.
         finished: number of ranks that want training to stop early.
@@ -62,7 +62,7 @@ class StopFlags:
     """Requests to stop, of one rank or of all ranks; control messages carry them.
 
     Attributes:
-        interrupted: whether the process received SIGTERM.
+        interrupted: whether SIGTERM was received.
         finished: whether training should stop early.
     """
 
@@ -128,7 +128,7 @@ class MiniBatch:
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Tensor = field(init=False)  # on the device of the layers
-    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or their reading from a device
+    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or the read of _counts from a device
     _count: tuple[Tensor, dist.Work] | None = None
     _norms: dict[str, Tensor] | None = None
     _reading: Reading | None = None  # norms that are on a device
@@ -151,18 +151,18 @@ class MiniBatch:
         uses: Mapping[str, Sequence[Tensor]],
         count_on: torch.device | None = None,
     ) -> None:
-        """Start the reduction over replicas, or the computation of the control message.
+        """Start the rest of the reduction over replicas; with one replica, start to compute the control message.
 
         Messages are sent by :meth:`poll`, in the order of the mini-batches.
 
-        Without replicas, a stage after the first waits here for later stages' gradients of shared parameters. The wait
+        With one replica, a stage after the first waits here for later stages' gradients of shared parameters. The wait
         is short, since later stages complete their gradients earlier. A later wait could be a deadlock: this stage
         would wait for the previous stage's activations, and the previous stage for this stage's control message.
 
         Args:
             gradients: name -> summed gradient of this stage.
             statistics: statistics of all layers, zero except for this stage's layers, on their device.
-            stop: requests of this rank.
+            stop: stop requests of this rank.
             uses: name of a parameter shared with another stage -> gradients of its uses on this stage, in the order of
                 addition. Empty with replicas, where uses are added before the reduction.
             count_on: device on which the microbatches' weights w_k and the statistics are summed over replicas for
@@ -203,7 +203,7 @@ class MiniBatch:
     def reduce_now(self) -> tuple[float, bool | Tensor, Tensor]:
         """Wait for the reduction over replicas, but not for the agreement of all stages.
 
-        With one replica, the host does not wait for the device either.
+        With one replica, the host does not wait for the device.
 
         Returns:
             Sum of the microbatches' weights w_k over replicas; whether this stage's gradient is finite, as a tensor if
@@ -274,7 +274,7 @@ class MiniBatch:
             transport.send_total(self.index, vector)
 
     def _written(self) -> Tensor:
-        """Return this rank's vector. Only last stages add weights, and only the first replica adds squares."""
+        """Return this rank's vector. Only last stages add the weights w_k, and only the first replica adds squares."""
         mesh, squares = self.mesh, math.fsum(self.squares.values())  # exact, so that the order does not matter
         finite = math.isfinite(squares)
         weight = self.weight if mesh.is_last else 0.0

@@ -4,12 +4,12 @@ Gradients are reduced over replicas in flat buckets. A bucket's all-reduce start
 backward has completed the bucket's gradients, while the rest of that backward runs. When polling finds a reduced
 bucket, its norms are computed. The host reads all norms, and which gradients exist, in one copy.
 
-A parameter shared by several stages has a copy on each of them. Each stage steps its copy with the same gradient, the
-sum over all uses, so that the copies stay bitwise equal. The gradient is summed between the last backward of a
-mini-batch and its update. The last sharing stage, whose gradient is complete first, sends it to the previous sharing
-stage. That stage adds its gradient and sends the sum on. The first sharing stage counts the whole sum in the norm and
-sends it to all sharing stages. So uses are added from the last layer to the first on any number of stages, and no sum
-waits for an earlier stage.
+A parameter shared by several stages has a copy on each of them. Each stage updates its copy with the same gradient,
+the sum over all uses, so that the copies stay bitwise equal. The gradient is summed between the last backward of a
+mini-batch and its update. The last sharing stage, whose gradient is complete first, sends its gradient to the previous
+sharing stage. That stage adds its gradient and sends the sum on. The first sharing stage counts the whole sum in the
+norm and sends the sum to all sharing stages. So on any number of stages, uses are added from the last layer to the
+first, and no sum waits for an earlier stage.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Reduction:
     Attributes:
         gradients: name -> sum over replicas, for buckets processed so far; at the end, None if no replica had a
             gradient.
-        squares: name -> sum of squares of an existing gradient in fp64, once all buckets are processed.
+        squares: name -> sum of squares of the gradient (if it exists) in fp64, once all buckets are processed.
         started: moment at which the first bucket was sent; None before.
         ends: moments at which processed buckets arrived.
         num_bytes: bytes sent.
@@ -176,12 +176,12 @@ class Reduction:
                 hook.remove()
 
     def send_rest(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Send the remaining buckets, those with parameters that had no gradient in the last backward."""
+        """Send the remaining buckets: of ``late`` parameters, and of parameters without a gradient in the last backward."""
         while len(self._sent) < len(self._buckets):
             self._send(gradients)
 
     def poll(self) -> bool:
-        """Process buckets that have arrived, without waiting; return whether all have."""
+        """Process buckets that have arrived, without waiting; return whether all buckets are processed."""
         while self._taken < len(self._sent) and self._sent[self._taken].work.is_completed():
             self._process_next()
         if self._reading is not None and self._reading.is_there():

@@ -219,7 +219,7 @@ class UpdateQueue:
             self._applied.append(self._apply(self.pending.popleft()))
 
     def iter_due(self) -> Iterator[Action]:
-        """Apply the updates that are due after t, the last complete mini-batch: those up to t - delay.
+        """Apply the updates that are due after mini-batch t, the last complete mini-batch: updates up to t - delay.
 
         A stage that runs no microbatch on older weights also steps for t, ahead of the other stages.
 
