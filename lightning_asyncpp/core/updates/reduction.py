@@ -176,7 +176,7 @@ class Reduction:
                 hook.remove()
 
     def send_rest(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Send the remaining buckets: of ``late`` parameters, and of parameters without a gradient in the last backward."""
+        """Send the remaining buckets: late parameters, and parameters without a gradient in the last backward."""
         while len(self._sent) < len(self._buckets):
             self._send(gradients)
 
