@@ -50,8 +50,8 @@ class _Analysis:
         in_blocks = set().union(*self.inside)
         self.around = [name for name, p in model.named_parameters() if id(p) not in in_blocks]
         is_small = sum(p.numel() for p in model.parameters()) <= _SMALL
-        # Frozen parameters, too. In a large model the blocks' matrices get no gradients, since those of biases and
-        # norms suffice to keep the blocks in the autograd graph.
+        # Frozen parameters get gradients, too. In a large model the blocks' matrices get none, since gradients of
+        # biases and norms suffice to keep the blocks in the autograd graph.
         for name, parameter in model.named_parameters():
             wanted = is_small or parameter.ndim < 2 or name in self.around
             parameter.requires_grad_(parameter.is_floating_point() and wanted)
@@ -61,7 +61,7 @@ class _Analysis:
         """Return a cut whose results equal the whole model's; cuts with fewer transfers and weights are tried first."""
         cuts: list[OwnForwardCut] = []
         errors: list[Exception] = []
-        # Outputs of blocks across the cuts suit chains of blocks. In other models, fewer tensors may cross as inputs.
+        # In a chain of blocks, outputs of blocks cross the cuts. In other models, inputs of blocks may be fewer.
         for by_inputs in (False, True):
             try:
                 explored = self._explored(by_inputs)
@@ -106,7 +106,7 @@ class _Analysis:
         return replace(cut, around=tuple(around), crossing=crossing)
 
     def _used(self, gradients: dict[str, Tensor], own: set[int]) -> list[str]:
-        """Return the names of the parameters outside of its block that a unit uses."""
+        """Return the names of the parameters that a unit uses outside of its block."""
         return [name for name, p in self.model.named_parameters() if name in gradients and id(p) not in own]
 
     def _observed(
@@ -144,7 +144,7 @@ class _Analysis:
         return taken, outputs, changed
 
     def _with_rest(self, cut: OwnForwardCut, everywhere: bool) -> OwnForwardCut:
-        """Return the cut with the remaining parameters, whose users are unknown, in the last unit or in all units."""
+        """Return the cut after adding the parameters that no unit is known to use to the last unit or to all units."""
         used = set().union(*cut.around)
         rest = tuple(name for name in self.around if name not in used)
         last = len(cut.around) - 1

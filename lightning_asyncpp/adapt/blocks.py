@@ -123,7 +123,7 @@ def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
 
 
 def _outermost(around: str, module: nn.Module, times: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the outermost submodules that are called once; in place of a very large one, the submodules inside it."""
+    """Yield the outermost submodules that are called once; in place of a very large submodule, the submodules in it."""
     for key, child in module.named_children():
         name = f"{around}.{key}".removeprefix(".")
         if not sizes.get(name, 0) or times.get(name, 0) > 1:

@@ -37,10 +37,10 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Args:
         model: model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``.
         example: arguments of a call in training: a tensor, a tuple of positional arguments, or a dictionary of keyword
-            arguments. Not needed for models of ``transformers`` and ``timm``. Nor for models that begin with an
-            embedding, a linear layer or a convolution, provided that each further argument has the first argument's
-            shape or one number per sample.
-        blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or names of several; default: search for them.
+            arguments. Models of ``transformers`` and ``timm`` need no example. Models that begin with an embedding, a
+            linear layer or a convolution need none if each further argument has the first argument's shape or one
+            number per sample.
+        blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or several such names; default: search for them.
 
     Returns:
         The model.
@@ -117,7 +117,7 @@ def _working_example(model: nn.Module, example: Example | None, device: torch.de
 
 
 def _varied(tensor: Tensor) -> Tensor:
-    """Replace an all-zero tensor by other numbers, since zeros would hide which results depend on it."""
+    """Replace an all-zero floating-point tensor by varied numbers: zeros would hide which results depend on it."""
     if not tensor.is_floating_point() or tensor.any():
         return tensor
     return torch.linspace(-0.9, 0.8, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view(tensor.shape)

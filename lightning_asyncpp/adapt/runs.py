@@ -28,9 +28,9 @@ _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
 
 
 def call_of(example: Any) -> Call:
-    """Return an example as a call: a mapping has keyword arguments, a tuple or list has positional ones.
+    """Return an example as a call: a mapping has keyword arguments, a tuple or list has positional arguments.
 
-    Anything else is the only argument.
+    An example of another type is the only argument.
     """
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -43,7 +43,7 @@ def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
 
 
 def examples_of(model: nn.Module) -> Iterator[Call]:
-    """Yield candidate calls, beginning with those that have the most arguments."""
+    """Yield candidate calls; for models of ``transformers``, calls with more arguments come first."""
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         yield from _of_transformers(model)
         return
@@ -63,7 +63,7 @@ def _num_needed(model: nn.Module) -> int:
 
 def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
     """Yield candidate inputs for the first layer of each kind; tokens first, since submodules may be in any order."""
-    known = getattr(model, "pretrained_cfg", None) or {}  # of timm
+    known = getattr(model, "pretrained_cfg", None) or {}  # configuration in timm
     if "input_size" in known:
         yield torch.randn(_BATCH, *known["input_size"])
     firsts: dict[type, Any] = {}
@@ -113,7 +113,7 @@ class Result(NamedTuple):
     Attributes:
         output: output of the model.
         gradients: for each unit, name of a parameter -> gradient.
-        crossing: for each unit, positions of the inputs that received a gradient.
+        crossing: for each unit, numbers (as in ``OwnForwardCut.crossing``) of received values that got a gradient.
     """
 
     output: Any
@@ -135,7 +135,7 @@ class ModelRuns:
         self._modes = {module: module.training for module in model.modules()}
 
     def train(self, training: bool) -> None:
-        """Set evaluation mode; or the modes that the user set, if the root is in training mode."""
+        """Set evaluation or training mode; for training, restore the user's modes if the root was in training mode."""
         for module, mode in self._modes.items():
             module.training = mode if training and self._modes[self.model] else training
 
@@ -191,9 +191,9 @@ class ModelRuns:
         return Result(value, gradients, [frozenset(), *crossing])
 
     def costs(self, cut: OwnForwardCut) -> list[float]:
-        """Return the number of floating-point operations of every unit."""
+        """Return the number of floating-point operations of every unit, plus 1, so that no cost is 0."""
         totals: list[int] = []
-        with FlopCounterMode(display=False) as counter:  # fails under no_grad if arguments are parameters
+        with FlopCounterMode(display=False) as counter:  # it fails under no_grad if arguments are parameters
             self.forward(cut, lambda _: totals.append(counter.get_total_flops()))
         return [1.0 + after - before for before, after in itertools.pairwise(totals)]
 
@@ -202,7 +202,7 @@ class ModelRuns:
         seed_generators(0, self.device, unit)
 
     def _take_gradients(self) -> dict[str, Tensor]:
-        """Return name -> gradient of the parameters that have one, and reset the gradients."""
+        """Return name -> gradient of the parameters with a gradient, and reset the gradients."""
         found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for parameter in self.model.parameters():
             parameter.grad = None

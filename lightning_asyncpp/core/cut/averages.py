@@ -21,7 +21,7 @@ _UPDATES = ("update_parameters", "update")
 
 
 class Averages:
-    """Averages of a model, in the module around it and in callbacks; create it before the cut.
+    """Averages of a model, in the module around it and in callbacks; create this object before the cut.
 
     Args:
         model: model that will be cut.

@@ -69,7 +69,7 @@ def cut(
 
 
 def whole_before(model: nn.Module, index: int, num_stages: int) -> WholeModel | None:
-    """Return the description of a model that was cut before; None if it is whole.
+    """Return the description of a model that was cut before; None if the model is whole.
 
     Args:
         model: the model.
@@ -105,8 +105,8 @@ def _prune(
     if (model_cut := cut_of(model)) is not None:
         kept |= set(buffers_everywhere(model, model_cut))
     others = [units[position] for position in range(len(units)) if position not in own]
-    # Layers of other stages also lose the parameters that they share with this stage; but not if the model's own
-    # forward runs on every stage (see own_forward.py), since its code may use any module.
+    # Layers of other stages also lose the parameters that they share with this stage, except if the model's own forward
+    # runs on every stage (see own_forward.py): that forward may use any module.
     own_modules = {module for position in own for module in units[position].module.modules()}
     modules = {module for unit in others for module in unit.module.modules()} if model_cut is None else set()
     gone = [t for unit in others for t in _tensors_of(unit) if t not in kept]
@@ -123,7 +123,7 @@ def _tensors_of(unit: Unit) -> list[Tensor]:
 def _sharing_with(units: list[Unit], own: range) -> list[int]:
     """Return the units of other stages that share parameters with this stage.
 
-    They are initialised here, too, so that all stages get the same values.
+    This stage initialises these units, too, so that all stages get the same values.
     """
     held = {id(parameter) for position in own for parameter in units[position].module.parameters()}
     others = (position for position in range(len(units)) if position not in own)
@@ -174,7 +174,7 @@ def materialize(
 
 
 def _replace_meta(module: nn.Module, replaced: dict[Tensor, Tensor], device: torch.device) -> bool:
-    """Allocate the meta tensors of a module, without its children; return whether it had any."""
+    """Allocate the meta tensors of a module, without its children; return whether there were any."""
     found = False
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter.is_meta and parameter not in replaced:

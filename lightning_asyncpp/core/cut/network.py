@@ -95,7 +95,7 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
     if module is None:
         return None
     own: nn.Module | None = vars(module).get(_KEPT_AS)
-    # The first choice is kept, since cutting or freezing may change which child is the only candidate.
+    # An OwnForward is kept, since cutting or freezing may leave one child as the only candidate.
     network = getattr(module, network_name(module) if own is None else USUAL, None)
     if isinstance(network, nn.Module):
         return network
@@ -130,7 +130,7 @@ def no_network(module: nn.Module) -> str:
 
 
 def _is_network(module: nn.Module) -> bool:
-    """Return whether a module has a ``forward`` of the user's, parameters, and methods that call ``self(...)``."""
+    """Return whether a module has parameters, a user's ``forward``, and a method that calls ``self(...)``."""
     return _is_own(type(module).forward) and _has_parameters(module) and _calls_itself(module)
 
 
@@ -151,7 +151,7 @@ def _calls_itself(module: nn.Module) -> bool:
 
 
 def _own_methods(kind: type) -> Iterator[Callable[..., Any]]:
-    """Yield the methods that users wrote, including inherited ones."""
+    """Yield the methods, except ``forward``, that users wrote, including inherited methods."""
     for name in {name for part in kind.__mro__ for name in vars(part)} - {"forward"}:
         method = inspect.getattr_static(kind, name)
         if inspect.isfunction(method) and _is_own(method):
@@ -163,7 +163,7 @@ def _children(module: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str
 
 
 def _own(module: nn.Module) -> list[str]:
-    """Return the names of parameters that the module itself has."""
+    """Return the names of the module's parameters that are not in its children."""
     return [name for name, _ in module.named_parameters(recurse=False)]
 
 

@@ -1,16 +1,16 @@
 """Stage that runs the model's own ``forward``, for models without ``pipeline_layers()``.
 
 Cuts are between the calls of certain layers, the blocks. A unit is a block with the code before or after it; a stage
-has one or more units. Blocks of earlier stages do not run, and the forward ends where the next stage begins. Code
-around blocks runs on every stage that reaches it. It works on values that it computes itself, on received values, or on
-zeros whose results are not used. Besides the arguments of the call, a stage receives one of two kinds of values:
+has one or more units. Blocks of earlier stages do not run, and the forward ends where the next stage begins. The code
+around blocks runs on every stage that reaches it, on values that the code computes itself, on received values, or on
+zeros if the results are not used. Besides the arguments of the call, a stage receives one of two kinds of values:
 
 * Outputs of earlier blocks. Calls of those blocks return the received values. Unit i is block i with the code before
   it; one more unit is the code after the last block. This suits chains of blocks, and forwards with skip connections
   (U-Nets).
 * Inputs of the stage's first block. The received values overwrite the inputs in place, so that later uses of the inputs
-  have the same values. Unit i is block i with the code after it. With ``x = x + block(x)`` only one tensor crosses a
-  cut, instead of the outputs of all blocks. With an encoder and a decoder, the inputs of the decoder's block cross.
+  get these values. Unit i is block i with the code after it. With ``x = x + block(x)`` only one tensor crosses a cut,
+  instead of the outputs of all blocks. Before a block of a decoder, the encoder's output crosses, too.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class OwnForwardCut:
         around: for each unit, names of the parameters and buffers that its code uses besides its block.
         outputs: for each block, the shape of its first floating-point input in the example, and its output with tensors
             on the meta device.
-        crossing: for each unit, the values that cross a cut before it: numbers of the earlier blocks whose outputs
-            cross; with ``by_inputs``, positions among the inputs of the unit's block.
+        crossing: for each unit, the values that cross a cut before the unit: numbers of the earlier blocks whose
+            outputs cross; with ``by_inputs``, positions among the inputs of the unit's block.
         by_inputs: whether inputs of blocks cross cuts instead of outputs.
         blank: positions and names of arguments whose floating-point values only the first stage needs.
         is_exact: whether gradients are added in the same order as in the whole model, because no value is used on
@@ -99,7 +99,7 @@ class OwnForwardCut:
 
 
 class OwnForwardStage:
-    """Run of some units of a model in the model's own forward.
+    """Units of one stage, which run in the model's own forward.
 
     Placeholders, which are zeros with the memory of one element, replace the weights that only other stages have.
 
@@ -126,7 +126,7 @@ class OwnForwardStage:
         self._kinds = [(block, type(block), _steered(cast(Any, type(block)))) for block in blocks]
         self._stand_ins = [] if has_all else list(self._standing_for_others(model, dtype))
         self._sends = cut.crossing[end] if end < cut.num_units else frozenset()
-        # For the running forward: callback for units; received values and values to be sent, by number in cut.crossing.
+        # Of the running forward: callback for units; received values and values to send, by number in cut.crossing.
         self._entered: Entered = lambda unit: None
         self._arrived: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
@@ -134,8 +134,8 @@ class OwnForwardStage:
     def _standing_for_others(self, model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Place, Tensor]]:
         """Yield the places of tensors that only other stages have, with placeholders.
 
-        Code may write to buffers around blocks, such as running means. Their placeholders have memory, with invalid
-        values.
+        Code may write to buffers around blocks, such as running means. So the placeholder of such a buffer has memory
+        for all elements, with invalid values.
         """
         held = [Members(model, self.cut.names_of(unit)) for unit in range(self.cut.num_units)]
         tensors = [{id(tensor) for tensor in (*part.parameters(), *part.buffers())} for part in held]
@@ -203,7 +203,7 @@ class OwnForwardStage:
         )
 
     def _given(self, key: int | str, value: Any) -> Any:
-        """Return an argument for the forward of a later stage."""
+        """Return an argument for the forward of a later stage, with zeros for the values that were not sent."""
         if key not in self.cut.blank:
             return value
         return map_tensors(lambda t: t.new_zeros(()).expand(t.shape[1:]) if t.is_floating_point() else t, value)
@@ -265,7 +265,7 @@ class OwnForwardStage:
     def _behind(self, number: int, output: Any) -> Any:
         """Keep an output that crosses a cut, and end the forward after the last block of this stage.
 
-        The code after the block gets a copy, since it may change the output in place.
+        The code after the block may change the output in place, so it gets a copy.
         """
         if number in self._sends:
             self._made[number] = output

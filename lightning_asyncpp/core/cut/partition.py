@@ -34,7 +34,7 @@ class Partition(NamedTuple):
 
     @property
     def imbalance(self) -> float | None:
-        """Predicted cost of the busiest stage divided by the mean; None if costs are not known."""
+        """Predicted cost of the busiest stage, divided by the stages' mean cost; None if costs are not known."""
         if not self.costs:
             return None
         loads = loads_of(self.costs, self.counts)
@@ -59,8 +59,8 @@ def loads_of(costs: Sequence[float], counts: Sequence[int]) -> list[Fraction]:
 def uniform(has_parameters: Sequence[bool], num_stages: int) -> list[int]:
     """Return each stage's number of units, spreading units with parameters evenly.
 
-    A unit without parameters, such as an activation function, is on the stage of the unit before it. If the units
-    cannot be spread evenly, the first stages have one unit more.
+    A unit without parameters, such as an activation function, is on the stage of the unit before it. If units with
+    parameters cannot be spread evenly, each of the first stages has one more of them.
 
     Args:
         has_parameters: for each unit, whether it has parameters.

@@ -1,8 +1,8 @@
-"""Choice of a partition: by the user's argument, costs from the model, measured costs, or numbers of parameters.
+"""Choice of a partition, the number of units on each stage: by argument, costs, times or numbers of parameters.
 
-To measure costs, the forward and backward of each unit are timed on a microbatch, one unit after the other, on a
-temporary copy of the unit. So a model on the meta device needs the memory of one unit only, and the weights and buffers
-of a real model do not change.
+Units are the layers between which a model is cut. To measure times, a temporary copy of each unit runs forward and
+backward on a microbatch, one unit after the other. So a model on the meta device needs the memory of one unit only, and
+the weights and buffers of a real model do not change.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def example_of(
     device: torch.device,
     through: Callable[..., tuple[tuple, dict[str, Any]]] | None = None,
 ) -> Example | None:
-    """Return the example for measurements; None without an example.
+    """Return the example for measurements; None if ``given`` is None.
 
     Args:
-        given: arguments of a batch: a tensor, a tuple of positional or a dict of keyword arguments, or None.
+        given: arguments of a batch: a tensor, a tuple of positional arguments, a dict of keyword arguments, or None.
         microbatches: number of microbatches of the batch, of which the first is used.
         precision: Lightning's precision plugin.
         device: device on which the layers run.
@@ -132,7 +132,7 @@ def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]
     """Read an example input as Lightning does: a tuple or list of positional arguments, a dict of keyword arguments.
 
     Args:
-        example: arguments of a batch; anything else is a single argument.
+        example: arguments of a batch; an object of another type is a single argument.
         microbatches: number of microbatches of the batch. Tensors with one row per sample are cut to the rows of the
             first microbatch.
 

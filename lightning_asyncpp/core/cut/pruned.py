@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-TABLES = ("_parameters", "_buffers")  # private names in torch's modules, used only here
+TABLES = ("_parameters", "_buffers")  # private attributes of torch's modules
 
 
 class Place(NamedTuple):
@@ -67,7 +67,7 @@ class Pruned:
         self._take_out(root, lambda module, place: module in modules or id(place.tensor) in gone, gone)
 
     def prune_alike(self, root: nn.Module, copy: nn.Module, model: nn.Module) -> None:
-        """Remove the same tensors from a copy of the whole model as were removed from the model.
+        """Remove from a copy of the whole model the tensors that were removed from the model.
 
         Args:
             root: module in whose ``state_dict`` the copy's names are found: the root of the model, or the copy itself.
@@ -98,7 +98,7 @@ class Pruned:
         """
         own = {name: value for name, value in state.items() if name not in self.names}
         missing, unexpected = module.load_state_dict(own, strict=False)
-        # While loading, some modules add entries that older states lack, and these may belong to other stages.
+        # While loading, some modules add entries that older states lack. Such an entry may belong to another stage.
         unexpected = [name for name in unexpected if name not in self.names]
         if strict and (missing or unexpected):
             raise RuntimeError(

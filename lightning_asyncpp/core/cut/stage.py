@@ -1,4 +1,4 @@
-"""Stage of a model, which runs its units on a given set of weights."""
+"""Stage of a model, which runs its units (the layers between which a model is cut) on a given set of weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stage:
         root: module whose names checkpoints have: the model, or the module around it.
         names: every name of a parameter in the root -> its name in ``parameters``.
         counting_layers: name in the model -> layer with statistics.
-        buffers: name in the model -> buffer that these layers change once per update.
+        buffers: name in the model -> buffer that a layer with statistics changes once per update.
         runs_whole_step: whether the only unit is a whole LightningModule, whose step may call anything.
         device: device of the stage.
     """
@@ -110,7 +110,7 @@ class Stage:
         return args[0]
 
     def whole_model(self) -> AbstractContextManager[None]:
-        """Return a context in which placeholders, of one element each, replace other stages' missing tensors."""
+        """Return a context in which placeholders, with the memory of one element, replace other stages' tensors."""
         return self.whole.pruned.shown()
 
     def copies(self) -> list[nn.Parameter]:
@@ -175,7 +175,7 @@ class Stage:
                 self._keep(place, self.buffers[name])
 
     def _keep(self, place: Place, buffer: Tensor) -> None:
-        """Copy a buffer's new value into its version, if a layer has assigned another tensor."""
+        """If a layer has assigned a new tensor to a buffer, copy the value into the buffer, and put the buffer back."""
         if place.table[place.key] is not buffer:
             buffer.data.copy_(place.table[place.key])
             place.table[place.key] = buffer
@@ -243,7 +243,7 @@ class Stage:
                         self._turns[offset].append(_Use(place, name))
 
     def _enter(self, offset: int) -> None:
-        """When a unit begins, put its leaves into the places that do not belong to exactly one unit."""
+        """When a unit begins, put its leaves into the places that are in several units or in none."""
         if self._weights is not None:
             for place, name in self._turns[offset]:
                 if name in self._weights:

@@ -1,6 +1,6 @@
 """Ties: parameters that layers of several stages share, such as the weights of a tied embedding and head.
 
-Each of these stages has a copy of the parameter, and steps it with the same gradient; see
+Each of these stages has a copy of the parameter. All copies are updated with the same gradient; see
 :mod:`lightning_asyncpp.core.updates.reduction`. A checkpoint stores the parameter once.
 """
 
@@ -73,10 +73,10 @@ def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
 
 
 def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
-    """Return the first of the stages linked to a stage by shared parameters; None if the stage shares none.
+    """Return the first stage of a stage's group; None if the stage shares no parameter.
 
-    Stages that share different parameters with a third stage are linked, too. Frozen parameters count, since they may
-    be trained later.
+    Stages are in one group if they share a parameter, or if a chain of shared parameters links them. Frozen parameters
+    count, since they may be trained later.
     """
     together, shared = {stage}, [set(tie.stages) for tie in ties]
     while more := [stages for stages in shared if together & stages and not stages <= together]:

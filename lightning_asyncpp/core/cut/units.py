@@ -20,12 +20,12 @@ _ONLY_CODE = "code without weights"
 
 
 class Unit(NamedTuple):
-    """Smallest part of a model that is always on one stage: a submodule, or several parts that belong together.
+    """Part of a model that no cut divides: a submodule, or several parts that belong together.
 
     Attributes:
         name: name of the submodule in the model, as in ``state_dict``; for several parts, a name for messages.
-        module: the submodule, which is called with the output of the previous unit, or with the arguments of the model.
-            For several parts it is a :class:`Members`.
+        module: the submodule; for several parts, a :class:`Members`. The first unit is called with the model's
+            arguments, every later unit with the output of the unit before it.
         function: (module, arguments) -> output; default: the module is called.
     """
 
@@ -61,10 +61,10 @@ def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def entering_units(model: nn.Module, entered: Callable[[int], object]) -> Iterator[None]:
-    """Make forwards of a whole model call ``entered`` with the number of each unit before it runs."""
+    """Make forwards of a whole model call ``entered`` with each unit's number before the unit runs."""
     hooks: list[Any] = []
 
-    def enter(number: int) -> None:  # returns None: a hook's result would replace an output
+    def enter(number: int) -> None:  # returns None: a hook's result would replace inputs or outputs
         entered(number)
 
     if (own := cut_of(model)) is not None:
@@ -100,7 +100,7 @@ def pipeline_units(model: nn.Module) -> list[Unit]:
     calls the submodule.
 
     Raises:
-        ConfigurationError: the model is neither, or its layers are not distinct submodules of the model.
+        ConfigurationError: the model has no such layers, or they are not distinct submodules of the model.
     """
     if (own := cut_of(model)) is not None:
         held = [own.names_of(number) for number in range(own.num_units)]
@@ -123,11 +123,11 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
     pairs = [layer if isinstance(layer, tuple) and len(layer) == 2 else (layer, None) for layer in layers()]
     problems = []
     if not pairs:
-        problems.append("it is empty")
+        problems.append("the list is empty")
     if any(not isinstance(module, nn.Module) or not name_of.get(id(module)) for module, _ in pairs):
-        problems.append("it holds something that is not a submodule of the model")
+        problems.append("the list holds something that is not a submodule of the model")
     if len({id(module) for module, _ in pairs}) != len(pairs):
-        problems.append("it holds a layer twice")
+        problems.append("the list holds a layer twice")
     if any(not (function is None or callable(function)) for _, function in pairs):
         problems.append("the second entry of a pair is not a function")
     if problems:
@@ -139,7 +139,7 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
 
 
 def _name_of(around: Sequence[str], block: str) -> str:
-    """Return a unit's name for messages: modules outside of the block whose tensors the unit uses, then the block."""
+    """Return a unit's name for messages: the modules around its block that have tensors of the unit, then the block."""
     holders = list(dict.fromkeys(name.rpartition(".")[0] or name for name in around))
     more = [f"{len(holders) - 2} more"] if len(holders) > 2 else []
     return " + ".join([*holders[:2], *more, *filter(None, [block])]) or _ONLY_CODE
@@ -242,7 +242,7 @@ def meta_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 
 def collective_problems(units: Sequence[Unit]) -> list[str]:
-    """Report layers whose collectives would wait for ranks that do not have them; return at most one problem."""
+    """Report layers with collectives over all ranks, as some ranks lack the layer; return at most one problem."""
     synchronised = [
         unit.path(name)
         for unit in units

@@ -1,7 +1,7 @@
 """Description of the whole model; every stage creates it before the cut.
 
-The description includes the position of each layer's statistics in the control message (the numbers that all ranks sum
-before an update), and the reduction of the layers' metrics.
+Some layers count statistics (:class:`.StatisticsLayer`). The description has the positions of the counts in the control
+message (the numbers that all ranks sum before an update).
 """
 
 from __future__ import annotations
@@ -136,14 +136,13 @@ class WholeModel:
     Attributes:
         counts: number of units on each stage.
         has_parameters: for each unit, whether it has parameters.
-        num_trained: for each stage, number of elements of trained parameters, including shared ones.
-        num_parameters: for each stage, number of elements of all parameters, including shared ones.
+        num_trained: for each stage, number of elements of trained parameters, including shared parameters.
+        num_parameters: for each stage, number of elements of all parameters, including shared parameters.
         names: names of the units, in order.
         ties: parameters that several stages share.
         statistics: layout of the layers' statistics in the control message.
         shared_names: name of a parameter of several layers -> all of its names.
-        same: for each parameter with several names in the root module, all of its names. A checkpoint must have equal
-            values for them.
+        same: for each parameter that has several names in checkpoints, all of these names; their values must be equal.
         pruned: tensors of other stages, which this process does not have.
     """
 
@@ -198,7 +197,7 @@ class WholeModel:
 
 
 def whole_of(model: nn.Module | None) -> WholeModel | None:
-    """Return the description of a model that was cut; None if it is whole."""
+    """Return the description of a model that was cut; None if the model is whole."""
     return None if model is None else vars(called_by_steps(model)).get(CUT)
 
 

@@ -18,7 +18,7 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 
 T = TypeVar("T")
 MOST_EXCHANGING = 16
-"""Up to this number of ranks, every rank sends its control message (:class:`.ControlMessage`) to all others."""
+"""Up to this number of ranks, every rank sends its control message (:class:`.ControlMessage`) to all other ranks."""
 _FINISHED = "finished"
 _MOST = 8  # differences that an error names
 _CONTROL_TAG = 4
@@ -99,12 +99,12 @@ def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
 
 
 def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank has an error, raise an error on every rank.
+    """If any rank has an error, raise an error on every rank: the first of the following that applies.
 
     Raises:
-        ConfigurationError: on every rank, if any rank has one; its text has each distinct message once.
-        OtherStageFailedError: on ranks without an error, with the messages of the failed ranks.
-        Exception: this rank's error.
+        Exception: this rank's error, if it is no ConfigurationError.
+        ConfigurationError: any rank has a ConfigurationError; the text has each distinct message once.
+        OtherStageFailedError: this rank has no error; the text has the messages of the failed ranks.
     """
     config = isinstance(error, ConfigurationError)
     text = "" if error is None else f"{'C' if config else 'E'}{error if config else f'{type(error).__name__}: {error}'}"
@@ -257,10 +257,10 @@ class StopRounds:
 class ControlExchange:
     """Sum of a mini-batch's control messages over all ranks; used with several replicas or on GPUs.
 
-    Every rank sends its message to all others; if there are many ranks, they use an all-reduce instead. Replicas finish
-    in any order, so their messages cannot follow the gradients along the pipeline, as they do with one replica on CPUs.
-    On GPUs hosts run far ahead, and messages along the pipeline would make each host wait for the GPUs of all later
-    stages.
+    A control message has the numbers that all ranks sum before an update. Every rank sends its message to all other
+    ranks; if there are many ranks, they use an all-reduce. With one replica on CPUs, messages follow the gradients
+    along the pipeline instead. With replicas they cannot, since replicas finish in any order. On GPUs, hosts run far
+    ahead of the devices, and such messages would make each host wait for the GPUs of all later stages.
 
     Args:
         mesh: connected mesh of ranks.
@@ -276,7 +276,7 @@ class ControlExchange:
         shares_group = mesh.groups.control is mesh.groups.host
         self._pairwise = mesh.world_size <= MOST_EXCHANGING or shares_group
         self._works: list[dist.Work] = []
-        # Shape (ranks, length).
+        # One row per rank, or a single row for the all-reduce.
         rows = mesh.world_size if self._pairwise else 1
         self._messages = torch.zeros((rows, length), dtype=torch.float64, device="cpu")
         if self._pairwise:

@@ -121,12 +121,11 @@ class Mesh:
         if self.world_size == 1 or self.groups is not None:
             return
         destroy_retired()
-        # gloo whatever the device is, since headers, control messages and checks are host data.
+        # gloo whatever the device is, since checks, control messages and sums of shared gradients are host data.
         host = new_group(timeout, backend="gloo")
         agree(host)
-        # Each gloo group has a thread that wakes a hundred times a second, so there are few groups. With replicas, an
-        # all-reduce of control messages may still run when another collective starts, so control messages have a group
-        # of their own.
+        # Each gloo group has a thread that wakes a hundred times a second, so there are few groups. With replicas,
+        # control messages have a separate group, as their all-reduce may still run when another collective starts.
         groups = Groups(control=host if self.num_replicas == 1 else new_group(timeout, backend="gloo"), host=host)
         if direct if direct is not None else dist.get_backend() != "gloo":
             self._connect_neighbours(groups, timeout)
@@ -217,8 +216,8 @@ def destroy_retired(grace: float = GRACE_SECONDS) -> None:
     """Destroy unused groups, since torch would keep the groups and their threads.
 
     Args:
-        grace: seconds that must have passed since their last use on this rank. Slower ranks may still read messages,
-            which could be lost if connections were closed earlier.
+        grace: seconds that must have passed since the groups' last use on this rank. Slower ranks may still read
+            messages, which could be lost if connections were closed earlier.
     """
     while _retired and time.monotonic() - _retired[0][0] >= grace:
         for group in _retired.pop(0)[1]:

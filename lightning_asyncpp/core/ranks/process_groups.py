@@ -1,7 +1,7 @@
 """Process groups: their creation, and messages of host data.
 
 With NCCL, creating a group splits the communicator of all ranks, and all ranks must take part. One split creates
-several disjoint groups. NCCL refuses several stages on one GPU.
+several disjoint groups. NCCL refuses several ranks on one GPU.
 
 With gloo, ``is_completed()`` of ``isend`` and ``irecv`` stays false until ``wait()`` is called. Polling would never see
 that a message has arrived or was sent. Therefore a thread waits for each message.
@@ -109,7 +109,7 @@ def unbind_default_group() -> None:
 
 
 class HostWork:
-    """Send or receive of host data, with the interface of ``Work`` and a thread that waits for it.
+    """Send or receive of host data, with the interface of torch's ``Work``; a thread waits for the message.
 
     Args:
         work: gloo's work, for which nothing else waits; or a function, called in the thread, that starts the work.

@@ -3,10 +3,10 @@
 A control message has the numbers of a mini-batch that all ranks sum before they update (:class:`ControlMessage`).
 
 Gradients become complete stage by stage, from the last to the first. An all-reduce of control messages would start only
-when the first stage is ready, and then take further rounds. So with one replica, each stage sends its control message
-to the previous stage, behind its last gradient, and stages sum the messages on the way. When the first stage is ready,
-the sum of all later stages has arrived. The first stage sends the total to the other stages in front of the activations
-that need the total, so the number of messages per stage does not grow with the pipeline.
+when the first stage is ready, and then take further rounds. So with one replica on CPUs, each stage adds its control
+message to the sum over all later stages, and sends the new sum to the previous stage, behind its last gradient. When
+the first stage is ready, the sum of all later stages has arrived. The first stage sends the total to the next stage,
+which passes it on. So each stage's number of messages does not grow with the number of stages.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ControlMessage:
 
     Attributes:
         weight: sum of the microbatches' weights over the mini-batch and the replicas.
-        norm: 2-norm of the mean gradient over all stages, from fp64 sums, rounded to fp32; gradients are clipped by
-            it. If this stage steps ahead of the agreement, it is the norm of the previous mini-batch.
+        norm: norm by which gradients are clipped: the 2-norm of the mean gradient over all stages, from fp64 sums,
+            rounded to fp32. In a step ahead of the agreement, the norm of the previous mini-batch.
         finite: whether all elements of the gradient are finite.
         interrupted: number of ranks that received SIGTERM.
         finished: number of ranks that want training to stop early.
@@ -59,10 +59,10 @@ class ControlMessage:
 
 @dataclass
 class StopFlags:
-    """Requests of this rank to all ranks, carried by the next control message.
+    """Requests to stop, of one rank or of all ranks; control messages carry them.
 
     Attributes:
-        interrupted: whether the process received SIGTERM.
+        interrupted: whether SIGTERM was received.
         finished: whether training should stop early.
     """
 
@@ -72,35 +72,38 @@ class StopFlags:
 
 @dataclass(eq=False)
 class MiniBatch:
-    """Microbatches that share one update.
+    """Microbatches that share one update, in one of these states; fields that are not set yet have their defaults.
 
-    Batches are added until :meth:`complete`. After the last backward, :meth:`launch` starts the reduction of the
-    gradient and the control message. Before :meth:`wait` only two short waits can block: with one replica on CPUs,
-    :meth:`poll` waits for the next stage's control message, which follows that stage's last gradient, and
-    :meth:`launch` waits for later stages' gradients of shared parameters.
-
-    The control message is an fp64 vector that is summed over all ranks: five numbers, then the layers' statistics.
+    ========  ================================================  ===================================================
+    state     begins with                                       sets
+    ========  ================================================  ===================================================
+    open      ``UpdateQueue.begin``                             index, first; microbatches add to weight, counted
+    complete  ``UpdateQueue.complete``, after the last forward  end, length, hyper_parameters, note, exchange, tied
+    launched  :meth:`launch`, after the last backward           launched, gradients, gradient_ready
+    sent      :meth:`poll`, :meth:`reduce_now` or :meth:`wait`  squares, message
+    stepped   a step ahead of the agreement, if any             stepped; clears gradients (perhaps before ``sent``)
+    agreed    :meth:`wait`, then the update unless ``stepped``  gradients of shared parameters, summed over stages
+    ========  ================================================  ===================================================
 
     Attributes:
         mesh: mesh of ranks.
         index: index t of the mini-batch.
         first: first microbatch.
         transport: transport to the neighbours; None with a single stage.
-        end: one past the last microbatch; None before :meth:`complete`.
-        weight: sum of the microbatches' weights so far.
+        end: one past the last microbatch.
+        weight: sum of the microbatches' weights w_k.
         counted: statistics of this stage's layers.
-        hyper_parameters: hyper-parameters of the optimizer's groups for the update; set after :meth:`complete`.
+        hyper_parameters: hyper-parameters of the optimizer's groups for the update.
         note: value that the strategy receives with the update.
-        length: length of the control message; set by :meth:`complete`.
+        length: length of the control message: five numbers, and the statistics of all layers.
         exchange: exchange of control messages; None if they are summed along the pipeline.
         tied: gradients of parameters shared with other stages; None without such parameters.
-        reduction: reduction of the gradient over replicas; None before it begins, and with one replica.
-        launched: whether :meth:`launch` was called.
+        reduction: reduction of the gradient over replicas, from the last backward on; None with one replica.
         gradients: name -> summed gradient of this stage, later the sum over replicas.
         stepped: whether this stage has applied the update before all stages agreed on it.
         squares: name -> squared norm of a gradient that this stage counts, once the host knows it.
         gradient_ready: moment at which the gradient was complete; None without a trace.
-        message: this rank's control message, once it was sent.
+        message: this rank's control message, (length,) fp64.
     """
 
     mesh: Mesh
@@ -125,7 +128,7 @@ class MiniBatch:
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     _counts: Tensor = field(init=False)  # on the device of the layers
-    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or their reading from a device
+    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or the read of _counts from a device
     _count: tuple[Tensor, dist.Work] | None = None
     _norms: dict[str, Tensor] | None = None
     _reading: Reading | None = None  # norms that are on a device
@@ -148,20 +151,20 @@ class MiniBatch:
         uses: Mapping[str, Sequence[Tensor]],
         count_on: torch.device | None = None,
     ) -> None:
-        """Start the reduction over replicas, or the computation of the control message.
+        """Start the rest of the reduction over replicas; with one replica, start to compute the control message.
 
         Messages are sent by :meth:`poll`, in the order of the mini-batches.
 
-        A stage in the middle of the pipeline waits here for the shared gradients of later stages. They were complete
-        before its gradients. A later wait could be a deadlock: the previous stage would wait for this stage's control
-        message, and this stage for the previous stage's activations.
+        With one replica, a stage after the first waits here for later stages' gradients of shared parameters. The wait
+        is short, since later stages complete their gradients earlier. A later wait could be a deadlock: this stage
+        would wait for the previous stage's activations, and the previous stage for this stage's control message.
 
         Args:
             gradients: name -> summed gradient of this stage.
             statistics: statistics of all layers, zero except for this stage's layers, on their device.
-            stop: requests of this rank.
+            stop: stop requests of this rank.
             uses: name of a parameter shared with another stage -> gradients of its uses on this stage, in the order of
-                addition. Empty with replicas, where each stage adds them before the reduction.
+                addition. Empty with replicas, where uses are added before the reduction.
             count_on: device on which the microbatches' weights w_k and the statistics are summed over replicas for
                 :meth:`reduce_now`; None if they are not summed.
         """
@@ -177,10 +180,9 @@ class MiniBatch:
             self._begin_count(statistics, count_on)
 
     def poll(self) -> bool:
-        """Process what has arrived, and send the control message if it is complete.
+        """Process what has arrived, send the control message if it is complete, and return whether it has been sent.
 
-        Returns:
-            Whether the control message has been sent.
+        With one replica on CPUs, this waits for the next stage's message, which follows that stage's last gradient.
         """
         if self.message is not None:
             return True
@@ -199,9 +201,9 @@ class MiniBatch:
         return self.message is not None
 
     def reduce_now(self) -> tuple[float, bool | Tensor, Tensor]:
-        """Wait for this stage's other replicas, but not for other stages.
+        """Wait for the reduction over replicas, but not for the agreement of all stages.
 
-        With one replica, the host does not wait for the device either.
+        With one replica, the host does not wait for the device.
 
         Returns:
             Sum of the microbatches' weights w_k over replicas; whether this stage's gradient is finite, as a tensor if
@@ -272,7 +274,7 @@ class MiniBatch:
             transport.send_total(self.index, vector)
 
     def _written(self) -> Tensor:
-        """Return this rank's vector. Only last stages add weights, and only the first replica adds squares."""
+        """Return this rank's vector. Only last stages add the weights w_k, and only the first replica adds squares."""
         mesh, squares = self.mesh, math.fsum(self.squares.values())  # exact, so that the order does not matter
         finite = math.isfinite(squares)
         weight = self.weight if mesh.is_last else 0.0
@@ -298,7 +300,7 @@ class MiniBatch:
         self._count = total, work
 
     def _begin_message(self) -> dict[str, Tensor]:
-        """Wait for the reduction, start to compute the norms unless that is done, and return them by name."""
+        """Wait for the reduction, start to compute the norms if this is not done yet, and return the norms by name."""
         if self._norms is None:
             if self.reduction is not None:
                 self.reduction.wait()
@@ -314,7 +316,7 @@ class MiniBatch:
         return bool(finite) if finite.is_cpu else finite
 
     def _read_norms(self) -> None:
-        """Start to compute and read the gradient norms that the reduction does not provide."""
+        """Pass shared gradients on; start to compute and read the norms that the reduction does not provide."""
         gradients = self.gradients
         if self.tied is not None:
             self.tied.pass_on(gradients, self._uses)
@@ -340,7 +342,7 @@ class Update:
         mini_batch: index t of the gradient's mini-batch; the update makes W_{t+1}.
         hyper_parameters: hyper-parameters of the optimizer's groups for mini-batch t.
         note: value that the strategy gave for mini-batch t.
-        message: control message summed over all ranks; if the stage steps ahead, only this stage's values.
+        message: control message summed over all ranks; in a step ahead of the agreement, only this stage's values.
         weights_before: during the step, parameter -> its weights W_t before the update, which the older version keeps;
             None with room for only one version, or with masters.
         staleness: mean age phi of this stage's gradient, in updates.

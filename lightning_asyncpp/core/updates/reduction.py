@@ -1,15 +1,15 @@
 """Sums of a mini-batch's gradients in the background: over replicas, and over stages that share a parameter.
 
 Gradients are reduced over replicas in flat buckets. A bucket's all-reduce starts as soon as the mini-batch's last
-backward has completed its gradients, while the rest of that backward runs. When polling finds a reduced bucket, its
-norms are computed. The host reads all norms, and which gradients exist, in one copy.
+backward has completed the bucket's gradients, while the rest of that backward runs. When polling finds a reduced
+bucket, its norms are computed. The host reads all norms, and which gradients exist, in one copy.
 
-A parameter shared by several stages has a copy on each of them. Each stage steps its copy with the same gradient, the
-sum over all uses, so that the copies stay bitwise equal. The gradient is summed between the last backward of a
-mini-batch and its update. The last sharing stage, whose gradient is complete first, sends it to the previous sharing
-stage. That stage adds its gradient and sends the sum on. The first sharing stage counts the whole sum in the norm and
-sends it to all sharing stages. So uses are added from the last layer to the first on any number of stages, and no sum
-waits for an earlier stage.
+A parameter shared by several stages has a copy on each of them. Each stage updates its copy with the same gradient,
+the sum over all uses, so that the copies stay bitwise equal. The gradient is summed between the last backward of a
+mini-batch and its update. The last sharing stage, whose gradient is complete first, sends its gradient to the previous
+sharing stage. That stage adds its gradient and sends the sum on. The first sharing stage counts the whole sum in the
+norm and sends the sum to all sharing stages. So on any number of stages, uses are added from the last layer to the
+first, and no sum waits for an earlier stage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUCKET_BYTES = 16 * 2**20
 GPU_BUCKET_BYTES = 64 * 2**20
 """Larger than on CPUs, since each NCCL all-reduce is a kernel that takes a part of the GPU from the backward."""
 _TAG = 5
-_MOST_TAGS = 16  # distance between two tags here; apart from _TAG, tags below this are for other messages
+_MOST_TAGS = 16  # distance between tags here: of the tags below 16, only _TAG is used here
 _MOST_MINI_BATCHES = 8  # more than are in flight at the same time
 _ALIGNMENT = 64
 """Alignment of tensors that torch allocates, in bytes. Rounding of matrix products depends on the alignment of their
@@ -118,16 +118,16 @@ class Reduction:
     """Reduction of one mini-batch's gradient over replicas.
 
     Args:
-        buckets: buckets of this stage's gradients; all replicas have the same ones, and reduce them in this order.
+        buckets: buckets of this stage's gradients, the same on all replicas, which reduce them in this order.
         group: ranks of this stage in all replicas.
         late: names of parameters whose gradients are complete only after a whole backward.
-        apart: names that are left out of ``squares``.
+        apart: names of parameters that are left out of ``squares``.
         clock: clock of a trace.
 
     Attributes:
         gradients: name -> sum over replicas, for buckets processed so far; at the end, None if no replica had a
             gradient.
-        squares: name -> sum of squares of an existing gradient in fp64, once all buckets are processed.
+        squares: name -> sum of squares of the gradient (if it exists) in fp64, once all buckets are processed.
         started: moment at which the first bucket was sent; None before.
         ends: moments at which processed buckets arrived.
         num_bytes: bytes sent.
@@ -176,12 +176,12 @@ class Reduction:
                 hook.remove()
 
     def send_rest(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Send the remaining buckets, those with parameters that had no gradient in the last backward."""
+        """Send the remaining buckets: late parameters, and parameters without a gradient in the last backward."""
         while len(self._sent) < len(self._buckets):
             self._send(gradients)
 
     def poll(self) -> bool:
-        """Process buckets that have arrived, without waiting; return whether all have."""
+        """Process buckets that have arrived, without waiting; return whether all buckets are processed."""
         while self._taken < len(self._sent) and self._sent[self._taken].work.is_completed():
             self._process_next()
         if self._reading is not None and self._reading.is_there():
@@ -314,7 +314,7 @@ class TiedGradients:
         return self.have_arrived() and all(whole is None or whole.work.is_completed() for whole in self._whole)
 
     def pass_on(self, gradients: Gradients, uses: Mapping[str, Sequence[Tensor]]) -> None:
-        """Wait for the sums of later stages, add this stage's gradients, and send the sums on; only once.
+        """Wait for later stages' sums, add this stage's gradients, and send the sums on; later calls do nothing.
 
         Args:
             gradients: name -> gradient; if this stage is the first that shares the parameter (and counts it in the
@@ -335,7 +335,7 @@ class TiedGradients:
             self._send(number, bucket.pack({name: total}), tie.stages[1:] if before is None else (before,))
 
     def take_whole_sums(self, gradients: Gradients) -> None:
-        """Wait for the sums over all stages that the first sharing stages send, and replace this stage's gradients.
+        """Wait for the sums over all stages, from the first sharing stages, and replace this stage's gradients by them.
 
         Args:
             gradients: name -> gradient, changed in place.

@@ -59,7 +59,7 @@ class UpdateQueue:
         last_norm: norm of the newest finite gradient that all ranks have agreed on; None before the first.
         requested: stop requests of this rank.
         agreed: stop requests of any rank, once all ranks know them.
-        apply: function that steps the optimizer while the parameters have gradients.
+        apply: function that steps the optimizer; it is called while the parameters have gradients.
         reduces: whether gradients are reduced over replicas.
         busy: whether :meth:`poll` may have work.
     """
@@ -165,7 +165,7 @@ class UpdateQueue:
         self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context for the backward of microbatch ``k``; the last one of a mini-batch starts the reduction.
+        """Return a context for the backward of microbatch ``k``; a mini-batch's last backward starts the reduction.
 
         Args:
             k: number of the microbatch.
@@ -180,8 +180,8 @@ class UpdateQueue:
     def poll(self, next_backward: int | None = None) -> None:
         """Launch mini-batches whose backwards are all done, and process messages that have arrived.
 
-        Only the two short waits of :class:`MiniBatch` can block: for the next stage's control message, and for later
-        stages' gradients of shared parameters.
+        Only two short waits can block: in :meth:`MiniBatch.poll` for the next stage's control message, and in
+        :meth:`MiniBatch.launch` for later stages' gradients of shared parameters.
 
         Control messages and shared gradients are sent in the order of the mini-batches, since receivers identify them
         by their order.
@@ -206,7 +206,7 @@ class UpdateQueue:
         self.busy = not in_order or bool(self._dropped or self._sending)
 
     def apply_held(self) -> None:
-        """Apply the previous mini-batch's update; call this when the open mini-batch no longer needs older weights.
+        """Apply the previous mini-batch's update, before the open mini-batch's first forward on the newer weights.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``. Not raised here if the stage
@@ -219,9 +219,9 @@ class UpdateQueue:
             self._applied.append(self._apply(self.pending.popleft()))
 
     def iter_due(self) -> Iterator[Action]:
-        """Apply the updates that are due after t, the last complete mini-batch: those up to t - delay.
+        """Apply the updates that are due after mini-batch t, the last complete mini-batch: updates up to t - delay.
 
-        A stage that holds back no microbatch already steps for t itself, ahead of the other stages.
+        A stage that runs no microbatch on older weights also steps for t, ahead of the other stages.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``; raised on every rank.
@@ -283,11 +283,11 @@ class UpdateQueue:
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before other stages' gradients are known, clipped by the norm of the previous mini-batch.
 
-        The first mini-batch has no delay, so a previous norm exists afterwards. If no mini-batch had samples yet, 0
-        stands for it, which clips nothing.
+        The first mini-batch is not delayed, so every later mini-batch has a previous norm. If no mini-batch had samples
+        so far, the norm is 0, which clips nothing.
 
-        This waits for replicas and for shared gradients. A gradient that is not finite is not applied; if only the
-        device knows this so far, zeros replace it. The control message stops all ranks later.
+        This waits for replicas and for gradients of shared parameters. A gradient that is not finite is not applied. If
+        only the device knows this so far, zeros replace the gradient. All ranks stop once the control message arrives.
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
@@ -325,7 +325,7 @@ class UpdateQueue:
         return self._step(mini_batch, message, message.finite and message.weight > 0)
 
     def _step(self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool) -> Update:
-        """Add the weight version of an update, and step the optimizer if the gradient is finite and has weight."""
+        """Add an update's weight version; if the gradient is finite and the sum of w_k is not 0, step the optimizer."""
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
         args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message
         update = Update(*args, self.weights.advance(), rule.staleness_of(mini_batch.index, count))
@@ -336,7 +336,7 @@ class UpdateQueue:
     def _step_with(self, gradients: Gradients, update: Update) -> None:
         """Step the optimizer while the parameters have the mean gradient.
 
-        Random numbers of the step and its hooks depend only on the stage and the update, not on when it is applied.
+        Random numbers of the step and its hooks depend only on the stage and the update, not on the time of the step.
         """
         if there := [gradient for gradient in gradients.values() if gradient is not None]:
             foreach.divide_(there, update.message.weight)

@@ -67,7 +67,7 @@ def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | N
 
 
 def use_loopback() -> None:
-    """Restrict connections to loopback unless the user named an interface; call it before the first process group."""
+    """Restrict connections to loopback unless the user named an interface; call this before the first process group."""
     if not os.environ.get(INTERFACE_VARIABLE) and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ[INTERFACE_VARIABLE] = "lo"
         # "=" means an exact match: without it, NCCL takes the name as a prefix.
@@ -98,7 +98,7 @@ class Listener:
             seconds: longest wait, in seconds.
 
         Raises:
-            PeerLostError: no caller had the token.
+            PeerLostError: no caller sent the token in time.
         """
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -136,7 +136,7 @@ def call(offer: str, who: str) -> socket.socket:
 
 
 def network_address() -> str:
-    """Return the address of the named interface, or else of the host name; gloo makes the same choice."""
+    """Return the address of the interface in ``GLOO_SOCKET_IFNAME``, else of the host name, as gloo does."""
     if address := _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]):
         return address
     with suppress(OSError):

@@ -5,7 +5,7 @@ runs. A wait for a whole device (``torch.cuda.synchronize()``, ``empty_cache()``
 of a profile) waits for such a kernel, too, and so does work in the same hardware queue. Two hosts deadlock if both wait
 like this while each still has to launch the counterpart of a kernel on the other device. Hence the rule: **neither
 kernel is launched before both hosts are about to launch theirs**, and between the two launches nothing may wait for a
-device, not even for memory. Each tensor of a microbatch is a message of its own.
+device, not even for memory. Each tensor of a microbatch is a separate message.
 
     sender                                receiver
         put() ................................  take(): allocates memory, asks, and waits only for the answer
@@ -145,7 +145,7 @@ class Outbox:
                 self._waiting.append(put)
 
     def wait_until_taken(self, limit: int = 0) -> None:
-        """Wait until the neighbour has taken all but ``limit`` messages; raises the same errors as :meth:`put`."""
+        """Wait until at most ``limit`` calls of :meth:`put` have untaken tensors; raises the errors of :meth:`put`."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or len(self._waiting) <= limit)
             self._raise_error()
@@ -190,8 +190,8 @@ class Outbox:
             self._sends.append((work, put.tensors.popleft()))
             if not put.tensors:
                 self._waiting.popleft()
-            # This thread must not free the tensors; put() does. Freeing them here, this thread would wait for the
-            # allocator's lock while holding the GIL, and the thread that holds the lock may itself be waiting for this
+            # This thread must not free the tensors; put() does. To free a tensor, this thread would wait for the
+            # allocator's lock while it holds the GIL, and the thread that holds the lock may be waiting for this
             # thread's next answer.
             del work, put
             self._changed.notify_all()
@@ -212,7 +212,7 @@ class Inbox:
 
     Args:
         way: direction from the neighbour.
-        link: link to its outbox.
+        link: link to the neighbour's outbox.
     """
 
     def __init__(self, way: Way, link: Link) -> None:
@@ -231,13 +231,13 @@ class Inbox:
         # Memory is allocated before the neighbour launches the send: two hosts would deadlock if each had a send in
         # flight and, in order to get memory, waited for its device.
         tensors = self._way.allocate(infos)
-        # One tensor at a time: a second send queued behind the first could not start. Until the first receive is
-        # launched, the second send would block everything else in its hardware queue, perhaps on both sides.
+        # One tensor at a time. A second send could not start before the first receive is launched; until then it would
+        # block all other work in its hardware queue, perhaps on both sides.
         for info, tensor in zip(infos, tensors):
             self._link.write(_TAKE, self._taken, [])
             frame = self._link.read_frame()
             if frame != (_SENT, self._taken, 0):
-                raise ProtocolError(f"{self._link.peer} did not send the tensor asked for by this rank: {tuple(frame)}")
+                raise ProtocolError(f"{self._link.peer} did not send the tensor this rank asked for: {tuple(frame)}")
             self._taken += 1
             self._way.receive(info, tensor)
         return tensors
@@ -353,5 +353,5 @@ class DeviceTensors:
             peer = stage + 1 if begins else stage - 1
             if (received := heard.item()) != peer:
                 raise ProtocolError(
-                    f"{self.mesh.name_of(peer)} sent {peer} from its device, but {received} arrived on this one"
+                    f"{self.mesh.name_of(peer)} sent {peer} from its device, but {received} arrived on this device"
                 )

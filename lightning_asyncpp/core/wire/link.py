@@ -2,7 +2,7 @@
 
 A message begins with a frame: its kind, number and size. The header of an activation has the microbatch's weight and
 the fingerprint of its batch. A layout describes an activation's tensors (shapes, dtypes) and the containers around
-them. It is sent before the first activation, and again whenever it changes. It includes the order of each tensor's
+them. It is sent before the first activation, and again whenever it changes. Layouts include the order of each tensor's
 dimensions in memory (transposed, channels last): with another order, matrix products would round differently than in a
 single process, and convolutions would be slower.
 """
@@ -32,7 +32,7 @@ NO_TIMEOUT = 0.0
 """Timeout in seconds that means no limit, as in the kernel's socket options."""
 Bytes = bytes | bytearray | memoryview
 Order = tuple[int, ...]
-"""Dimensions by decreasing stride; empty for the usual order."""
+"""Dimensions by decreasing stride; empty for a row-major tensor."""
 _NUMBERS = struct.Struct("<dq")
 HEADER_BYTES = _NUMBERS.size
 

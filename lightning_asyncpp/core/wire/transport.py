@@ -213,7 +213,7 @@ class Transport:
     # -- control messages -----------------------------------------------------------------------------------------
 
     def send_part(self, mini_batch: int, vector: Tensor) -> None:
-        """Send the sum over this and all later stages, fp64 on the host, to the previous stage."""
+        """Send the sum of control messages over this and all later stages, fp64 on the host, to the previous stage."""
         assert self._before is not None, "the first stage has no previous stage"
         self._before.write(_PART, mini_batch, [_bytes_of(vector)])
 
@@ -222,22 +222,22 @@ class Transport:
         return True
 
     def receive_part(self, mini_batch: int, length: int) -> Tensor:
-        """Wait for the sum over all later stages, ``length`` fp64 values, and return it."""
+        """Wait for the sum of control messages over all later stages, ``length`` fp64 values, and return the sum."""
         return self._receive_sum(self._after, _PART, mini_batch, length)
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
-        """Send the sum over all stages to the next stage, which passes it on when it reads it."""
+        """Send the sum of control messages over all stages to the next stage, which reads the sum and passes it on."""
         assert self._after is not None, "the last stage has no next stage"
         self._after.write(_TOTAL, mini_batch, [_bytes_of(vector)])
 
     def receive_total(self, mini_batch: int, length: int) -> Tensor:
-        """Wait for the sum over all stages, ``length`` fp64 values, and return it."""
+        """Wait for the sum of control messages over all stages, ``length`` fp64 values, and return the sum."""
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
     def announce_drop(self, k: int) -> None:
         """Tell the neighbours that the open mini-batch's gradient, up to microbatch ``k``, is dropped; never waits.
 
-        The neighbours must drop this gradient, too. If one does not, the result is an error instead of a deadlock.
+        The neighbours must drop this gradient, too. A neighbour that does not drop it raises an error.
         """
         self._drops.append(k)
         for link in (self._before, self._after):
@@ -277,7 +277,7 @@ class Transport:
             self._after.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
-        """Tell the next stage that no message will follow, since that stage may be waiting; never waits."""
+        """Tell the next stage, which may be waiting for a message, that none will follow; never waits."""
         if self._after is not None and not self._closed:
             self._after.write(_RUN_END, self._sent, [])
 

@@ -51,9 +51,9 @@ def test_layers_keep_their_names_in_the_model() -> None:
 @pytest.mark.parametrize(
     ("layers", "problem"),
     [
-        (lambda m: [], "it is empty"),
-        (lambda m: [m.embedding, nn.Linear(1, 1)], "it holds something that is not a submodule of the model"),
-        (lambda m: [m.head, m.head], "it holds a layer twice"),
+        (lambda m: [], "the list is empty"),
+        (lambda m: [m.embedding, nn.Linear(1, 1)], "the list holds something that is not a submodule of the model"),
+        (lambda m: [m.head, m.head], "the list holds a layer twice"),
         (lambda m: [m.embedding, (m.head, "call")], "the second entry of a pair is not a function"),
     ],
     ids=["empty", "stranger", "twice", "no function"],
