@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at onc
 
 # A shell's background job ignores it, and so would every process that tests send it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports made out of all later collections, which take most of a short test's time with it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
