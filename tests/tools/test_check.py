@@ -213,6 +213,7 @@ def test_what_makes_it_right_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert difference.values[0] != difference.values[1]
     assert "2 batches (2 per update) in 4 microbatches each" in str(report)
     assert "return float((microbatch['y'] != -100).sum())" in str(report)
+    assert str(report).endswith("\nNOT OK: whole differs")
     names = ("pieces", "delayed", "whole")
     assert capsys.readouterr().err.splitlines() == [f"check_model: comparing {name} ..." for name in names]
 
@@ -250,5 +251,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     printed = capsys.readouterr().out
     assert "stage 1: blocks.2, blocks.3, head" in printed
     assert printed.count("equal to the last bit") == 2
+    assert printed.splitlines()[-1] == "OK: nothing differs"
     assert "3 batches (3 per update)" in printed
     assert not (tmp_path / "runs").exists(), "a check leaves no logs"

@@ -99,6 +99,8 @@ class CheckReport:
         lines.append(f"{cut}, loss {self.losses[0]:.6g} -> {self.losses[-1]:.6g}")
         for name, found in self.comparisons.items():
             lines.append(f"{name} ({_MEANINGS[name]}):\n    {'DIFFERS in ' * isinstance(found, Difference)}{found}")
+        wrong = [f"{difference.comparison} differs" for difference in self.differences] or ["a loss is not finite"]
+        lines.append("OK: nothing differs" if self.ok else f"NOT OK: {', '.join(wrong)}")
         return "\n".join(lines)
 
 
