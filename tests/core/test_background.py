@@ -10,35 +10,39 @@ import pytest
 import torch.distributed as dist
 
 from lightning_asyncpp.core import background
-from tests.helpers.programs import run_script
+from tests.helpers.programs import run
 
 SCRIPT = """
-    import time
-    from datetime import timedelta
+import ctypes
+import gc
+import time
+from datetime import timedelta
 
-    import torch.distributed as dist
+import torch.distributed as dist
 
-    from lightning_asyncpp.core import background
+from lightning_asyncpp.core import background
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-    def wait(done):
-        try:
-            store.wait(["never"], timedelta(seconds=1))
-        except Exception:
-            print(done, flush=True)
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-    background.run(lambda: wait("waited"), "test")
-    background.run_later(60, lambda: wait("later"))
-    background.run_later(0, lambda: wait("at once"))
-    time.sleep(0.2)
+def wait(done):
+    try:
+        store.wait(["never"], timedelta(seconds=0.5))
+    except Exception:
+        print(done, flush=True)
+
+
+background.run(lambda: wait("waited"), "test")
+background.run_later(60, lambda: wait("later"))
+background.run_later(0, lambda: wait("at once"))
+time.sleep(0.2)
+gc.freeze()  # what the fork server imported is not the question
+ctypes.pythonapi.Py_Exit(0)  # as an interpreter ends, where the others of the fork server leave at once
 """
 
 
-def test_threads_are_through_before_the_interpreter_ends() -> None:
-    end = run_script(SCRIPT)
+def test_threads_are_through_before_the_interpreter_ends(tmp_path: Path) -> None:
+    end = run(["-c", SCRIPT], tmp_path)
     assert end.returncode == 0, end.stderr
     assert sorted(end.stdout.splitlines()) == ["at once", "later", "waited"]
 

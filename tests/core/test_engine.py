@@ -81,8 +81,8 @@ def make_case(microbatches: int, lookahead: int | None, options: dict[str, Any],
 def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
     p = num_stages
     factors = {
-        "microbatches": sorted({p, p + 1, 2 * p, 2 * p + 1, 4 * p}),
-        "lookahead": sorted({0, 1, p - 1, p, 2 * p - 1, 3 * p}),
+        "microbatches": sorted({p, p + 1, 2 * p + 1, 4 * p}),
+        "lookahead": sorted({0, 1, p - 1, p, 3 * p}),
         **OPTIONS,
     }
     cases = []

@@ -14,6 +14,7 @@ from lightning_asyncpp.tools.doctor import Found, expected, largest_difference
 FOUND = Found("tensors travel over sockets", 3.0, 1e-9, "gloo")
 
 
+@pytest.mark.slow
 def test_two_stages_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main([])
     printed = capsys.readouterr().out

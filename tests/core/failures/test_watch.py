@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.errors import ConfigurationError, PeerLostError, peer_lost
 from tests.core.failures import watched
 from tests.helpers.failing import Outcome, run_ranks
-from tests.helpers.programs import run_script
+from tests.helpers.programs import run
 
 RANKS = 3  # rank 2 is the first stage, rank 0 the last
 CAUSE = Cause("rank 1 (stage 0) failed first: ValueError: the user's own mistake", "Traceback ...")
@@ -149,23 +150,23 @@ def test_the_error_that_ends_a_process_is_known(monkeypatch: pytest.MonkeyPatch)
 
 
 HANGS = """
-    import threading, time
-    from lightning_asyncpp.core import failure_watch
-    from tests.core.failures.test_watch import CAUSE, watching
+import threading, time
+from lightning_asyncpp.core import failure_watch
+from tests.core.failures.test_watch import CAUSE, watching
 
-    failure_watch.LEAVE_SECONDS = 0.5
-    watch, _ = watching(CAUSE)
-    threading.Thread(target=watch._learn, args=[CAUSE]).start()
+failure_watch.LEAVE_SECONDS = 0.5
+watch, _ = watching(CAUSE)
+threading.Thread(target=watch._learn, args=[CAUSE]).start()
 
-    def waits_for_what_never_comes():
-        time.sleep(1000)
+def waits_for_what_never_comes():
+    time.sleep(1000)
 
-    waits_for_what_never_comes()
+waits_for_what_never_comes()
 """
 
 
-def test_a_rank_that_does_not_end_by_itself_is_ended_with_the_cause() -> None:
-    done = run_script(HANGS)
+def test_a_rank_that_does_not_end_by_itself_is_ended_with_the_cause(tmp_path: Path) -> None:
+    done = run(["-c", HANGS], tmp_path)
     assert done.returncode == 1
     assert "in waits_for_what_never_comes" in done.stderr
     assert done.stderr.endswith(f"{CAUSE.line}\n")

@@ -26,7 +26,6 @@ class Case:
     synchronous: bool = False
     precision: str = "32-true"
     model: dict[str, Any] = field(default_factory=dict)
-    accumulated: int = 1
     steps: int = 4
 
     @property
@@ -35,15 +34,15 @@ class Case:
 
     def recipe(self) -> dict[str, Any]:
         name = "SyncPipelineStrategy" if self.synchronous else "AsyncPipelineStrategy"
-        data = {"batch_size": self.batch_size, "batches": self.steps * self.accumulated * 2}
+        data = {"batch_size": self.batch_size, "batches": self.steps * 2}
         data |= {key: self.config[key] for key in ("context_length", "vocab_size")}
         return {
             "seed_everything": 1,
             "trainer": {
                 "accelerator": "cpu", "devices": self.devices, "max_steps": self.steps, "precision": self.precision,
                 "strategy": {"class_path": f"lightning_asyncpp.{name}", "init_args": self.strategy},
-                "accumulate_grad_batches": self.accumulated, "logger": False, "enable_checkpointing": False,
-                "enable_progress_bar": False, "enable_model_summary": False,
+                "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+                "enable_model_summary": False,
             },
             "model": {
                 "class_path": "lightning_asyncpp.GPTModule",
@@ -57,35 +56,17 @@ GPT: dict[str, Any] = {"vocab_size": 512, "context_length": 128, "num_layers": 6
 WIDE = {**GPT, "dim": 384}  # weights count more than activations
 
 CASES = {
-    "adamw": Case(2, GPT, ADAMW, 16, {"microbatches": 4, "lookahead": 1}),
     "muon-feedback": Case(2, {**GPT, "dim": 384, "num_kv_heads": 2}, feedback(MUON), 8, {"microbatches": 2}),
-    "one-stage": Case(1, {**GPT, "num_layers": 4, "dim": 384}, feedback(ADAMW), 4, {"microbatches": 2}),
-    "bf16-mixed": Case(2, {**GPT, "dim": 384}, ADAMW, 16, {"microbatches": 4}, precision="bf16-mixed"),
     "bf16-versions": Case(
         2, {**GPT, "dim": 384}, feedback(ADAMW), 8, {"microbatches": 2, "weight_dtype": "bf16"}, precision="bf16-mixed"
     ),
     "checkpointed": Case(
         2, {**GPT, "num_layers": 10}, ADAMW, 32, {"microbatches": 4}, model={"activation_checkpointing": "block"}
     ),
-    "selective": Case(2, GPT, ADAMW, 24, {"microbatches": 4}, model={"activation_checkpointing": "selective"}),
-    "uneven": Case(3, {**GPT, "vocab_size": 20000, "num_layers": 5}, ADAMW, 12, {"microbatches": 3, "lookahead": 0}),
-    # A small matrix: the other stage's gradient of it, which no plan counts, may be there at the peak.
-    "tied": Case(2, {**GPT, "vocab_size": 1000, "tie_embeddings": True}, ADAMW, 12, {"microbatches": 4}, steps=8),
     "synchronous": Case(3, GPT, feedback(MUON), 40, {"microbatches": 5}, synchronous=True, steps=3),
-    "least": Case(
-        2,
-        {**GPT, "vocab_size": 20000, "num_layers": 3},
-        feedback(ADAMW),
-        4,
-        {"microbatches": 4, "staleness": "least"},
-    ),
-    "least-slack": Case(3, WIDE, feedback(ADAMW), 6, {"microbatches": 6, "staleness": "least", "slack": 1}),
-    "least-exact": Case(3, WIDE, feedback(ADAMW), 6, {"microbatches": 6, "staleness": "least", "slack": "exact"}),
     "least-replicas": Case(
         2, WIDE, feedback(ADAMW), 4, {"microbatches": 4, "staleness": "least", "data_parallel_size": 2}
     ),
-    "replicas": Case(1, {**GPT, "dim": 384}, ADAMW, 4, {"microbatches": 2, "data_parallel_size": 2}),
-    "accumulated": Case(2, GPT, ADAMW, 14, {"microbatches": 3}, accumulated=2),
     "experts": Case(
         2,
         {**GPT, "num_layers": 4, "mlp_dim": 512, "moe": {"num_experts": 8, "top_k": 2, "expert_dim": 256}},

@@ -21,7 +21,7 @@ from lightning_asyncpp.tools.plan.profile import Profile, peak_of
 from tests.tools.plan.cases import ADAMW, SGD, Case, feedback
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-TINY: dict[str, Any] = {"vocab_size": 64, "context_length": 16, "num_layers": 4, "dim": 32, "num_heads": 2}
+TINY: dict[str, Any] = {"vocab_size": 64, "context_length": 16, "num_layers": 2, "dim": 32, "num_heads": 2}
 
 
 def test_what_is_kept_moved_and_multiplied_is_known_by_hand() -> None:
@@ -196,7 +196,7 @@ def test_ordinary_modules_with_data_that_must_be_loaded(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trainer.strategy", "sync_pipeline", "--devices", "7"], "6 layers with parameters, fewer than"),
+        (["--trainer.strategy", "sync_pipeline", "--devices", "7"], "4 layers with parameters, fewer than"),
         (["--trainer.strategy.init_args.microbatches", "1"], "microbatches=1 is smaller than the number of stages"),
         (["--trainer.strategy", "ddp"], "trainer.strategy='ddp' is not a pipeline"),
     ],
