@@ -23,8 +23,6 @@ settings.load_profile("steady")
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # or Lightning's launchers give this process more, for all tests to come
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at once
-
 # A shell's background job ignores it, and so would every process that tests send it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

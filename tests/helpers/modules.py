@@ -279,7 +279,7 @@ class SecondNet(Net):
 
 SECOND_NAMES_RUN = Run(
     SecondNet, "async", {"microbatches": 4}, optimizer="muon", error_feedback=True,
-    trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "enable_checkpointing": True},
+    trainer={"max_epochs": 2, "gradient_clip_val": 0.4, "enable_checkpointing": True}, samples=32,
 )  # fmt: skip
 EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
 

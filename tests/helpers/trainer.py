@@ -144,6 +144,11 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"scheduler": decay(optimizer), "interval": interval}
 
 
+def scratch() -> str:
+    """Where checkpoints go that nobody reads; of this process, since others save under the same names."""
+    return os.path.join(tempfile.gettempdir(), "lightning_asyncpp-tests", str(os.getpid()))
+
+
 class ListLogger(Logger):
     """Keeps what it is given, in order."""
 
@@ -161,8 +166,7 @@ class ListLogger(Logger):
 
     @property
     def save_dir(self) -> str:
-        # Where checkpoints go that nobody reads; of this process, since others save under the same names.
-        return os.path.join(tempfile.gettempdir(), "lightning_asyncpp-tests", str(os.getpid()))
+        return scratch()
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to keep."""
@@ -255,10 +259,11 @@ def make_trainer(run: Run, **more: Any) -> L.Trainer:
         "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
         "enable_model_summary": False, "log_every_n_steps": 1, "num_sanity_val_steps": 0,
         "use_distributed_sampler": run.shuffle,  # Lightning's sampler shuffles every training loader
+        "default_root_dir": scratch(),
     }  # fmt: skip
     arguments |= run.trainer | more
     if isinstance(kind := arguments["logger"], str):
-        arguments["logger"] = LOGGERS[kind](arguments.get("default_root_dir"))
+        arguments["logger"] = LOGGERS[kind](arguments["default_root_dir"])
     callbacks = [*arguments.pop("callbacks", []), *(make(**kwargs) for make, kwargs in run.callbacks), Watch()]
     return L.Trainer(
         accelerator="cpu", devices=devices, num_nodes=processes // devices, strategy=make_strategy(run),

@@ -52,7 +52,7 @@ def test_model_checkpoint_on_the_training_loss(pools: Pools, tmp_path: Path) -> 
 def test_ranks_lower_the_rate_on_a_plateau(pools: Pools, scheduler: str) -> None:
     """Where a plain run does; also by what a callback logged in the same batch."""
     run = Run(Net, scheduler=scheduler, optimizer="sgd", callbacks=((LogsAtTheEnd, {}),), trainer={"max_epochs": 4})
-    run = replace(run, strategy="sync" if "epoch" in scheduler else "async")
+    run = replace(run, samples=24, strategy="sync" if "epoch" in scheduler else "async")
     plain = fit(replace(run, strategy="plain"))["rates"]
     assert plain[-1] < plain[0]
     assert [result["rates"] for result in pools.run(2, fit, run)] == [plain] * 2

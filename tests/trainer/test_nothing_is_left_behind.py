@@ -19,7 +19,7 @@ from tests.helpers.modules import MetricNet
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Run, Samples
 
-STEPS, EVERY, BATCH = 120, 10, 8
+STEPS, EVERY, BATCH = 80, 10, 8
 
 
 class Counts(L.Callback):

@@ -42,10 +42,10 @@ class Filtered(Net):
 def test_stages_that_train_nothing(pools: Pools, optimizer: str, tmp_path: Path) -> None:
     """They go on from a checkpoint, too, cut in another way."""
     trainer = {"max_epochs": 2, "gradient_clip_val": 0.3, "enable_checkpointing": True}
-    run = Run(Filtered, options={"microbatches": 3}, optimizer=optimizer, trainer=trainer)
-    whole = train(staged(replace(run, callbacks=(saving(tmp_path, every_n_train_steps=5),)), 1))["weights"]
+    run = Run(Filtered, options={"microbatches": 3}, optimizer=optimizer, trainer=trainer, samples=24)
+    whole = train(staged(replace(run, callbacks=(saving(tmp_path, every_n_train_steps=3),)), 1))["weights"]
     assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), whole)
-    resumed = pools.run(2, fit, replace(run, ckpt_path=str(tmp_path / "step=5.ckpt")))
+    resumed = pools.run(2, fit, replace(run, ckpt_path=str(tmp_path / "step=3.ckpt")))
     assert_equal_weights(joined_weights(resumed, 2), whole)
 
 
@@ -66,10 +66,10 @@ class ScheduleFree(Net):
 
 
 def test_schedule_free(pools: Pools, tmp_path: Path) -> None:
-    trainer = {"max_epochs": 3, "enable_checkpointing": True}
-    run = Run(ScheduleFree, options={"microbatches": 3}, val_samples=(9,), trainer=trainer)
+    trainer = {"max_epochs": 2, "enable_checkpointing": True}
+    run = Run(ScheduleFree, options={"microbatches": 3}, val_samples=(9,), samples=24, trainer=trainer)
     alone = train(staged(replace(run, callbacks=(saving(tmp_path, save_on_train_epoch_end=True),)), 1))
-    results = pools.run(3, fit, replace(run, ckpt_path=str(tmp_path / "step=5.ckpt")))
+    results = pools.run(3, fit, replace(run, ckpt_path=str(tmp_path / "step=3.ckpt")))
     assert_equal_weights(joined_weights(results, 3), alone["weights"])
     val_loss = results[0]["callback_metrics"]["val_loss"]
     assert alone["callback_metrics"]["val_loss"] == pytest.approx(val_loss, rel=1e-5)

@@ -79,11 +79,11 @@ class Made(Net):
 
 
 def run_of(optimizer: str) -> Run:
-    return Run(Made, "sync", {"microbatches": 2}, {"max_epochs": 2}, optimizer=optimizer)
+    return Run(Made, "sync", {"microbatches": 2}, {"max_epochs": 2}, optimizer=optimizer, samples=24)
 
 
 def saved(run: Run, folder: Path) -> Run:
-    callbacks = (saving(folder, every_n_train_steps=5),)
+    callbacks = (saving(folder, every_n_train_steps=3),)
     return replace(run, callbacks=callbacks, trainer={**run.trainer, "enable_checkpointing": True})
 
 
@@ -110,7 +110,7 @@ def test_stages_train_as_a_plain_trainer(name: str, tmp_path: Path) -> None:
     expected = train(saved(replace(run, strategy="plain"), tmp_path / "plain"))
     found = train(saved(staged(run), tmp_path / "stages"))
     assert_close(found["weights"], expected["weights"])
-    one, other = (torch.load(tmp_path / kind / "step=10.ckpt", weights_only=True) for kind in ("stages", "plain"))
+    one, other = (torch.load(tmp_path / kind / "step=6.ckpt", weights_only=True) for kind in ("stages", "plain"))
     for entry in ("optimizer_states", "lr_schedulers", "state_dict"):
         assert_close(one[entry], other[entry], entry)
 
@@ -125,14 +125,14 @@ def test_async_goes_on_with_other_stages(name: str, tmp_path: Path) -> None:
     """Bitwise: no state depends on the cut."""
     run = replace(run_of(name), strategy="async", options={"microbatches": 3})
     whole = train(saved(staged(run, 2), tmp_path))["weights"]
-    assert_equal_weights(train(staged(replace(run, ckpt_path=str(tmp_path / "step=5.ckpt")), 3))["weights"], whole)
+    assert_equal_weights(train(staged(replace(run, ckpt_path=str(tmp_path / "step=3.ckpt")), 3))["weights"], whole)
 
 
 def test_checkpoints_are_plain_both_ways(pools: Pools, tmp_path: Path) -> None:
     """What ranks of a pipeline saved a plain Trainer goes on from, with its optimizer, and the other way."""
     run = run_of("one cycle")
     plain = replace(run, strategy="plain", options={})
-    theirs, ours = str(tmp_path / "plain" / "step=5.ckpt"), str(tmp_path / "stages" / "step=5.ckpt")
+    theirs, ours = str(tmp_path / "plain" / "step=3.ckpt"), str(tmp_path / "stages" / "step=3.ckpt")
     expected = train(saved(plain, tmp_path / "plain"))["weights"]
     assert_close(joined_weights(pools.run(2, fit, saved(run, tmp_path / "stages")), 2), expected)
     assert_close(joined_weights(pools.run(2, fit, replace(run, ckpt_path=theirs)), 2), expected)

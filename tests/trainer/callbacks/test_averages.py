@@ -57,7 +57,7 @@ def assert_same(results: list[dict[str, Any]], single: dict[str, Any]) -> None:
 
 def test_equals_one_process(pools: Pools, tmp_path: Path) -> None:
     """Averages, weights and validations; and a run that goes on from its checkpoint with one stage less, too."""
-    run = Run(Net, options={"microbatches": 3}, samples=32, val_samples=(8,), callbacks=EMA)
+    run = Run(Net, options={"microbatches": 3}, samples=24, val_samples=(8,), callbacks=EMA)
     single = averaged(staged(run), tmp_path / "one")
     many = pools.run(3, averaged, run, tmp_path / "many")
     assert_same(many, single)
@@ -68,7 +68,7 @@ def test_equals_one_process(pools: Pools, tmp_path: Path) -> None:
 
 def test_of_a_module_of_its_own_where_stages_step_ahead(pools: Pools, tmp_path: Path) -> None:
     options = {"microbatches": 4, "slack": "exact", "partition": "uniform"}
-    run = Run(HasAverage, "default", options, samples=32, val_samples=(8,))
+    run = Run(HasAverage, "default", options, samples=24, val_samples=(8,))
     single = averaged(staged(run), tmp_path / "one")
     assert_same(pools.run(3, averaged, run, tmp_path / "many"), single)
 

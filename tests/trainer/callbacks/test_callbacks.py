@@ -27,12 +27,12 @@ WORKING = [entry for entry in TABLE if entry.verdict in (WORKS, NOTE)]
 def run_with(name: str, folder: Path) -> Run:
     options = {"enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True}
     trainer = {"max_epochs": 2, "logger": "list", "default_root_dir": str(folder)}
-    return Run(Net, callbacks=((make, {"name": name}),), trainer=trainer | options, val_samples=(8,))
+    return Run(Net, callbacks=((make, {"name": name}),), trainer=trainer | options, samples=24, val_samples=(8,))
 
 
 @functools.cache
 def by_the_oracle(accumulate: int) -> dict[str, np.ndarray]:
-    run = Run(Net)
+    run = Run(Net, samples=24)
     return oracle(run, 2, list(mini_batches_of(run, 2, accumulate=accumulate)))[0]
 
 
@@ -64,7 +64,7 @@ def test_prediction_writer(pools: Pools) -> None:
 def test_throughput_is_counted_on_the_last_stage_alone(pools: Pools, tmp_path: Path) -> None:
     first, *others = pools.run(3, fit, run_with("ThroughputMonitor", tmp_path))
     rows = [metrics for _, metrics in first["records"] if "train/samples" in metrics]
-    assert [row["train/samples"] for row in rows] == [8.0 * batch for batch in range(1, 11)]
+    assert [row["train/samples"] for row in rows] == [8.0 * batch for batch in range(1, 7)]
     assert rows[-1]["train/samples_per_sec"] == pytest.approx(3 * rows[-1]["train/device/samples_per_sec"])
     assert not any(other["records"] for other in others)
 
@@ -112,7 +112,7 @@ def test_hooks_are_called_as_often_as_in_a_plain_run_and_one_bar_is_shown(pools:
     (shown, first), (other, second) = pools.run(2, fit_and_hear, run)
     assert ("train_loss_step=" in shown, other) == (True, "")
     assert first == second == fit_and_hear(replace(run, strategy="plain"))[1]
-    assert first["before a step, True"] == 10
+    assert first["before a step, True"] == 6
 
 
 class FailsOnTheLastStage(Net):

@@ -136,12 +136,13 @@ def check_preempted(
     pools: Pools | OneProcess, world: int, folder: Path, trainer: dict[str, Any], vals: tuple[int, ...],
     tell: dict[str, Any], *more: Any, **changes: Any,
 ) -> list[Any]:  # fmt: skip
-    """All ranks end, with what they came to, and the resumed run ends as the one that was not told."""
-    key = str((pools is ONE_PROCESS, world, trainer, vals, changes))
+    """All ranks end, with what they came to, and the rest is as if nothing was: without replicas, in one process."""
+    told, pools = pools, pools if "data_parallel_size" in changes.get("options", {}) else ONE_PROCESS
+    key = str((world, trainer, vals, changes))
     if key not in WHOLE:
         WHOLE[key] = pools.run(world, preempted, run_of(folder / "whole", trainer, vals, **changes))
     whole = WHOLE[key]
-    broken = pools.run(world, preempted, run_of(folder, trainer, vals, (Signals, tell), *more, **changes))
+    broken = told.run(world, preempted, run_of(folder, trainer, vals, (Signals, tell), *more, **changes))
     last = run_of(folder, trainer, vals, ckpt_path=str(folder / "last.ckpt"), **changes)
     resumed = pools.run(world, preempted, last)
     assert [{result["code"] for result in results} for results in (broken, resumed)] == [{143}, {0}]

@@ -58,11 +58,11 @@ def test_the_least_staleness_with_other_stages_and_slack(tmp_path: Path) -> None
     whole = trained(ONE_PROCESS, 3, run)
     assert_equal_weights(resumed(ONE_PROCESS, 3, run, staleness="least", partition="uniform"), whole)
     others: list[dict[str, Any]] = [{"slack": 1}, {"slack": "exact"}, {"lookahead": 1}]
-    ends = [resumed(ONE_PROCESS, 2, run, staleness="least", **other) for other in others]
+    ends = [resumed(ONE_PROCESS, 2, run, 8, staleness="least", **other) for other in others]
     assert all(sorted(end) == sorted(whole) for end in ends)
     first = next(iter(whole))
     assert len({end[first].tobytes() for end in [whole, *ends]}) == 4
-    assert_equal_weights(resumed(ONE_PROCESS, 2, run), resumed(ONE_PROCESS, 3, run))
+    assert_equal_weights(resumed(ONE_PROCESS, 2, run, 8), resumed(ONE_PROCESS, 3, run, 8))
 
 
 def test_from_synchronous_to_asynchronous(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lightning_asyncpp.data import ChatDataModule, TextDataModule
 from tests.helpers.models import make_folder, make_tokenizer
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Run, make_trainer
+from tests.trainer.hf import test_hf_module as hf
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LORA = '{"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]}'
@@ -83,6 +84,12 @@ def test_continued_pretraining_becomes_a_folder_again(pools: Pools, place: Path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer("two é")["input_ids"] == make_tokenizer()("two é")["input_ids"]
     assert tokenizer.chat_template == make_tokenizer().chat_template
+
+
+def test_adapters_over_processes_train_as_in_one(pools: Pools, tmp_path: Path) -> None:
+    """Here, where the processes have imported what it needs."""
+    folder, arguments = make_folder(tmp_path / "llama", tie_word_embeddings=True), {"lora": hf.LORA}
+    hf.check_equal_to_one(pools.run(2, hf.fit, folder, arguments, 0), folder, arguments)
 
 
 def test_adapters_are_exported_merged_or_alone(pools: Pools, place: Path) -> None:

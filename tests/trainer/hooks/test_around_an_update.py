@@ -89,12 +89,13 @@ class ClipsBySchedule(Net):
 
 @pytest.mark.parametrize("algorithm", ["value", "norm"])
 def test_a_batch_is_clipped_by_its_own_limit(pools: Pools, algorithm: str) -> None:
-    """The limit is certain where the pipeline drains after the batch."""
+    """The limit is certain where the pipeline drains after the batch; of a norm, ranks share what is clipped."""
     run = Run(ClipsBySchedule, "default", LEAST, {"gradient_clip_algorithm": algorithm}, optimizer="sgd")
     drained = replace(run, val_samples=(8,), trainer=run.trainer | {"val_check_interval": 1})
     expected = train(staged(drained))["weights"]
     assert_equal_weights(train(staged(run))["weights"], expected)
-    assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), expected)
+    if algorithm == "norm":
+        assert_equal_weights(joined_weights(pools.run(3, fit, run), 3), expected)
 
 
 class NoisyGradients(Net):

@@ -29,7 +29,7 @@ class ProjectsBeforeValidating(Net):
 def changing(module: type[Net], strategy: str = "async", accumulate: int = 2, **more: Any) -> Run:
     options = {"microbatches": 3, "partition": "uniform"}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
-    return Run(module, strategy, options, trainer, dropout=0.2, val_samples=(9,), samples=56, **more)
+    return Run(module, strategy, options, trainer, dropout=0.2, val_samples=(9,), samples=40, **more)
 
 
 RUNS = {
@@ -46,7 +46,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_neither_stages_nor_drains_matter(name: str) -> None:
     """With stages that step ahead, the number of them does."""
-    run, validating = RUNS[name], {"val_check_interval": 7 if name == "before a validation" else 1}
+    run, validating = RUNS[name], {"val_check_interval": 5 if name == "before a validation" else 1}
     one = train(staged(run, 3 if run.strategy == "default" else 1))
     three = train(staged(replace(run, trainer=run.trainer | validating)))
     assert_equal_weights(three["weights"], one["weights"])
@@ -61,7 +61,7 @@ def test_ranks_are_as_one_process(pools: Pools, name: str) -> None:
 @pytest.mark.parametrize("module", [Projected, PutsOtherMemory, Shrinks])
 def test_without_delay_it_is_what_lightning_does(module: type[Net]) -> None:
     # An even number of batches: of a last one alone Lightning takes half the gradient.
-    run = replace(changing(module, "plain"), options={}, dropout=0.0, samples=64)
+    run = replace(changing(module, "plain"), options={}, dropout=0.0, samples=32)
     plain = train(run)["weights"]
     for name, weights in train(delayed(run, delay=0, microbatches=1))["weights"].items():
         assert weights == pytest.approx(plain[name], abs=1e-5)

@@ -10,6 +10,8 @@ import lightning as L
 
 from tests.helpers.trainer import Net, Run
 
+SAMPLES = 24  # three batches
+
 
 @dataclass(frozen=True)
 class Idiom:
@@ -33,4 +35,4 @@ class Idiom:
 
     def run(self, **more: Any) -> Run:
         """The run that it is tested with."""
-        return Run(self.module, trainer={"max_epochs": 2, **self.trainer}, val_samples=(8,), **more)
+        return Run(self.module, trainer={"max_epochs": 2, **self.trainer}, samples=SAMPLES, val_samples=(8,), **more)

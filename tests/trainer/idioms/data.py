@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from tests.helpers.modules import Stream, WeighingNet
 from tests.helpers.trainer import Net, Samples
-from tests.trainer.idioms import Idiom
+from tests.trainer.idioms import SAMPLES, Idiom
 
 
 class Curriculum(Net):
@@ -20,13 +20,13 @@ class Curriculum(Net):
 
     def on_train_epoch_start(self) -> None:
         loader: Any = self.trainer.train_dataloader
-        assert (loader.batch_size, len(loader)) == (8, 5)
+        assert (loader.batch_size, len(loader)) == (8, 3)
         loader.dataset.x = loader.dataset.x * (1 + self.current_epoch)
 
 
 def without_an_invalid_one(samples: list[Any]) -> Any:
     """None where the first sample is the ninth of the training set."""
-    return None if torch.equal(samples[0]["x"], Samples(40)[8]["x"]) else default_collate(samples)
+    return None if torch.equal(samples[0]["x"], Samples(SAMPLES)[8]["x"]) else default_collate(samples)
 
 
 class Estimated:
@@ -35,23 +35,23 @@ class Estimated:
     epoch = 0
 
     def __len__(self) -> int:
-        return 8
+        return 6
 
     def __iter__(self) -> Iterator[list[int]]:
         self.epoch += 1
-        yield from ([8 * b + i for i in range(8)] for b in range(3 + self.epoch % 2))
+        yield from ([8 * b + i for i in range(8)] for b in range(2 + self.epoch % 2))
 
 
 class NothingToCollate(Net):
     def train_dataloader(self) -> Any:
-        return DataLoader(Samples(40), batch_sampler=Estimated(), collate_fn=without_an_invalid_one)
+        return DataLoader(Samples(SAMPLES), batch_sampler=Estimated(), collate_fn=without_an_invalid_one)
 
 
 class Combines(Net):
     """Two streams of different lengths at once, the shorter one again and again, and a batch of nothing among them."""
 
     def train_dataloader(self) -> Any:
-        streams = [Stream(40, 0), Stream(24, 3)]
+        streams = [Stream(SAMPLES, 0), Stream(16, 3)]
         loaders = [DataLoader(stream, batch_size=8, collate_fn=without_an_invalid_one) for stream in streams]
         return CombinedLoader(loaders, "max_size_cycle")
 
@@ -65,7 +65,7 @@ class TransfersItself(Net):
     """Each of the three hooks takes the batch to pieces, which a stage in the middle does not have."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Samples(40, seed=self.current_epoch), batch_size=8)
+        return DataLoader(Samples(SAMPLES, seed=self.current_epoch), batch_size=8)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return {**batch, "x": batch["x"] + 1}
@@ -97,8 +97,11 @@ IDIOMS = [
         processes=True,
     ),
     Idiom("dataloader_iter", TakesTheIterator, says="holds no tensor with a batch dimension"),
-    Idiom("not padded", WeighingNet),
-    Idiom("limit_ | check_val", trainer={"limit_train_batches": 3, "check_val_every_n_epoch": 2}),
+    Idiom("not padded | precision", WeighingNet, {"precision": "bf16-mixed"}),
+    Idiom(
+        "limit_ | check_val | max_steps",
+        trainer={"limit_train_batches": 2, "check_val_every_n_epoch": 2, "max_steps": 3},
+    ),
     Idiom("overfit_", trainer={"overfit_batches": 2}),
     Idiom("fast_dev_run", trainer={"fast_dev_run": True}),
     Idiom(
@@ -106,6 +109,4 @@ IDIOMS = [
         trainer=CHANGING_NOTHING,
     ),
     Idiom('"00:00:15', trainer={"val_check_interval": "00:00:15:00"}, says="val_check_interval is a time"),
-    Idiom("max_steps", trainer={"max_steps": 7}),
-    Idiom("precision", trainer={"precision": "bf16-mixed"}),
 ]  # fmt: skip

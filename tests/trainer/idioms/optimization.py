@@ -46,15 +46,15 @@ class OwnHooks(Net):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer.step(closure=optimizer_closure)
-        if self.trainer.global_step < 6:
+        if self.trainer.global_step < 4:
             for group in optimizer.param_groups:
-                group["lr"] = 0.02 * min(1.0, float(self.trainer.global_step + 1) / 6)
+                group["lr"] = 0.02 * min(1.0, float(self.trainer.global_step + 1) / 4)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)
 
     def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **named: Any) -> None:
-        value = 0.01 if self.current_epoch == 0 and self.trainer.global_step < 3 else 0.5
+        value = 0.01 if self.current_epoch == 0 and self.trainer.global_step < 2 else 0.5
         self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm="norm")
 
     def on_after_backward(self) -> None:
@@ -129,7 +129,10 @@ IDIOMS = [
         "frequency | lr_scheduler_step | optimizer_closure)` | warm-up | optimizer_zero_grad | configure_gradient"
         " | on_after_backward | read in that", OwnHooks,
     ),
-    Idiom("OneCycleLR | groups of", OneCycle),
+    Idiom(
+        "OneCycleLR | groups of | clip_algorithm", OneCycle,
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
     Idiom("arbitrary intervals", EverySecondBatch, metrics=False, processes=True),
     Idiom("log_dict(grad_norm", LogsGradientNorm, metrics=False, processes=True),
     Idiom("several optimizers", TwoOptimizers, says="more than one optimizer"),
@@ -142,5 +145,4 @@ IDIOMS = [
     Idiom("AveragedModel", HasAverage, processes=True),
     Idiom("called one by one", Backbone, says="has no self.model"),
     Idiom("accumulate | val=0.1", trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, processes=True),
-    Idiom("clip_algorithm", trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
 ]  # fmt: skip

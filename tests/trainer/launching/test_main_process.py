@@ -22,7 +22,7 @@ from tests.helpers.cases import DIM
 from tests.helpers.modules import EMA
 from tests.helpers.modules import SECOND_NAMES_RUN as SECOND_NAMES
 from tests.helpers.oracle import assert_equal_weights
-from tests.helpers.pool import Outcome, free_port, worker_context
+from tests.helpers.pool import Outcome, free_port, impatient, worker_context
 from tests.helpers.resumable import ONE_PROCESS, saving
 from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer, plain_metrics, val_loaders
 from tests.trainer.launching.test_several_trainers import RUN as SEVERAL
@@ -177,7 +177,7 @@ def fail_and_mend() -> Any:
 
 def test_a_failure_of_a_rank_reaches_the_starting_process() -> None:
     (expected,) = ONE_PROCESS.run(3, fit, replace(PLAIN, trainer={}))
-    assert_equal_weights(run(fail_and_mend), expected["full_afterwards"])
+    assert_equal_weights(run(impatient, fail_and_mend), expected["full_afterwards"])
 
 
 # As a cell of a notebook: a class that no file has, and sys.ps1, by which Lightning knows a session.

@@ -60,7 +60,7 @@ class ClassifierNet(Net):
 
 
 RUN = Run(
-    ClassifierNet, "sync", {"microbatches": 2}, {"enable_checkpointing": True, "max_epochs": 4},
+    ClassifierNet, "sync", {"microbatches": 2}, {"enable_checkpointing": True, "max_epochs": 3},
     samples=48, batch_size=12, val_samples=(36,),
 )  # fmt: skip
 REPLICAS = replace(RUN, options={"microbatches": 3, "data_parallel_size": 2}, batch_size=6, shuffle=True)
@@ -95,7 +95,8 @@ def evaluate_checkpoint(run: Run, path: str) -> dict[str, Any]:
 def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools, tmp_path: Path) -> None:
     """To the bit where the same microbatches run; whole batches, and sums over replicas, are rounded otherwise."""
     path = str(tmp_path / "written.ckpt")
-    pools.run(2, fit, replace(RUN, callbacks=(saving(tmp_path, filename="written", save_top_k=1),)))
+    written = (saving(tmp_path, filename="written", save_top_k=1),)
+    pools.run(2, fit, replace(RUN, trainer={**RUN.trainer, "max_epochs": 1}, callbacks=written))
     (expected,) = ONE_PROCESS.run(1, evaluate_checkpoint, RUN, path)
     wanted = np.concatenate(expected["predicted"])
     assert len(wanted) == 36
@@ -119,7 +120,7 @@ COLLECTIVES = (
 
 def numbers_of_collectives(what: str, samples: int) -> list[int]:
     """How often each that somebody waits in is called, by Lightning and torchmetrics, too."""
-    run = Run(Net, val_samples=(samples,), trainer={"max_epochs": 2})
+    run = Run(Net, val_samples=(samples,))
     with ExitStack() as stack:
         spies = [stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES]
         fit(run) if what == "fit" else evaluate(run, what)
