@@ -23,7 +23,10 @@ CORE = Path("lightning_asyncpp/core")
 WORKERS = 1
 SECONDS = 900.0
 # The first tests find most, in seconds.
-PHASES = (["tests/core/test_engine.py"], ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/trainer/hooks"])
+PHASES = (
+    ["tests/core/test_weights.py", "tests/core/test_engine.py"],
+    ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/trainer/hooks"],
+)
 # File below the core -> lines of it, and what each becomes.
 MUTATIONS: dict[str, list[tuple[str, str]]] = {
     "schedule.py": [
