@@ -93,10 +93,6 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ("foreach.divide_(there, update.message.weight)", "pass"),
         (
             'drawing_from(runner.seed, runner.device, "update", self.mesh.stage, index)',
-            'drawing_from(runner.seed, runner.device, "update", self.mesh.stage, self.applied)',
-        ),
-        (
-            'drawing_from(runner.seed, runner.device, "update", self.mesh.stage, index)',
             'drawing_from(runner.seed, runner.device, "update", index)',
         ),
         ("gradient.masked_fill_(~finite, 0.0)", "pass"),
