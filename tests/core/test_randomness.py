@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.core.randomness import seed_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
+from tests.helpers.cases import Case
+from tests.helpers.engine import Training
 from tests.helpers.failing import Run
 
 
@@ -57,3 +59,15 @@ def test_what_a_backward_draws_does_not_depend_on_drains(drained: bool) -> None:
         expected.append(float(torch.rand(1)))
     assert drawn == expected
     torch.set_rng_state(before)
+
+
+def test_every_stage_draws_its_own_numbers_in_every_update_of_a_resumed_run() -> None:
+    case, drawn = Case(3), []
+    training = Training(case, Mesh(1, 1, 0), 2)
+    for first in (0, 2):
+        training = training.resumed() if first else training
+        training.optimizer.register_step_pre_hook(lambda *_: drawn.append(float(torch.rand(()))))
+        for index in (first, first + 1):
+            training.complete([training.engine.run(case.batch(index), case.step(training.model))])
+    training.drain()
+    assert len(drawn) == len(set(drawn)) == 8

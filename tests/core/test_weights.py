@@ -50,3 +50,19 @@ def test_at_the_end_all_versions_come_to_the_host(dtype: torch.dtype | None, mon
     assert [leaf.item() for leaf in after] == [1.0, 1.0, 2.0, 2.0]
     assert not on_device & {leaf.data_ptr() for leaf in after}
     assert (parameter.data_ptr() == weights.leaves(1)["w"].data_ptr()) == (dtype is None)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_a_hook_changes_is_in_the_newest_version_alone(dtype: torch.dtype | None) -> None:
+    """Also where the parameter has other memory since."""
+    parameter = nn.Parameter(torch.tensor([1.0]))
+    weights = WeightVersions({"w": parameter}, 2, compute_dtype=dtype)
+    weights.advance()
+    with torch.no_grad():
+        if dtype is None:
+            parameter.data = torch.tensor([3.0])
+        else:
+            parameter.fill_(3.0)
+    weights.adopt()
+    assert [weights.leaves(version)["w"].item() for version in (0, 1)] == [1.0, 3.0]
+    assert (parameter.data_ptr() == weights.leaves(1)["w"].data_ptr()) == (dtype is None)

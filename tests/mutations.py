@@ -1,0 +1,285 @@
+# ruff: noqa: E501
+"""Faults that the default tests of the core must find: ``python -m tests.mutations [NUMBER ...]``.
+
+Each row changes one line of ``lightning_asyncpp/core`` in a copy of the repository. Run it after a change of the core
+or of its tests. A row whose line is gone is reported, too: give it the new line, or delete it with the code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = Path("lightning_asyncpp/core")
+WORKERS = 1
+SECONDS = 900.0
+# The first tests find most, in seconds.
+PHASES = (
+    ["tests/core/test_weights.py", "tests/core/test_randomness.py", "tests/core/test_engine.py"],
+    ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/trainer/hooks"],
+)
+# File below the core -> lines of it, and what each becomes.
+MUTATIONS: dict[str, list[tuple[str, str]]] = {
+    "schedule.py": [
+        ("return behind * (1 + everywhere) + behind", "return behind * (1 + everywhere) + 1 + behind"),
+        ("behind * (rest + 1) // num_stages", "behind * rest // num_stages"),
+        ("behind = num_stages - 1 - stage", "behind = num_stages - stage"),
+        (
+            "return microbatches - (1 if num_replicas > 1 else 0) - (num_stages - 1)",
+            "return microbatches - (num_stages - 1)",
+        ),
+        (
+            'if slack == "exact" else depth(stage, num_stages, lookahead) + slack',
+            'if slack == "exact" else depth(stage, num_stages, lookahead)',
+        ),
+        ("return depth(0, num_stages, lookahead) if slack", "return depth(stage, num_stages, lookahead) if slack"),
+        ('return staleness == "uniform" or slack == "exact"', 'return staleness == "uniform"'),
+        ("is_held = self.held is None or place < self.held", "is_held = self.held is None or place <= self.held"),
+        ("if mini_batch < self.synchronous_start or not is_held:", "if not is_held:"),
+        ("return max(mini_batch - self.delay, self.synchronous_start)", "return max(mini_batch - self.delay, 0)"),
+        ("return self.delay * self.held / microbatches if self.held else 0", "return self.delay"),
+        ("return 1 if self.held == 0 else 1 + self.delay", "return 1 + self.delay + 1"),
+        (
+            "return 0 if mini_batch < self.synchronous_start else self.staleness(microbatches)",
+            "return self.staleness(microbatches)",
+        ),
+        (
+            "return 0 if mini_batch < self.synchronous_start or self.held == 0 else self.delay",
+            "return 0 if self.held == 0 else self.delay",
+        ),
+        (
+            "return mini_batch + 1 - self.updates_behind(mini_batch)",
+            "return mini_batch - self.updates_behind(mini_batch)",
+        ),
+        ("stage = self.stage if self.shares_with is None else self.shares_with", "stage = self.stage"),
+        ("return held is not None and not self.agrees_first and behind > 0", "return held is not None and behind > 0"),
+        ("while k + 1 - oldest > depth:", "while k - oldest > depth:"),
+        ("if held and k - begin == held and mini_batch", "if held and k - begin == held - 1 and mini_batch"),
+    ],
+    "weights.py": [
+        ("leaves[name].grad, before[name].grad = before[name].grad, None", "before[name].grad = None"),
+        ("for use in reversed(uses)]", "for use in uses]"),
+        (
+            "for leaf in leaves.values():\n            leaf.grad = None\n        self._sums.clear()",
+            "self._sums.clear()",
+        ),
+        ("        self._sums.clear()\n", ""),
+        (
+            "                foreach.copy_([after[name] for name in owned], [before[name] for name in owned])",
+            "                pass",
+        ),
+        ("owned = [*self.parameters, *self.buffers]", "owned = [*self.parameters]"),
+        (
+            "        self._show_newest()\n        return None if self.has_masters",
+            "        return None if self.has_masters",
+        ),
+        ("                    newest[name].copy_(parameter.detach())\n", ""),
+        ("                foreach.copy_([newest[name] for name in self.parameters], masters)", "                pass"),
+        ("source = older if older is not None and version < newest else values", "source = values"),
+        ("                self.parameters[name].copy_(value)", "                pass"),
+        ("        sums[name].add_(gradient)", "        sums[name] = gradient.to(dtype)"),
+        ("        sums[name] = gradient.to(dtype)", "        sums[name] = gradient"),
+    ],
+    "updates/update_queue.py": [
+        ("foreach.divide_(there, update.message.weight)", "pass"),
+        (
+            'drawing_from(runner.seed, runner.device, "update", self.mesh.stage, index)',
+            'drawing_from(runner.seed, runner.device, "update", index)',
+        ),
+        ("gradient.masked_fill_(~finite, 0.0)", "pass"),
+        (
+            "            self._dropped.popleft()\n            self.weights.take_gradients()",
+            "            self._dropped.popleft()",
+        ),
+        ("            gradients[name] = None\n", "            pass\n"),
+        (
+            "if message.weight and message.finite:\n            self.last_norm",
+            "if message.weight:\n            self.last_norm",
+        ),
+        ('if not message.finite and self.settings.nonfinite_gradients == "stop":', "if False:"),
+        ("self.agreed.interrupted |= message.interrupted > 0", "pass"),
+        ("self.agreed.finished |= message.finished > 0", "pass"),
+        (
+            "return self._step(mini_batch, message, message.finite and message.weight > 0)",
+            "return self._step(mini_batch, message, message.weight > 0)",
+        ),
+        ("self._step(mini_batch, message, finite and weight > 0)", "self._step(mini_batch, message, weight > 0)"),
+        ("norm = 0.0 if self.last_norm is None else self.last_norm", "norm = 0.0"),
+        ("while self.pending and self.pending[0].index < due:", "while self.pending and self.pending[0].index <= due:"),
+        (
+            "        for name, parameter in self.weights.parameters.items():\n            parameter.grad = gradients.get(name)",
+            "        for name, parameter in self._optimized.items():\n            parameter.grad = gradients.get(name)",
+        ),
+        (
+            "mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note",
+            "mini_batch.hyper_parameters, mini_batch.note = [], note",
+        ),
+        ("self._starts.append((index, first))", "self._starts.append((index, 0))"),
+    ],
+    "updates/mini_batch.py": [
+        (
+            "vector = transport.receive_part(self.index, self.length) + vector",
+            "transport.receive_part(self.index, self.length)",
+        ),
+        ("weight = self.weight if mesh.is_last else 0.0", "weight = self.weight"),
+        ("squares = squares if mesh.replica == 0 and finite else 0.0", "squares = squares if finite else 0.0"),
+        ("return ControlMessage(weight, norm, non_finite == 0,", "return ControlMessage(weight, norm, True,"),
+        (
+            "names = set(gradients if self.reduction is None else self.tied.names) - self.tied.counted_by_others",
+            "names = set(gradients if self.reduction is None else self.tied.names)",
+        ),
+    ],
+    "engine.py": [
+        ("if not self.updates.pending:  # no update", "if False:  # no update"),
+        (
+            "version = self.schedule.stage_rule.version(opened.index, k - opened.first)",
+            "version = self.schedule.pipeline_rule.version(opened.index, k - opened.first)",
+        ),
+        (
+            "version = self.schedule.stage_rule.version(opened.index, k - opened.first)",
+            "version = self.schedule.stage_rule.version(opened.index, k)",
+        ),
+        ("        opened.weight += flight.weight\n", "        opened.weight = flight.weight\n"),
+        ("                afterwards()\n", ""),
+        ("weighted = [flight for flight in flights if flight.weight]", "weighted = flights"),
+        ("        if flushes:\n            yield from self._iter_backwards()\n", ""),
+        ("self._drained = self.next_forward\n        return updates", "return updates"),
+        (
+            "        newest, weights = self.weights.newest, self.weights.for_evaluation()",
+            "        newest, weights = self.weights.newest, None",
+        ),
+        ('        self.updates.last_norm = state.get("norm")\n', ""),
+        ('        self.evaluated = state.get("evaluated", 0)\n', ""),
+        ("weights = self.weights.sum_at(flight.version)", "weights = self.weights.leaves(flight.version)"),
+        (
+            "torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(),",
+            "torch.inference_mode(False), torch.enable_grad(),",
+        ),
+        (
+            "            preserved_generators(self.runner.device), self.runner.span(Activity.DRAIN",
+            "            self.runner.span(Activity.DRAIN",
+        ),
+    ],
+    "runner.py": [
+        ('weight = 1.0 if self.hooks.loss_reduction == "sum" else flight.weight', "weight = flight.weight"),
+        ("gradients += [torch.full_like(loss, flight.weight)", "gradients += [torch.full_like(loss, 1.0)"),
+        (
+            '        seed_generators(self.seed, self.device, "backward", self.stage.first_unit, self.mesh.replica, flight.k)\n',
+            "",
+        ),
+        (
+            "            set_generator_states(states, self.device)\n            return output",
+            "            return output",
+        ),
+    ],
+    "clipping.py": [
+        ("return min(1.0, max_norm / (norm + 1e-6))", "return max_norm / (norm + 1e-6)"),
+        ("norm = math.sqrt(sum_of_squares) / weight if weight else 0.0", "norm = math.sqrt(sum_of_squares)"),
+    ],
+    "updates/reduction.py": [
+        (
+            "pieces.append(like.new_full((len(list(run)),), float(there)))",
+            "pieces.append(like.new_full((len(list(run)),), 1.0))",
+        ),
+        (
+            "pieces.append(like.new_zeros(like.numel()) if gradient is None",
+            "pieces.append(like.new_ones(like.numel()) if gradient is None",
+        ),
+        (
+            "                if not flag > 0:\n                    self.gradients[name] = None\n                elif name",
+            "                if name",
+        ),
+        ("elif name not in self._apart:", "else:"),
+        ("own if behind is None else [behind, *own]", "own if behind is None else [*own, behind]"),
+        ("            if before is None:\n                gradients[name] = total\n", ""),
+        ("tie.stages[1:] if before is None else (before,)", "tie.stages[1:2] if before is None else (before,)"),
+        ("turn = mini_batch % _MOST_MINI_BATCHES * len(whole)", "turn = 0 * len(whole)"),
+        ("_ALIGNMENT = 64", "_ALIGNMENT = 1"),
+        (
+            "for name in [n for n in backwards if n not in late] + [n for n in backwards if n in late]:",
+            "for name in backwards:",
+        ),
+        ("for name in bucket.names if name not in late", "for name in bucket.names"),
+        ("        while len(self._sent) < len(self._buckets):\n            self._send(gradients)", "        pass"),
+    ],
+}
+
+
+def main() -> None:
+    """Try the mutations with the numbers given, or all, and exit with the number of those that no test found."""
+    rows = [(path, *pair) for path, pairs in MUTATIONS.items() for pair in pairs]
+    numbers = [int(text) for text in sys.argv[1:]] or range(len(rows))
+    import lightning.pytorch.cli  # noqa: F401  # here, not once in each child
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        found = list(pool.map(lambda number: _try(number, *rows[number]), numbers))
+    print(f"{sum(found)} of {len(found)} found")
+    sys.exit(len(found) - sum(found))
+
+
+def _try(number: int, path: str, line: str, changed: str) -> bool:
+    """Return whether a test fails with the changed line."""
+    text = (ROOT / CORE / path).read_text(encoding="utf-8")
+    if text.count(line) != 1:
+        print(f"{number:3} {path}: {text.count(line)} places in place of 1 have {line!r}", flush=True)
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "__pycache__", "*.egg-info"))
+        (copy / CORE / path).write_text(text.replace(line, changed), encoding="utf-8")
+        begin = time.monotonic()
+        why = next((why for phase in PHASES if (why := _failure(copy, phase))), "")
+        seconds = time.monotonic() - begin
+    print(
+        f"{number:3} {why or 'NOT FOUND'} ({seconds:.0f} s): {path}: {line.strip()!r} -> {changed.strip()!r}",
+        flush=True,
+    )
+    return bool(why)
+
+
+def _failure(copy: Path, tests: list[str]) -> str:
+    """Run tests in a child process until one fails; return its name, "no end" after ``SECONDS``, or "" if all pass."""
+    output = copy.parent / "output"
+    child = os.fork()
+    if not child:
+        os.setsid()
+        _run(copy, tests, output)
+    end = time.monotonic() + SECONDS
+    while not (waited := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.2)
+    if not waited[0]:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return "no end"
+    if not waited[1]:
+        return ""
+    lines = output.read_text(encoding="utf-8").splitlines()
+    return next((row.partition(" - ")[0] for row in lines if row.startswith(("FAILED", "ERROR"))), lines[-1])
+
+
+def _run(copy: Path, tests: list[str], output: Path) -> None:
+    """Be pytest in the copy, to the end of this process."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(copy)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("lightning_asyncpp", "tests")]:
+        del sys.modules[name]
+    sys.path.insert(0, str(copy))
+    os.environ["PYTHONPATH"] = str(copy)  # for the processes that tests start
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", "120", *tests])
+    sys.stdout.flush()
+    os._exit(int(code))
+
+
+if __name__ == "__main__":
+    main()
