@@ -134,12 +134,12 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
         k: first microbatch of that batch.
     """
     return ProtocolError(
-        f"{ended} has ended before microbatch {k} (its epoch or an evaluation ended, or it drains the pipeline for a"
-        f" validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders have different"
-        " numbers of batches on these ranks: all ranks of a replica must read the same data. Two other causes: a hook"
-        " or a dataset raised StopIteration on one rank only, which ends the epoch in Lightning; or only some ranks"
-        ' call trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step, often under an "if" on the'
-        " rank"
+        f"{ended} has ended before microbatch {k} (its epoch or an evaluation ended, or it finishes what is in"
+        f" flight for a validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders"
+        " have different numbers of batches on these ranks: all ranks of a replica must read the same data. Two other"
+        " causes: a hook or a dataset raised StopIteration on one rank only, which ends the epoch in Lightning; or only"
+        " some ranks call trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step, often under an"
+        ' "if" on the rank'
     )
 
 

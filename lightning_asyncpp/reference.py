@@ -2,9 +2,9 @@
 
 A pipeline whose result differs from this one is wrong. This module is independent of the engine in everything that a
 pipeline decides: the order of microbatches, their weight versions, and how gradients are summed, clipped and applied.
-It shares with the engine only what defines the task: the units (layers) of a model (``pipeline_units``), the
-microbatches of a batch and their weights (``split_batch``, ``number_of_samples``), what layers record (``collecting``),
-and the derivation of seeds.
+It shares with the engine only what defines the task: the units of a model (its parts between two possible cuts,
+``pipeline_units``), the microbatches of a batch and their weights (``split_batch``, ``number_of_samples``), what layers
+record (``collecting``), and the derivation of seeds.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def train_reference(
 ) -> list[float]:
     """Train ``model`` in place: W_{t+1} = W_t - U(g_t), with optimizer U and the gradient g_t at W_{max(t - delay, 0)}.
 
-    With a synchronous start of N mini-batches, gradients are taken at W_t for t < N, then at W_{max(t - delay, N)}. On
-    a stage that ``held`` lists, only the first h microbatches of a mini-batch run on the weights of this rule, and the
-    later ones on W_t. Auxiliary losses of layers are added to the loss. Buffers that layers change once per update are
-    part of W.
+    W_t are the weights before update t. With a synchronous start of N mini-batches, the first N gradients are taken at
+    W_t, later ones at W_{max(t - delay, N)}. On a stage that ``held`` lists, only the first h microbatches of a
+    mini-batch run on the weights of this rule, and the later ones on W_t. Auxiliary losses of layers are added to the
+    loss. Buffers that layers change once per update are part of W.
 
     Args:
         model: ``nn.Sequential``, or module with ``pipeline_layers()``. If several units share a parameter, the
@@ -117,7 +117,7 @@ def train_reference(
 
 @dataclass
 class MeanGradient:
-    """Sums over the microbatches k of a mini-batch, with weights w_k, in the order of k.
+    """Sums over the microbatches k of a mini-batch, with weights w_k in the mean loss, in the order of k.
 
     Attributes:
         sums: parameter -> sum of w_k * gradient_k; unused parameters are absent.
@@ -188,7 +188,7 @@ class Trajectory:
         self.norm_before = 0.0
 
     def take(self, ahead: Weights | None = None) -> None:
-        """Copy W_t from the model; with ``dtype``, round its masters Y_t, or ``ahead`` where given, to W_t."""
+        """Copy W_t from the model; with ``dtype``, W_t is rounded from ``ahead`` where given, else from masters Y_t."""
         self.masters = values_of(self.parameters)
         self.newest = _rounded(self.masters | (ahead or {}), self.dtype) | values_of(self.buffers)
 
@@ -197,7 +197,7 @@ class Trajectory:
 
         Args:
             places: slot -> number of the microbatch within its replica's mini-batch t.
-            slot: index of the microbatch among those of all replicas.
+            slot: slot of the microbatch: its index among the microbatches of all replicas.
         """
         is_delayed = self.delay > 0 and self.t > self.start
         newest = {tensor: self.newest[tensor] for tensor, h in self.held.items() if places[slot] >= h}

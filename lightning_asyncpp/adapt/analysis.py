@@ -1,9 +1,9 @@
 """Search, by trial runs on an example, for a cut of a model without ``pipeline_layers()``.
 
-Every stage runs the model's own ``forward`` (see :mod:`lightning_asyncpp.core.cut.own_forward`). In the trials each
-block is a stage. In the first trial, every stage has all weights and receives all earlier outputs.
-Gradients show which weights and outputs a stage uses. In the second trial, every stage has only what it uses. The cut
-is accepted if the results equal those of the whole model.
+Every stage runs the model's own ``forward`` (see :mod:`lightning_asyncpp.core.cut.own_forward`). A unit is a block with
+the code before or after it; in the trials each unit is a stage. In the first trial, every stage has all weights and
+receives all earlier outputs. Gradients show which weights and outputs a stage uses. In the second trial, every stage
+has only what it uses. The cut is accepted if the results equal those of the whole model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class _Analysis:
         """Return a cut whose results equal the whole model's; cuts with fewer transfers and weights are tried first."""
         cuts: list[OwnForwardCut] = []
         errors: list[Exception] = []
-        # In a chain of blocks, outputs of blocks cross the cuts. In other models, inputs of blocks may be fewer.
+        # Explore cuts that send outputs of blocks. If several outputs cross one cut, explore cuts that send inputs,
+        # too.
         for by_inputs in (False, True):
             try:
                 explored = self._explored(by_inputs)
@@ -144,7 +145,7 @@ class _Analysis:
         return taken, outputs, changed
 
     def _with_rest(self, cut: OwnForwardCut, everywhere: bool) -> OwnForwardCut:
-        """Return the cut after adding the parameters that no unit is known to use to the last unit or to all units."""
+        """Return the cut; the last unit or all units also get the parameters that no unit is known to use."""
         used = set().union(*cut.around)
         rest = tuple(name for name in self.around if name not in used)
         last = len(cut.around) - 1
@@ -160,7 +161,7 @@ class _Analysis:
         return evaluated, self.runs.whole(cut)
 
     def _tried(self, cut: OwnForwardCut, evaluated: Result, trained: Result) -> OwnForwardCut:
-        """Return the cut with ``is_exact`` set; raise if its results differ from the whole model's."""
+        """Raise if the cut's results differ from the whole model's; return the cut with a value for ``is_exact``."""
         self.runs.train(False)
         with torch.no_grad():
             compare(evaluated, self.runs.in_stages(cut))

@@ -112,7 +112,7 @@ class Result(NamedTuple):
 
     Attributes:
         output: output of the model.
-        gradients: for each unit, name of a parameter -> gradient.
+        gradients: for each unit (part of the model between two possible cuts), name of a parameter -> gradient.
         crossing: for each unit, numbers (as in ``OwnForwardCut.crossing``) of received values that got a gradient.
     """
 
@@ -174,7 +174,7 @@ class ModelRuns:
                 tensors, structure = flatten(value, cut.blocks[unit])
                 leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
                 links.append((tensors, leaves, structure))
-                # Clones: layers may change their inputs in place.
+                # Pass clones: layers may change their inputs in place.
                 args, kwargs = (unflatten([leaf.clone() for leaf in leaves], structure),), {}
         if not torch.is_grad_enabled():
             return Result(value, [], [])

@@ -73,7 +73,7 @@ def wait_for_workers() -> None:
     """Wait, at most a second, until all of gloo's worker threads sleep. By then they have freed their tensors."""
     deadline = time.monotonic() + _WORKER_SECONDS
     calm = 0
-    # Two checks in a row, since a thread that waits for the GIL also looks asleep.
+    # Check twice in a row, since a thread that waits for the GIL also looks asleep.
     while calm < 2 and time.monotonic() < deadline:
         time.sleep(_MOMENT_SECONDS)
         calm = 0 if _workers_run() else calm + 1
@@ -88,6 +88,6 @@ def _workers_run() -> bool:
     return False
 
 
-# Registered before this package's other exit handlers, and so called after them. The other handlers end
-# every wait for another rank.
+# finish() is registered before this package's other exit handlers, so it runs after them. The other handlers end every
+# wait for another rank.
 atexit.register(finish)

@@ -124,7 +124,7 @@ def _receive(group: dist.ProcessGroup, rank: int) -> Any:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=group, tag=_TAG)
         fill(text := torch.empty(int(size), dtype=torch.uint8))
-        # To the CPU, since this machine may not have the sender's device.
+        # Load to the CPU, since this machine may not have the sender's device.
         part = torch.load(io.BytesIO(text.numpy().data), map_location="cpu", weights_only=True)
         return map_tensors(with_content, part)
 
@@ -137,7 +137,7 @@ OLDER, MASTERS = "older_weights", "masters"
 def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return this stage's part of the model's ``state_dict``, with weights in place of their masters.
 
-    Masters are explained in :mod:`lightning_asyncpp.core.weights`.
+    Masters are the fp32 weights that the optimizer updates with ``weight_dtype``.
 
     Args:
         session: the pipeline.
@@ -258,7 +258,7 @@ def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
     """Return the rank whose rank-specific state in a checkpoint this rank loads.
 
     If the checkpoint has as many stages and replicas as this run, the result is this rank's number. Otherwise it is the
-    last stage of the checkpoint's replica with this replica's number, or, if there is none, of its last replica.
+    last stage of a replica in the checkpoint: of this replica's number or, if there is none, of the last replica.
     """
     stages, replicas = state["num_stages"], state["data_parallel_size"]
     if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):

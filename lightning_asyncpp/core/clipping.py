@@ -53,7 +53,7 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> 
     """
     factor = clip_coefficient(norm, max_norm)
     if factor < 1.0:
-        # One by one: torch._foreach_mul_ would round the factor to bf16 if the gradients are bf16.
+        # Scale one by one: torch._foreach_mul_ would round the factor to bf16 if the gradients are bf16.
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

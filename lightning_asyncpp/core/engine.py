@@ -121,11 +121,11 @@ class Engine:
 
     @property
     def at_newest(self) -> bool:
-        """Whether microbatches of the next batch's mini-batch t may run on W_t, the weights that update t changes."""
+        """Whether some microbatches of the next batch, in mini-batch t, may run on W_t (weights before update t)."""
         return self.schedule.staleness == "least" or self.schedule.pipeline_rule.at_newest(self.mini_batch)
 
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
-        """Run a training batch: its forwards, and the backwards (also of earlier batches) and the update due meanwhile.
+        """Run a training batch: its forwards, and the backwards (also of earlier batches) and update that are due.
 
         Args:
             batch: the batch on the first and the last stage; ignored on stages between them.
@@ -195,7 +195,7 @@ class Engine:
         """Apply the updates that are due; return all updates applied since the last call, in order.
 
         Raises:
-            NonFiniteGradientError: a gradient is not finite with ``nonfinite_gradients="stop"``; raised on every rank.
+            NonFiniteGradientError: a gradient is not finite under ``nonfinite_gradients="stop"``; raised on every rank.
         """
         return finish(self.iter_due())
 
@@ -288,7 +288,7 @@ class Engine:
     def load_state_dict(
         self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Load counters, older weights and masters; the parameters must have been loaded before."""
+        """Load counters, older weights and masters (fp32 weights that the optimizer updates), after the parameters."""
         self.next_forward = self.next_backward = self._drained = state["microbatch"]
         self.updates.begin_at(state["mini_batch"], state["microbatch"])
         self.updates.last_norm = state.get("norm")
@@ -300,7 +300,7 @@ class Engine:
         self.runner.seed = seed
 
     def release(self) -> None:
-        """Replace masters in the module by the newest weights; see :meth:`WeightVersions.release_masters`."""
+        """Replace masters in the module by the newest weights, as :meth:`WeightVersions.release_masters` describes."""
         self.weights.release_masters()
 
     def close(self) -> None:
@@ -367,7 +367,7 @@ class Engine:
 
     @contextmanager
     def modes_of_forwards(self) -> Iterator[None]:
-        """Set layers to the training modes of their forwards, which activation checkpointing repeats in backwards."""
+        """Set layers to the training modes of their forwards, since activation checkpointing repeats forwards."""
         others = [m for m in self._modules if m.training == (m in self._in_evaluation)]
         for module in others:
             module.training = not module.training

@@ -101,7 +101,7 @@ class Reading:
             self._numbers = [t.reshape(-1).tolist() if t.ndim else [t.item()] for t in tensors]
             return
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
-        # Concatenate the tensors of each dtype first, which takes few kernels.
+        # Concatenate the tensors of each dtype first, so that few kernels are launched.
         by_dtype: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(flat):
             by_dtype.setdefault(tensor.dtype, []).append(place)

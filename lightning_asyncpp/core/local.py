@@ -147,7 +147,7 @@ class LocalPipeline(Engine):
     def load_state_dict(
         self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Load counters, older weights and masters; see :meth:`Engine.load_state_dict`."""
+        """Load counters, older weights and masters (fp32 weights that the optimizer updates) into all stages."""
         self.evaluated = state.get("evaluated", 0)
         self.weights.give_parameters_to_copies()
         for number, engine in enumerate(self.engines):

@@ -1,4 +1,4 @@
-"""Microbatches with their weights and fingerprints, and calls of the user's step with their results.
+"""Microbatches with their weights and fingerprints (hashes), and calls of the user's step with their results.
 
 The user's step calls the model. The first stage captures the arguments of this call. On the last stage the call returns
 the pipeline's output.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def seed_of_run() -> int:
-    """Return the seed that ``seed_everything`` set, or else a random seed, on which ranks must agree."""
+    """Return the seed that ``seed_everything`` set, else a random seed, which callers must make equal on all ranks."""
     return int(os.environ.get("PL_GLOBAL_SEED", secrets.randbelow(2**31)))
 
 
@@ -111,7 +111,7 @@ def random_states() -> dict[str, Any]:
     version, own, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
-        # As tensors, since otherwise hundreds of numbers per rank would be unpickled one by one.
+        # Stored as tensors, since otherwise hundreds of numbers per rank would be unpickled one by one.
         "python": (version, torch.tensor(own), gauss),
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),

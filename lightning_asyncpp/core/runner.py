@@ -46,7 +46,7 @@ class Flight:
     Attributes:
         k: number of the microbatch, counted over the run.
         version: version of the weights on which the microbatch runs.
-        weight: weight w_k in the mean loss; microbatches of weight 0 and empty slots have no backward.
+        weight: weight w_k in the mean loss; no backward with weight 0, as in empty slots (places without samples).
         inputs: autograd nodes that receive the gradients of the received activations.
         outputs: tensors from which the backward starts; on the last stage the loss.
         result: result of the user's step, on the last stage.
@@ -151,8 +151,8 @@ class StageRunner(ABC):
         """Run the backward of a microbatch, which adds to the gradients of ``weights``; send the inputs' gradients."""
         if not flight.weight:
             return
-        # A drain changes what runs before a backward, but a backward's random numbers must not depend on drains. So
-        # generators are seeded here: before the wait for the gradient, since time after it is on the critical path.
+        # A backward's random numbers must not depend on drains (runs of all backwards in flight), so generators are
+        # seeded here: before the wait for the gradient, since time after the wait is on the critical path.
         seed_generators(self.seed, self.device, "backward", self.stage.first_unit, self.mesh.replica, flight.k)
         self.stage.under(weights, partial(self._backward_in_place, flight))
         self.send_input_gradients(flight)
@@ -343,7 +343,7 @@ class LastStage(StageRunner):
                     " trainable (requires_grad)"
                 )
             flight.outputs = (loss,)
-            # Detached, since the result's graph would keep tensors alive after the backward, among them input gradients
+            # Detach the result, since its graph would keep tensors alive after the backward, among them input gradients
             # that were already sent.
             flight.result = result.detach() if isinstance(result, Tensor) else map_tensors(Tensor.detach, result)
         return flight

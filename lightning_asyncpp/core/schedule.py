@@ -1,14 +1,15 @@
 """Order of forwards, backwards and updates on a stage: without a flush, or 1F1B with a flush per mini-batch.
 
 Microbatches are counted over the whole run: with ``m`` per mini-batch, microbatch ``k`` belongs to mini-batch
-``t = k // m``. Stage s of P keeps its forwards ``depth(s)`` microbatches ahead of its backwards,
+``t = k // m``. ``lookahead`` is the number of extra microbatches in flight, which hide latency. Stage s of P keeps its
+forwards ``depth(s)`` microbatches ahead of its backwards:
 
-    depth(s) = b (1 + q) + b (r + 1) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1),
+    depth(s) = b (1 + q) + (b (r + 1)) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1).
 
-which is P - 1 + lookahead on the first stage and decreases strictly from stage to stage. So when a stage waits
-for a gradient, the next stage is already computing it. In the warmup a stage runs forwards until it is ``depth(s)``
-ahead. In the steady state it runs one backward per forward. In the cooldown of a flush it runs the remaining backwards
-(:meth:`Schedule.drain`).
+The depth is P - 1 + lookahead on the first stage and decreases strictly from stage to stage. So before backward k the
+next stage runs fewer forwards than this stage, and when this stage waits for the gradient, the next stage is already
+computing it. In the warmup a stage runs forwards until it is ``depth(s)`` ahead. In the steady state it runs one
+backward per forward. In the cooldown of a flush it runs the remaining backwards (:meth:`Schedule.drain`).
 
 If the depths of two neighbours differ by one, the latency of the hop between them is exposed. Each further microbatch
 of difference hides a part of it. Exposed latencies of consecutive hops add up, so the lookahead is spread evenly: a
@@ -130,7 +131,7 @@ class StalenessRule:
         return 1 if self.held == 0 else 1 + self.delay
 
     def at_newest(self, mini_batch: int) -> bool:
-        """Return whether all microbatches of mini-batch t run on W_t, the weights that update t changes."""
+        """Return whether all microbatches of mini-batch t run on W_t, the newest weights (those before update t)."""
         return self.version(mini_batch) == mini_batch
 
     def staleness_of(self, mini_batch: int, microbatches: int) -> float:
@@ -159,10 +160,10 @@ class Schedule:
         num_stages: number of stages P.
         lookahead: extra microbatches in flight. They hide latency, cost activation memory, and with ``"least"`` make
             gradients older.
-        pipeline_rule: rule of the whole pipeline, for agreements of all stages and for flushes.
+        pipeline_rule: rule of the whole pipeline, for flushes and for what all stages agree on.
         staleness: choice of the microbatches that run on the older weights; see :func:`held_back`.
         slack: with ``"least"``, number of microbatches beyond the minimum.
-        shares_with: first stage that shares a parameter with this one; default: this stage. That earlier stage
+        shares_with: earliest stage that shares a parameter with this one; default: this stage. That earlier stage
             completes the parameter's gradient last, so this stage runs as many microbatches on the older weights as
             that stage.
     """
@@ -231,9 +232,8 @@ class Schedule:
         Args:
             mini_batches: number of mini-batches.
             microbatches: number of microbatches per mini-batch.
-            drains: numbers of microbatches since the start of the run after which the pipeline is drained: all
-                backwards in flight run, and all updates of complete mini-batches are applied. The pipeline is also
-                drained at the end.
+            drains: counts of microbatches from the start of the run. After each count, and at the end, the pipeline is
+                drained: all backwards in flight run, and all updates of complete mini-batches are applied.
         """
         actions: list[Action] = []
         oldest = updates = 0

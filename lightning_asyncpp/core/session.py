@@ -221,7 +221,7 @@ class PipelineSession:
         return engine.apply_due()
 
     def check_drain(self) -> None:
-        """Raise RuntimeError if an update is being applied, since a drain would find the update incomplete."""
+        """Raise RuntimeError if an update is being applied, since :meth:`drain` would find the update incomplete."""
         if self._update is not None:
             raise RuntimeError(
                 "weights cannot be gathered, saved, loaded or evaluated while an update is applied, as in a hook of the"

@@ -239,7 +239,7 @@ class ResolvedSettings(PipelineSettings):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Dtype of weight versions that are made from masters (the optimizer's parameters); None without masters."""
+        """Dtype of weights made from masters (fp32 weights that the optimizer updates); None without masters."""
         return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
     @property

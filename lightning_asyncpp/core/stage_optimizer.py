@@ -231,8 +231,8 @@ def around_step(
         optimizer: optimizer that steps in the context.
         older: parameter -> weights before the step, from the older version; None if there is no older version. An
             optimizer with ``weights_before(weights)`` receives them, so that it need not copy the weights.
-        masters: master parameter -> tensor of the newest version to be written; None without masters. An optimizer with
-            ``compute_weights(weights)`` writes these tensors. Without this method they are set to the rounded masters.
+        masters: master (fp32 weight that the optimizer updates) -> tensor of the newest version; None without masters.
+            An optimizer with ``compute_weights(weights)`` writes these tensors; else they are the rounded masters.
     """
     with (
         optimizer.weights_before(older) if older and hasattr(optimizer, "weights_before") else _NOTHING,

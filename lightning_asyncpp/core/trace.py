@@ -25,7 +25,7 @@ class Wait(str, Enum):
 
     ACTIVATION = "activation"  # a microbatch's activation from the previous stage
     GRADIENT = "gradient"  # a microbatch's gradient from the next stage
-    AGREEMENT = "agreement"  # the control message of all ranks, and before it the reduction over replicas
+    AGREEMENT = "agreement"  # the reduction over replicas, then control messages (numbers that all ranks sum)
     DATA = "data"  # the loader's next batch
 
 
@@ -35,7 +35,7 @@ class Activity(str, Enum):
     SEND = "send"  # the stage hands a message to the transport; the transfer is not included
     REDUCE = "reduce"  # reduction of a mini-batch's gradient over replicas, in the background
     PENDING = "pending"  # from the complete gradient of a mini-batch until all ranks agree on its update
-    DRAIN = "drain"  # drain of the pipeline; contains all activities during the drain
+    DRAIN = "drain"  # finish of all microbatches in flight; contains all activities meanwhile
     EVALUATE = "evaluate"
     CHECKPOINT = "checkpoint"
 

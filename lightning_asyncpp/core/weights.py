@@ -3,9 +3,9 @@
 Each version has separate leaf tensors, on which forwards and backwards run. The optimizer's parameters share the memory
 of the newest version. Replacing the data of a single set of leaves while a graph is alive would silently mix versions.
 
-With a compute dtype, the versions have this dtype, and the optimizer's parameters are masters, whose dtype does not
-change. After a step, the newest version is written from the masters. Gradients are summed over microbatches in the
-masters' dtype.
+With a compute dtype, the versions have this dtype, and the optimizer's parameters are masters (fp32 weights that the
+optimizer updates). After a step, the newest version is written from the masters. Gradients are summed over microbatches
+in the masters' dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class WeightVersions:
-    """Weights W_v of one stage, at most ``room`` versions: version v is in slot v % room.
+    """Weights W_v (before update v) of one stage, at most ``room`` versions: version v is in slot v % room.
 
     Args:
         parameters: name -> parameter of the optimizer; frozen parameters have no versions and are ignored.

@@ -172,15 +172,15 @@ def _distributed_env(num_replicas: int, rank: int) -> Any:
     """Return litdata's private description of the world; only this function uses the private name."""
     from litdata.utilities.env import _DistributedEnv
 
-    # One node on any cluster: with more, litdata's order would depend on the nodes of the replicas.
+    # One node is set on any cluster: with more nodes, litdata's order would depend on the nodes of the replicas.
     return _DistributedEnv(world_size=num_replicas, global_rank=rank, num_nodes=1)
 
 
 def _resume_as_replica(loader: Any, num_replicas: int, rank: int) -> None:
     """Make a resuming loader accept checkpoints of other processes.
 
-    litdata then checks a checkpoint against the number of replicas, and not against the folders of the process that
-    wrote it.
+    litdata compares a checkpoint's world size and folders with its own. Here its world size is the number of replicas,
+    and this process's folders replace those of the process that wrote the checkpoint.
     """
     load_state_dict = type(loader).load_state_dict
 
@@ -202,7 +202,7 @@ def _with_own_place(dataset: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]
     if "input_dir_path" not in saved:
         return saved
     own = dataset.input_dir
-    # Each process caches a remote dataset in its own folder; the checkpoint names the writer's.
+    # Each process caches a remote dataset in its own folder; the checkpoint names that of the process that wrote it.
     path = own.path if own.url is None else None
     place = {"input_dir_path": path, "input_dir_url": own.url, "cache_dir_path": dataset.cache_dir.path}
     # litdata also compares the seed, which has no effect without shuffling.
@@ -210,7 +210,7 @@ def _with_own_place(dataset: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _check_names(dataset: Any, split: str) -> None:
-    # Checked before a chunk is read or downloaded: litdata joins the names to its folders.
+    # Check before a chunk is read or downloaded: litdata joins the names to its folders.
     for name in dataset.subsampled_files:
         if name != os.path.basename(name):
             raise DataError(f"{split} names a chunk {name!r} outside of its folder. Do not use this dataset")

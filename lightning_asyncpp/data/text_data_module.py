@@ -103,8 +103,8 @@ class TextDataModule(L.LightningDataModule):
         self.seed = seed
         self.tokens: TokenSource | None = None
         self._definition: str | None = None
-        # Saved in checkpoints to document the training data, but not sent to loggers, which would refuse names that
-        # occur among the model's hyper-parameters as well.
+        # The arguments are saved in checkpoints to document the training data, but not sent to loggers, which would
+        # refuse names that occur among the model's hyper-parameters as well.
         self.save_hyperparameters(logger=False)
 
     @property
@@ -178,8 +178,8 @@ class TextDataModule(L.LightningDataModule):
             self.tokens = prepared_tokens(folder)
         self._check_length(self.tokens)
         self._check_vocabulary(self.tokens)
-        # Read now, and not only when the first checkpoint is written, so that a missing tokenizer is an error before
-        # training. Tokens without metadata do not name their tokenizer.
+        # Read the tokenizer now, and not only when the first checkpoint is written, so that a missing tokenizer is an
+        # error before training. Tokens without metadata do not name their tokenizer.
         is_known = self.tokens.metadata is not None or self.tokenizer_name is not None
         self._definition = self.tokenizer.definition if is_known else None
 

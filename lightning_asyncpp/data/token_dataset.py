@@ -35,7 +35,7 @@ class Metadata:
     vocab_size: int
     """Number of token ids of the tokenizer."""
     tokenizer: str
-    """Fingerprint of the tokenizer."""
+    """Fingerprint of the tokenizer (:attr:`.Tokenizer.fingerprint`)."""
     train_tokens: int
     """Number of training tokens, including those that end documents."""
     val_tokens: int
@@ -68,7 +68,7 @@ def write_split(folder: Path, samples: Iterable[Any], item_loader: Any = None) -
     ``litdata.optimize`` is not used here, since it spawns processes, and each of them would run the user's script again
     unless the script has an ``if __name__ == "__main__"``.
     """
-    # Imported late: litdata imports clients of object stores, which takes as long as importing this whole package.
+    # Import late: litdata imports clients of object stores, which takes as long as importing this whole package.
     from litdata.streaming import Cache
 
     with replica_environment(num_replicas=1, rank=0):

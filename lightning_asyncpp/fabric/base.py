@@ -200,7 +200,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
-        """Complete a mini-batch (all batches since the last step) with the current options; apply the updates now due.
+        """Complete a mini-batch (all batches since the last step) with present hyper-parameters; apply updates now due.
 
         Raises:
             ConfigurationError: no optimizer was set up.
@@ -227,7 +227,7 @@ class PipelineStrategy(PipelineCheckpoints):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Any:
-        """Clip the gradient of this mini-batch to a 2-norm over all stages, when its update is applied.
+        """Clip this mini-batch's gradient to ``max_norm``, by its 2-norm over all stages, when its update is applied.
 
         Returns:
             ``None``, since the norm is only known one mini-batch later; see ``gradient_norm``.
@@ -292,7 +292,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
-        """Let the engine run backwards; report an error to the failure watch, so that no rank waits for this one."""
+        """Allow the engine's backward passes; report errors to the failure watch, so that other ranks do not wait."""
         try:
             with backward_allowed():
                 yield
@@ -305,7 +305,7 @@ class PipelineStrategy(PipelineCheckpoints):
     def evaluation_step(self, step_fn: StepFunction, batch: Any) -> Any:
         """Drain (apply all outstanding updates), then run a batch forward without gradients; a collective call.
 
-        The model keeps its mode, so call ``model.eval()`` before it and ``model.train()`` after it.
+        The model keeps its mode: call ``model.eval()`` before an evaluation and ``model.train()`` after it.
 
         Args:
             step_fn: function of a microbatch that calls the model once.
@@ -402,7 +402,7 @@ def _with_zero_grad(kind: type[Optimizer], drop: Callable[[], None]) -> type[Opt
 
 @contextmanager
 def backward_allowed() -> Iterator[None]:
-    """Let the engine run backwards, which Fabric allows for wrapped models only in ``fabric.backward``.
+    """Allow the engine's backward passes, which Fabric allows for wrapped models only in ``fabric.backward``.
 
     Raises:
         PrivateNameError: Fabric has no such private name any more.

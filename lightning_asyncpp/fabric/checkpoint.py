@@ -136,7 +136,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Whether an optimizer was loaded and nothing was trained since then.
 
         While this holds, a separate call that loads only the model still belongs to the same resume, so the older
-        weight version is restored after it.
+        weight version is restored after that call.
         """
         return self._resumed_at is not None and self.session.running().next_forward == self._resumed_at
 

@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-import lightning_asyncpp.optim  # noqa: F401  (finds optimizers by their short names)
+import lightning_asyncpp.optim  # noqa: F401  (makes the optimizers known by their short names)
 from lightning_asyncpp.data import DataError, TextDataModule
 from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
@@ -81,7 +81,7 @@ class AsyncppCLI(LightningCLI):
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would read the model's class from a checkpoint, and import what the file names."""
+        """Do nothing. Lightning would read the model's class from a checkpoint, and import any class named there."""
 
     def before_instantiate_classes(self) -> None:
         """Keep the errors that classes raise; if a key has several types, jsonargparse may report another error."""
@@ -205,7 +205,7 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         **how: further arguments of ``LightningCLI``; with ``run=False`` it only makes module, data and Trainer.
     """
     _quiet()
-    # Only help needs the docstrings of attributes; reading them from the sources takes a third more time.
+    # Only help needs the docstrings of attributes; with them, parsing takes a third longer than without.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=_shows_docstrings(sys.argv[1:]))
     return cli(
         LightningModule,

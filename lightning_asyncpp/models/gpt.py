@@ -165,7 +165,7 @@ class TokenEmbedding(nn.Module):
         Raises:
             ValueError: ``time`` is above the model's ``context_length``.
         """
-        # Checked here, since a pipeline calls the layers and never the model's own forward.
+        # Check here, since a pipeline calls the layers and never the model's own forward.
         if tokens.shape[-1] > self.context_length:
             raise ValueError(
                 f"sequences of {tokens.shape[-1]} tokens do not fit context_length={self.context_length}; "
@@ -187,9 +187,9 @@ class Head(nn.Module):
         super().__init__()
         self.init_std = config.init_std
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        # A Parameter of the head and not an nn.Linear, whose reset_parameters() would overwrite a shared matrix.
+        # Use a Parameter and not an nn.Linear, whose reset_parameters() would overwrite a shared matrix.
         self.weight: Tensor = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        # In a tuple, since otherwise the embedding would be registered as a submodule of the head.
+        # Keep the embedding in a tuple, since otherwise it would be registered as a submodule of the head.
         self._tied_to: tuple[TokenEmbedding, ...] = () if tied_to is None else (tied_to,)
         self.reset_parameters()
 

@@ -93,7 +93,7 @@ def serves_grouped(device: torch.device, dtype: torch.dtype, in_features: int, o
 def _trial(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int) -> bool:
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            # On the meta device first, since compilers trace with such tensors.
+            # Try on the meta device first, since compilers trace with such tensors.
             tried = _results(torch.device("meta"), dtype, in_features, out_features, grouped=True)
             if device.type != "meta":
                 tried = _results(device, dtype, in_features, out_features, grouped=True)

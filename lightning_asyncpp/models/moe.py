@@ -169,7 +169,7 @@ def count(routing: Routing, counts: Tensor) -> Tensor:
     probabilities = routing.probabilities.detach()
     entropy = torch.special.entr(probabilities).sum(dtype=torch.float64)
     counts = counts.double()
-    # Filled on the device: a copy from the host would wait for the GPU.
+    # Fill on the device: a copy from the host would wait for the GPU.
     tokens, choices = (counts.new_full((1,), size) for size in (probabilities.shape[0], routing.experts.numel()))
     return torch.cat((counts, tokens, choices, entropy.view(1)))
 

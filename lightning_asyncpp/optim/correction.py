@@ -173,7 +173,7 @@ class WeightPrediction(DelayCorrection):
 
     Sources: SpecTrain (Chen et al., arXiv 1809.02839) and XPipe (Guan et al., arXiv 1911.04610), which predict with the
     optimizer's momentum. For SGD with momentum and AdamW without weight decay, that equals the last step. This class
-    uses the last step of any optimizer. With u_t = step of the base optimizer, h = ``horizon`` and a = ``ahead``::
+    uses any optimizer's last step. With weights W_t before update t, base step u_t, h = ``horizon``, a = ``ahead``::
 
         Y_{t+1} = Y_t - u_t                               the trajectory of the base, Y_0 = W_0
         W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here; h = 0 without delay
@@ -181,9 +181,9 @@ class WeightPrediction(DelayCorrection):
     h may change during a run, when the first updates without delay are over; Y is not affected.
 
     In terms of W alone: W_{t+1} = W_t - u_t - (h + a) * (u_t - u_{t-1}), with u_{-1} = 0. With h + a = s this is
-    :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s, except that it already predicts at the first update.
-    So ErrorFeedback's strength 2 under a delay of one is ``ahead=1`` here: both compensate the delay and look one step
-    ahead. The base steps on W, so its weight decay acts on W.
+    :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s, except that WeightPrediction already predicts at the
+    first update. So ErrorFeedback's strength 2 under a delay of one is ``ahead=1`` here: both compensate the delay and
+    look one step ahead. The base steps on W, so its weight decay acts on W.
 
     Memory: one buffer per parameter, u_t, in the parameter's dtype, and the weights before the step as for
     ErrorFeedback.

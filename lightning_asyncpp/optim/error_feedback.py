@@ -23,7 +23,7 @@ class ErrorFeedback(DelayCorrection):
     """Wrapper of any optimizer, to compensate for gradients that are one update old.
 
     Source: "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous Pipeline Parallel LLM Pretraining",
-    arXiv 2606.30634. With u_t the whole step of the base optimizer at update t (weights before minus after)::
+    arXiv 2606.30634. With weights W_t before update t, and the base optimizer's whole step u_t (before minus after)::
 
         W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at a parameter's first update
 

@@ -37,7 +37,7 @@ DTYPES = ("bfloat16", "float32", "float64")
 LR_ADJUSTMENTS = ("match_rms_adamw", "original")
 
 BATCH_ELEMENTS = 2**25
-"""Most elements joined into one product: enough to fill a GPU, and little memory (64 MiB in bfloat16)."""
+"""Maximum number of elements in one joined product: enough to fill a GPU, and little memory (64 MiB in bfloat16)."""
 
 
 class Stack(NamedTuple):
@@ -146,14 +146,13 @@ class MuonAdamW(Optimizer):
             "newton_schulz_steps": newton_schulz_steps,
             "coefficients": coefficients,
             "adjust_lr": adjust_lr,
-            # Kept as a string: readable in checkpoints and logs.
+            # A string is readable in checkpoints and logs.
             "newton_schulz_dtype": str(newton_schulz_dtype).removeprefix("torch."),
             "adamw_names": adamw_names,
             "batched": batched,
             "use_muon": None,
         }
-        # By id: references would keep alive parameters that were removed from the groups, such as other stages'
-        # parameters.
+        # Keys are ids, since references would keep alive parameters that were removed from the groups.
         self._uses_muon: dict[int, bool] = {}
         super().__init__(params, defaults)
 
@@ -320,7 +319,7 @@ class NorMuonAdamW(MuonAdamW):
         mean_square = directions.square().mean(dim=-1, keepdim=True)
         stack.second_moment.lerp_(mean_square, 1 - group["beta2"])
         scaled = directions / stack.second_moment.sqrt().add_(eps)
-        # Clamped, since the norm is 0 if all gradients so far were 0.
+        # Clamp, since the norm is 0 if all gradients so far were 0.
         norm = torch.linalg.vector_norm(scaled, dim=sides, keepdim=True).clamp_(min=eps)
         if group["adjust_lr"] == "original":
             before = torch.linalg.vector_norm(directions, dim=sides, keepdim=True)

@@ -27,8 +27,8 @@ NORM_EPS = 1e-7
 """Smallest Frobenius norm by which a matrix is divided; a zero matrix stays zero."""
 
 STRIP_ROWS = {torch.float32: 192, torch.float64: 192}
-"""Rows of a strip on a CPU, by dtype: smaller strips skip more, but are slower, and threads wait for each other
-after each strip."""
+"""Rows of a strip on a CPU, by dtype: smaller strips skip more products above the diagonal, but are slower, and threads
+wait for each other after each strip."""
 
 STRIP_ROWS_OTHERWISE = 256
 
@@ -156,7 +156,7 @@ def _give_up_kernel(device: torch.device, error: Exception) -> None:
 def _by_strips(
     a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, beta: float, alpha: float, rows: int
 ) -> Tensor:
-    # One matrix at a time: a batched product would copy the strips, and would be slower than the full product.
+    # Multiply one matrix at a time: a batched product would copy the strips, and would be slower than the full product.
     for i in range(a.size(0)):
         for start in range(0, a.size(1), rows):
             end = min(start + rows, a.size(1))

@@ -103,7 +103,7 @@ def _update(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any
     direction = (_rotate(mean, state) / (1 - beta1**step)).div_(denominator)
     p.mul_(1 - group["lr"] * group["weight_decay"])
     p.add_(_rotate_back(direction, state), alpha=-group["lr"])
-    # Updated last, since this gradient must not be rotated into a basis made of it.
+    # Update L and R last, since this gradient must not be rotated into a basis made of it.
     _average_products(grad, state, group)
     if step % group["precondition_frequency"] == 0:
         _refresh_bases(state)
@@ -121,7 +121,7 @@ def _make_bases(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> b
     for side in rotated:
         product = state[f"product_{side}"]
         vectors = torch.linalg.eigh(_wide(product)).eigenvectors.flip(-1)  # the largest eigenvalue first
-        # Contiguous, since the rounding of products may depend on strides, which a checkpoint may not keep.
+        # Make bases contiguous, since the rounding of products may depend on strides, which a checkpoint may not keep.
         state[f"basis_{side}"] = vectors.to(product.dtype).contiguous()
     return bool(rotated)
 

@@ -42,7 +42,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     columns = block_column * block + tl.arange(0, block)
     depth = tl.arange(0, block_inner)
     row_mask, column_mask = rows < size, columns < size
-    # In 64 bits: a row's number times its stride may not fit 32.
+    # Compute in 64 bits: a row's number times its stride may not fit 32.
     a_pointers = a + matrix * a_matrix + rows.to(tl.int64)[:, None] * a_row + depth[None, :] * a_column
     b_pointers = b + matrix * b_matrix + depth[:, None] * b_row + columns.to(tl.int64)[None, :] * b_column
     total = tl.zeros((block, block), dtype=tl.float32)

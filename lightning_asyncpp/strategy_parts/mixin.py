@@ -216,7 +216,7 @@ class PipelineStrategyMixin:
         if self.num_stages is not None:
             self._set_up_one_process()
             return
-        # Checked before any rank waits for another: a rank that fails later leaves the others waiting.
+        # Check before any rank waits for another: a rank that fails later leaves the others waiting.
         self.session.settings.resolved(strategy.num_nodes * strategy.num_processes)
         if strategy.num_nodes == 1 and strategy.cluster_environment.world_size() <= strategy.num_processes:
             use_loopback()
@@ -227,8 +227,8 @@ class PipelineStrategyMixin:
         mesh = self.session.connect(strategy.global_rank, strategy.world_size)
         if mesh.num_stages == 1:
             rank_zero_warn(
-                f"{type(self).__name__} has a single stage, since there are devices={mesh.world_size} for"
-                f" data_parallel_size={mesh.num_replicas}; devices={2 * mesh.num_replicas} makes two stages"
+                f"{type(self).__name__} has a single stage, since a replica has devices={mesh.world_size} /"
+                f" data_parallel_size={mesh.num_replicas} = 1 device; devices={2 * mesh.num_replicas} makes two stages"
             )
 
     def _get_process_group_backend(self) -> str:

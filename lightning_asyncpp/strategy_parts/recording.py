@@ -198,7 +198,7 @@ class Recorder:
             self.write()
 
     def note_checkpoint(self) -> None:
-        """Record the pause until the next batch as a checkpoint."""
+        """Label the pause until the next batch as time for a checkpoint, not as a wait for data."""
         if self._pause is not None:
             self._pause = Activity.CHECKPOINT, self._pause[1]
 

@@ -44,7 +44,7 @@ class Found:
     seconds: float
     """Duration of the training."""
     difference: float
-    """Largest difference of a weight from the reference, divided by the largest change of a weight in its tensor."""
+    """Largest difference of a weight from the reference, divided by the largest change in the same tensor."""
     backend: str
     """Backend of the process group."""
 

@@ -67,8 +67,8 @@ def find_tokenizer(saved: SavedGPT, given: str | None) -> Tokenizer | None:
     needed, has = tokenizer.vocab_size, saved.config.vocab_size
     if needed > has or (saved.tokenizer is None and needed != has):
         raise WeightsError(
-            f"the tokenizer has {needed} tokens, but {saved.origin} has vocab_size={has}; give the tokenizer that"
-            " the model was trained with as --tokenizer"
+            f"the tokenizer has {needed} tokens, but {saved.origin} has vocab_size={has}; with"
+            " --tokenizer, name the tokenizer that the model was trained with"
         )
     return tokenizer
 

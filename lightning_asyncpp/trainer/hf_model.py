@@ -193,7 +193,7 @@ def targets_of(batch: Any, task: str) -> Tensor:
             f"{' with ' + ', '.join(map(str, batch)) if isinstance(batch, Mapping) else ''}"
         )
     if task == CAUSAL:
-        # One target per position of the logits, so that the logits need not be sliced and copied.
+        # Return one target per position of the logits, so that the logits need not be sliced and copied.
         return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return labels
 

@@ -20,7 +20,7 @@ from lightning_asyncpp.trainer.step_log import StepLog
 
 
 class PipelineCallback(Callback):
-    """Callback that drains the pipeline and shares metrics before other callbacks read weights or metrics.
+    """Callback that drains the pipeline (finishes what is in flight) and shares metrics before other callbacks read.
 
     After a signal (SIGTERM, SIGUSR1) the run ends on all ranks after the same batch. In training, ranks agree on the
     batch by the control message of an update (a vector summed over ranks); in an evaluation, by :class:`StopRounds`.

@@ -1,1 +1,1 @@
-"""Cut of a model into stages: units, partition, and removal of other stages' layers."""
+"""Cut of a model into stages: units (parts between two possible cuts), partition, removal of other stages' layers."""

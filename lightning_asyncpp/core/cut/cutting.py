@@ -35,8 +35,8 @@ def cut(
 ) -> Stage:
     """Keep the units of stage ``index``, materialise their meta tensors, and prune the other units.
 
-    Units are the layers between which a model is cut. A model that was already cut in the same way, for another Trainer
-    of this process, is used as it is.
+    A unit is a part of the model between two possible cuts. A model that was already cut in the same way, for another
+    Trainer of this process, is used as it is.
 
     Args:
         model: ``nn.Sequential`` or module with ``pipeline_layers()``, changed in place.
@@ -44,7 +44,7 @@ def cut(
         num_stages: number of stages.
         seed: seed of the run, for the initialisation of meta tensors.
         device: device of materialised tensors.
-        root: module around the model, which must have no other trainable parameters.
+        root: module that contains the model, and no other trainable parameters.
         counts: number of units on each stage; default: units with parameters are spread evenly.
 
     Raises:
@@ -151,7 +151,7 @@ def materialize(
     """
     replaced: dict[Tensor, Tensor] = {}
     problems: list[str] = []
-    # In order, so that on every stage a shared parameter gets the value of the last unit that has it.
+    # Go through units in order, so that on every stage a shared parameter gets the value of the last unit that has it.
     for index in sorted(indices):
         unit = units[index]
         modules = [module for module in unit.module.modules() if _replace_meta(module, replaced, device)]
@@ -201,7 +201,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _with_parents(unit: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules of the unit whose tensors, including their children's, were all replaced; children first."""
+    """Return those modules of a unit of which all tensors, also in children, were replaced; children first."""
     fresh = {id(module) for module in modules}
 
     def entirely_fresh(module: nn.Module) -> bool:

@@ -81,7 +81,7 @@ def network_name(module: nn.Module) -> str:
     if isinstance(usual := getattr(module, USUAL, None), nn.Module):
         return next(
             (name for name, child in module.named_children() if child is usual), USUAL
-        )  # model may be a property
+        )  # if ``model`` is a property, the child that it returns
     for holds in (_is_cut, _trains, _has_parameters):
         if names := _children(module, holds):
             is_only = len(names) == 1 and not _own(module)
@@ -95,7 +95,7 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
     if module is None:
         return None
     own: nn.Module | None = vars(module).get(_KEPT_AS)
-    # An OwnForward is kept, since cutting or freezing may leave one child as the only candidate.
+    # An OwnForward is kept: if only one child has (trainable) parameters after a cut, network_name() would choose it.
     network = getattr(module, network_name(module) if own is None else USUAL, None)
     if isinstance(network, nn.Module):
         return network

@@ -1,7 +1,7 @@
 """Partition: number of units of each stage, computed from the units' costs.
 
-Units are the layers between which a model is cut. The slowest stage limits a pipeline, so the best partition minimises
-the largest load.
+A unit is a part of the model between two possible cuts. The slowest stage limits a pipeline, so the best partition
+minimises the largest load.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choice of a partition, the number of units on each stage: by argument, costs, times or numbers of parameters.
 
-Units are the layers between which a model is cut. To measure times, a temporary copy of each unit runs forward and
-backward on a microbatch, one unit after the other. So a model on the meta device needs the memory of one unit only, and
-the weights and buffers of a real model do not change.
+A unit is a part of the model between two possible cuts. To measure times, a temporary copy of each unit runs forward
+and backward on a microbatch, one unit after the other. So a model on the meta device needs the memory of one unit only,
+and the weights and buffers of a real model do not change.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _time(unit: Unit, args: tuple, kwargs: dict[str, Any], example: Example) -> 
 
 
 def _as_received(tensor: Tensor) -> Tensor:
-    # A copy: layers may change their inputs in place, and the next run needs the original.
+    # Return a copy: layers may change their inputs in place, and the next run needs the original.
     fresh = tensor.detach().clone()
     return begin(fresh)[0] if tensor.requires_grad else fresh
 

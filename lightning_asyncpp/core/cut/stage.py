@@ -1,4 +1,4 @@
-"""Stage of a model, which runs its units (the layers between which a model is cut) on a given set of weights."""
+"""Stage of a model, which runs its units (parts of the model between two possible cuts) on a given set of weights."""
 
 from __future__ import annotations
 
@@ -130,8 +130,7 @@ class Stage:
         """
         if weights is None:
             return function()
-        # Like torch.func.functional_call, but without checks of every name in each call: these checks would take longer
-        # than launching a layer's kernels.
+        # Unlike torch.func.functional_call, check no names: checks would take longer than launching a layer's kernels.
         originals: list[tuple[Place, Any]] = []
         try:
             self._weights = weights

@@ -45,7 +45,7 @@ def find_ties(units: Sequence[Unit], counts: Sequence[int]) -> list[Tie]:
     """Return the parameters that layers of several stages share.
 
     Args:
-        units: units of the whole model, before it is cut.
+        units: units (parts between two possible cuts) of the whole model, before it is cut.
         counts: number of units on each stage.
     """
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]

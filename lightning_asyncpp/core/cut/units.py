@@ -1,4 +1,4 @@
-"""Units: the ordered layers of a model, between which a pipeline can cut it."""
+"""Units: the ordered parts of a model between two possible cuts, usually its layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONLY_CODE = "code without weights"
 
 
 class Unit(NamedTuple):
-    """Part of a model that no cut divides: a submodule, or several parts that belong together.
+    """Part of the model between two possible cuts: a submodule, or several parts that belong together.
 
     Attributes:
         name: name of the submodule in the model, as in ``state_dict``; for several parts, a name for messages.

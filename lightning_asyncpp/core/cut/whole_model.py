@@ -56,7 +56,7 @@ class StatisticsLayout:
     """Layout of the statistics of all layers of a model; the same on all stages.
 
     Args:
-        units: units of the whole model, before it is cut.
+        units: units (parts between two possible cuts) of the whole model, before it is cut.
     """
 
     def __init__(self, units: Sequence[Unit] = ()) -> None:

@@ -4,9 +4,9 @@ A control message has the numbers of a mini-batch that all ranks sum before they
 
 Gradients become complete stage by stage, from the last to the first. An all-reduce of control messages would start only
 when the first stage is ready, and then take further rounds. So with one replica on CPUs, each stage adds its control
-message to the sum over all later stages, and sends the new sum to the previous stage, behind its last gradient. When
-the first stage is ready, the sum of all later stages has arrived. The first stage sends the total to the next stage,
-which passes it on. So each stage's number of messages does not grow with the number of stages.
+message to the sum over all later stages, and sends the new sum to the previous stage, right after the last gradient.
+When the first stage is ready, the sum of all later stages has arrived. The first stage sends the total to the next
+stage, which passes it on. So each stage's number of messages does not grow with the number of stages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ControlMessage:
     """Quantities of a mini-batch that all ranks agree on, from one asynchronous exchange.
 
     Attributes:
-        weight: sum of the microbatches' weights over the mini-batch and the replicas.
+        weight: sum of the microbatches' weights w_k in the mean loss, over the mini-batch and the replicas.
         norm: norm by which gradients are clipped: the 2-norm of the mean gradient over all stages, from fp64 sums,
             rounded to fp32. In a step ahead of the agreement, the norm of the previous mini-batch.
         finite: whether all elements of the gradient are finite.
@@ -156,8 +156,8 @@ class MiniBatch:
         Messages are sent by :meth:`poll`, in the order of the mini-batches.
 
         With one replica, a stage after the first waits here for later stages' gradients of shared parameters. The wait
-        is short, since later stages complete their gradients earlier. A later wait could be a deadlock: this stage
-        would wait for the previous stage's activations, and the previous stage for this stage's control message.
+        is short, since later stages complete their gradients before this stage. A later wait could be a deadlock: this
+        stage would wait for the previous stage's activations, and the previous stage for this stage's control message.
 
         Args:
             gradients: name -> summed gradient of this stage.
@@ -339,12 +339,12 @@ class Update:
     """Update that is being applied, or was applied.
 
     Attributes:
-        mini_batch: index t of the gradient's mini-batch; the update makes W_{t+1}.
+        mini_batch: index t of the gradient's mini-batch; the update turns W_t (weights before update t) into W_{t+1}.
         hyper_parameters: hyper-parameters of the optimizer's groups for mini-batch t.
         note: value that the strategy gave for mini-batch t.
         message: control message summed over all ranks; in a step ahead of the agreement, only this stage's values.
         weights_before: during the step, parameter -> its weights W_t before the update, which the older version keeps;
-            None with room for only one version, or with masters.
+            None with room for only one version, or with masters (fp32 weights that the optimizer updates).
         staleness: mean age phi of this stage's gradient, in updates.
     """
 

@@ -78,7 +78,7 @@ class Bucket:
             pieces += [like.new_zeros(padding)] if padding else []
             pieces.append(like.new_zeros(like.numel()) if gradient is None else gradient.reshape(-1))
         for there, run in itertools.groupby(gradient is not None for gradient in present):
-            # Filled on the device: a copy from the host would wait for the GPU.
+            # Fill on the device: a copy from the host would wait for the GPU.
             pieces.append(like.new_full((len(list(run)),), float(there)))
         return torch.cat(pieces)
 

@@ -142,7 +142,7 @@ class UpdateQueue:
         mini_batch.complete(end, whole.statistics.length)
         mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
         if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._late):
-            # Created long before the gradient is complete, so that this rank posts receives before other ranks send.
+            # Create the exchange early, so that this rank posts receives before other ranks send.
             mini_batch.exchange = ControlExchange(self.mesh, mini_batch.length)
         if self._ties:
             tags = tags_of(self._ties, whole.ties, mini_batch.index)
@@ -152,11 +152,11 @@ class UpdateQueue:
         self.busy = True
 
     def drop_open(self, end: int, next_backward: int) -> None:
-        """Discard the gradient of the batches since the last :meth:`complete`, after their last backward.
+        """Discard the gradient of the batches since the last :meth:`complete`, once all their backwards have run.
 
         Args:
             end: one past their last microbatch.
-            next_backward: next microbatch that runs backward.
+            next_backward: next microbatch whose backward runs.
         """
         dropped = self.open
         dropped.end = end
@@ -178,16 +178,16 @@ class UpdateQueue:
         return complete.reduction.watching(weights, self.weights.gradient)
 
     def poll(self, next_backward: int | None = None) -> None:
-        """Launch mini-batches whose backwards are all done, and process messages that have arrived.
+        """Launch (:meth:`MiniBatch.launch`) mini-batches whose backwards are all done, and process arrived messages.
 
-        Only two short waits can block: in :meth:`MiniBatch.poll` for the next stage's control message, and in
-        :meth:`MiniBatch.launch` for later stages' gradients of shared parameters.
+        Launching starts the rest of the reduction, or the control message (:class:`.ControlMessage`). Two short waits
+        can block: for the next stage's message in :meth:`MiniBatch.poll`, and for shared gradients in ``launch``.
 
         Control messages and shared gradients are sent in the order of the mini-batches, since receivers identify them
         by their order.
 
         Args:
-            next_backward: next microbatch that runs backward; default: as in the last call.
+            next_backward: next microbatch whose backward runs; default: as in the last call.
         """
         done = self._next_backward = self._next_backward if next_backward is None else next_backward
         while self._dropped and done >= (self._dropped[0].end or 0):
@@ -286,8 +286,9 @@ class UpdateQueue:
         The first mini-batch is not delayed, so every later mini-batch has a previous norm. If no mini-batch had samples
         so far, the norm is 0, which clips nothing.
 
-        This waits for replicas and for gradients of shared parameters. A gradient that is not finite is not applied. If
-        only the device knows this so far, zeros replace the gradient. All ranks stop once the control message arrives.
+        This waits for replicas and for gradients of shared parameters. If the host knows that the gradient is not
+        finite, the optimizer does not step. If only the device can tell, it replaces such a gradient by zeros. All
+        ranks stop once the control message arrives.
         """
         if mini_batch.stepped or not mini_batch.launched:
             return
@@ -325,7 +326,7 @@ class UpdateQueue:
         return self._step(mini_batch, message, message.finite and message.weight > 0)
 
     def _step(self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool) -> Update:
-        """Add an update's weight version; if the gradient is finite and the sum of w_k is not 0, step the optimizer."""
+        """Add a weight version; step the optimizer if ``is_sound``: finite gradient, and weight in the loss above 0."""
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
         args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message
         update = Update(*args, self.weights.advance(), rule.staleness_of(mini_batch.index, count))

@@ -136,7 +136,7 @@ def call(offer: str, who: str) -> socket.socket:
 
 
 def network_address() -> str:
-    """Return the address of the interface in ``GLOO_SOCKET_IFNAME``, else of the host name, as gloo does."""
+    """Return the address of the interface in ``GLOO_SOCKET_IFNAME``, else that of the host name, as gloo does."""
     if address := _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]):
         return address
     with suppress(OSError):

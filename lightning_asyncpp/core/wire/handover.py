@@ -11,9 +11,9 @@ device, not even for memory. Each tensor of a microbatch is a separate message.
         put() ................................  take(): allocates memory, asks, and waits only for the answer
         a thread launches the send, answers ..  launches the receive
 
-The thread answers at once, whatever its process waits for. So the receiver's host waits for one round trip, and its
-device never waits while it has work. Each side launches from a separate stream: a send waits for its tensor, but not
-for later work on the compute stream. A receive waits for all work launched before it.
+The thread answers at once, whatever its process waits for. So the receiver's host waits for one round trip, and the
+receiver's device first completes all earlier work. Each side launches from a separate stream: a send waits for its
+tensor, but not for later work on the compute stream. A receive waits for all work launched before it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Way(NamedTuple):
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def record_event(self) -> torch.cuda.Event | None:
-        """Return an event on the compute stream, for which a message can wait."""
+        """Return an event on the compute stream that a message can wait for."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def send(self, tensor: Tensor, ready: torch.cuda.Event | None) -> dist.Work:
@@ -80,12 +80,12 @@ class Way(NamedTuple):
         with self.launching():
             if self.stream is not None and ready is not None:
                 self.stream.wait_event(ready)
-            # As bytes, since NCCL lacks some dtypes, such as int16.
+            # Sent as bytes, since NCCL lacks some dtypes, such as int16.
             return started(dist.isend(memory_of(tensor), self.peer, group=self.group))
 
     def allocate(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
         """Return memory to receive into; the allocator may make the host wait for the whole device."""
-        # From this stream's memory pool, so no kernel still running on another stream reads this memory.
+        # The memory is from this stream's pool, so no kernel still running on another stream reads this memory.
         with self.launching():
             return [info.empty(self.device) for info in infos]
 
@@ -185,7 +185,7 @@ class Outbox:
             raise ProtocolError(f"{self._link.peer} asked for tensors that were not offered: {tuple(frame)}")
         work = self._way.send(put.tensors[0], put.ready)
         self._link.write(_SENT, number, [])
-        # Only after the answer is written, since a thread that this wakes up may close the connection.
+        # The answer is written first, since a thread that notify_all() wakes up may close the connection.
         with self._changed:
             self._sends.append((work, put.tensors.popleft()))
             if not put.tensors:
@@ -231,8 +231,8 @@ class Inbox:
         # Memory is allocated before the neighbour launches the send: two hosts would deadlock if each had a send in
         # flight and, in order to get memory, waited for its device.
         tensors = self._way.allocate(infos)
-        # One tensor at a time. A second send could not start before the first receive is launched; until then it would
-        # block all other work in its hardware queue, perhaps on both sides.
+        # Take one tensor at a time. A second send could not start before the first receive is launched; until then it
+        # would block all other work in its hardware queue, perhaps on both sides.
         for info, tensor in zip(infos, tensors):
             self._link.write(_TAKE, self._taken, [])
             frame = self._link.read_frame()

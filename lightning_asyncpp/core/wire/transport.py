@@ -270,7 +270,7 @@ class Transport:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def announce_end(self) -> None:
-        """Tell the next stage that no activation follows until both stages have drained; never waits."""
+        """Tell the next stage that no activation follows until both stages have nothing in flight; never waits."""
         if (
             self._after is not None and not self._closed
         ):  # gathering weights drains again after a run, with closed links

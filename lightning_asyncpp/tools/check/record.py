@@ -118,8 +118,8 @@ KINDS = (
 )  # fmt: skip
 UPDATES, OPTIONS, LOSS, GRADIENT, USED, WEIGHTS, END = KINDS
 Rounding = Mapping[str, float]  # kind -> relative tolerance of a number or norm; other kinds are not compared
-# Tolerances if terms are summed in another order. Weights may differ more, because Adam divides by the size of the
-# gradient: the rounding error of a small gradient becomes a step of full size.
+# Tolerances if terms are summed in another order. Weights may differ more than gradients, because Adam divides by the
+# size of the gradient: the rounding error of a small gradient becomes a step of full size.
 OF_ORDER: Rounding = {kind: 1e-2 if kind in (WEIGHTS, END) else 1e-3 for kind in KINDS}
 _PLAIN = (bool, int, float, str, tuple, Tensor)
 Key = tuple[int, str, str]  # update; kind; name of a parameter, of another tensor or of a batch

@@ -84,8 +84,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
         for layer in module.modules() if self.at_first else ():
             if isinstance(layer, BATCH_NORMS):
                 layer.eval()
-        # In plain training a step may add auxiliary losses itself. Here training_step() adds them, so the user's step
-        # must not see them.
+        # In plain training the module's step may add auxiliary losses itself. Here this strategy's training_step() adds
+        # them, so the module's must not see them.
         collection, called = collecting(), called_by_steps(self.network)
         called.register_forward_pre_hook(lambda *_: setattr(self, "_added", collection.__enter__()))
         called.register_forward_hook(lambda *_: collection.__exit__())

@@ -1,7 +1,7 @@
 """Fake tensors (with shape and dtype but no data), a meter of memory and work, and stand-ins for GPU kernels.
 
 A plan is made without a GPU, so operators run as on the CPU. Some operators of language models need a different amount
-of memory on CUDA, and are replaced by stand-ins that need as much as on CUDA. There, RMSNorm is one kernel, dropout
+of memory on CUDA, and are replaced by stand-ins that need as much as on CUDA. On CUDA, RMSNorm is one kernel, dropout
 keeps a mask of bytes, attention with dropout keeps no matrix of scores, and autocast runs more operators in fp32.
 """
 
@@ -153,7 +153,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 @contextmanager
 def kernels_of_gpu() -> Iterator[None]:
     """Replace operators by stand-ins for GPU kernels."""
-    # Not by a mode of torch, which would not be active when the backward recomputes checkpointed activations.
+    # A mode of torch would not be active when the backward recomputes checkpointed activations.
     replacements: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in _REPLACEMENTS.items()]
     # On a GPU, optimizers work in larger chunks, and a Triton kernel computes a symmetric product in one operator.
     replacements += [

@@ -196,7 +196,7 @@ class PipelineMonitor(L.Callback):
 
 def _log(pl_module: L.LightningModule, name: str, value: float) -> None:
     """Log a value of this process only."""
-    # Lightning would copy a float to the device, and to read it back the progress bar would wait for the device.
+    # Lightning would copy a float to the device, and the progress bar would wait for the device to read it back.
     tensor = torch.tensor(value, device="cpu")
     pl_module.log(name, tensor, prog_bar=name in _IN_BAR, rank_zero_only=True, on_step=True, on_epoch=False)
 

@@ -79,7 +79,7 @@ class PipelineTrace(L.Callback):
             self._recorder.end_pause()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Record the time until the next batch as a checkpoint."""
+        """Label the pause until the next batch as time for a checkpoint, not as a wait for data."""
         if self._recorder is not None:
             self._recorder.note_checkpoint()
 

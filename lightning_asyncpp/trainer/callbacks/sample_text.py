@@ -107,7 +107,7 @@ class SampleText(Callback):
             agree=agree,
         )
         new = [token for token in tokens if token != tokenizer.end_of_document]
-        # Decoded together with the prompt: some tokenizers drop the first space of a text.
+        # Decode together with the prompt: some tokenizers drop the first space of a text.
         whole, shown = (tokenizer.decode(torch.tensor(ids)) for ids in (start + new, start))
         return prompt + whole[len(shown) :]
 
@@ -136,7 +136,7 @@ def _write(trainer: L.Trainer, texts: Sequence[str]) -> None:
     boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
     for number, text in enumerate(texts):
         for board in boards:
-            # Indented by four, so that TensorBoard's Markdown shows the text verbatim.
+            # Indent by four, so that TensorBoard's Markdown shows the text verbatim.
             shown = "\n".join(f"    {line}" for line in text.splitlines())
             board.experiment.add_text(f"sample_{number}", shown, trainer.global_step)
         if not boards:
