@@ -259,6 +259,21 @@ def test_a_gradient_that_was_left_out_has_no_norm_to_clip_by() -> None:
     assert training.engine.state_dict()["norm"] == training.norms[-1]
 
 
+def test_a_dropped_gradient_is_in_no_update() -> None:
+    trained_weights = []
+    for batches in ((0, 1, 2, 3, 4), (0, 1, 3, 4)):
+        training = Training(Case(3), ALONE, 2)
+        for i in batches:
+            outputs = [training.engine.run(training.case.batch(i), training.case.step(training.model))]
+            if i == 2:
+                training.engine.drop()
+            else:
+                training.complete(outputs)
+        training.drain()
+        trained_weights.append(list(training.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained_weights, strict=True))
+
+
 @pytest.mark.parametrize(("options", "rooms"), [({}, [2, 2]), ({"staleness": "least"}, [2, 1]), ({"delay": 0}, [1, 1])])
 def test_a_stage_without_old_gradients_keeps_one_version(options: dict[str, Any], rooms: list[int]) -> None:
     engine = Training(Case(4, **options), ALONE, 2).engine
