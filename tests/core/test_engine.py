@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch
+from lightning_asyncpp.errors import ConfigurationError, NonFiniteGradientError
 from tests.helpers.cases import DIM, Case, Routed, make
 from tests.helpers.engine import (
     Training,
@@ -257,6 +258,17 @@ def test_a_gradient_that_was_left_out_has_no_norm_to_clip_by() -> None:
     training = trained(Case(3, staleness="least", slack="exact", max_norm=0.5, nan_at=3), 2, 4)
     assert len(training.norms) == 3
     assert training.engine.state_dict()["norm"] == training.norms[-1]
+
+
+def test_no_weight_takes_a_nan_that_only_a_device_knows_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = MiniBatch._is_finite
+    monkeypatch.setattr(MiniBatch, "_is_finite", lambda mini_batch: torch.tensor(bool(known(mini_batch))))
+    case = Case(3, staleness="least")
+    training, data = Training(case, ALONE, 2), replace(case, nan_at=2)
+    with pytest.raises(NonFiniteGradientError):
+        for i in range(5):
+            training.complete([training.engine.run(data.batch(i), case.step(training.model))])
+    assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 
 
 def test_a_dropped_gradient_is_in_no_update() -> None:
