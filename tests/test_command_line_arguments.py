@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ ASYNC, SYNC = "lightning_asyncpp.AsyncPipelineStrategy", "lightning_asyncpp.Sync
 CALLBACKS = "--trainer.callbacks"
 Printed = pytest.CaptureFixture[str]
 SIZES = {"vocab_size": 256, "context_length": 32, "num_layers": 2, "dim": 16, "num_heads": 2}
+MODEL = {"class_path": "lightning_asyncpp.GPTModule", "init_args": {"config": SIZES}}
+TEXT = {"source": str(RECIPES.with_name("docs") / "start"), "context_length": 32, "batch_size": 8}
+SMALL = {  # a recipe that is read in half the time of one of the package
+    "model": MODEL,
+    "data": {"class_path": "lightning_asyncpp.data.TextDataModule", "init_args": TEXT},
+    "trainer": {
+        "strategy": {"class_path": ASYNC, "init_args": {"microbatches": 4}}, "accelerator": "cpu", "devices": 2,
+        "max_steps": 1, "logger": False, "enable_checkpointing": False,
+    },
+}  # fmt: skip
 
 
 class Untidy(L.LightningModule):
@@ -84,15 +95,15 @@ SIX = {"class_path": "AsyncPipelineStrategy", "init_args": {"microbatches": 6}}
 )
 def test_a_strategy_by_its_name_takes_options(strategy: Any, arguments: Any, expected: Any, tmp_path: Path) -> None:
     """In a recipe, on the command line, or in both."""
-    content = yaml.safe_load(Path(RECIPE).read_text())
-    content["trainer"]["strategy"] = strategy
+    content = {"model": f"{__name__}.Untidy", "trainer": {"strategy": strategy}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     read = read_configuration(["fit", str(tmp_path / "recipe.yaml"), *arguments])["trainer"]["strategy"]
     assert (read["class_path"], read["init_args"]["microbatches"]) == expected
 
 
 def paths_of_optimizers(names: tuple[str, ...]) -> list[str]:
-    found = [read_configuration(["fit", RECIPE, f"--optimizer={name}"]) for name in names]
+    recipe = f"--config={json.dumps({'model': MODEL})}"
+    found = [read_configuration(["fit", recipe, f"--optimizer={name}"]) for name in names]
     return [config["model"]["init_args"]["optimizer"]["class_path"] for config in found]
 
 
@@ -105,7 +116,7 @@ def test_a_short_name_finds_the_optimizers_class() -> None:
     assert paths == ["torch.optim.AdamW", *ours, "torch.optim.Muon"]
 
 
-FIT, PREPARE = ["fit", RECIPE], ["prepare", "x", "--tokenizer", "byte"]
+FIT, PREPARE = ["fit", f"--config={json.dumps(SMALL)}"], ["prepare", "x", "--tokenizer", "byte"]
 MISTAKES = {
     "option": ([*FIT, "--mircobatches=3"], "there is no 'mircobatches'; did you mean trainer.strategy.microbatches?"),
     "optimizer": ([*FIT, "--optimizer", "Adamm"], "there is no 'Adamm'; did you mean Adam?"),

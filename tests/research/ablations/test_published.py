@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -11,17 +13,19 @@ import yaml
 from docs.embed_tables import embedded
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.models import GPT, GPTConfig
-from research.ablations import extrapolation
+from research.ablations import extrapolation, results
 from research.ablations.recipe import Recipe
-from research.ablations.report import write_report
-from research.ablations.results import CURVES, RESULTS, read_curves, read_runs, write_table
+from research.ablations.results import CURVES, RESULTS, write_table
+from research.ablations.summary import Ablation
 from research.ablations.table import Table
+from research.ablations.tables import page
 
 ROOT = Path(__file__).parents[3]
 EVIDENCE = sorted(path.parent for path in (ROOT / "docs" / "evidence").glob(f"*/{RESULTS}"))
 RECIPES = sorted((ROOT / "research" / "ablations").glob("*.yaml"))
 INCOMPLETE = ("budget", "large_optimizers", "least_medium", "least_optimizers", "least_seeds", "momentum", "nesterov")
 INCOMPLETE += ("settings", "sizes", "law", "law_rates")
+read_runs, read_curves = cache(results.read_runs), cache(results.read_curves)  # of several tests
 by_name = pytest.mark.parametrize("folder", EVIDENCE, ids=lambda path: path.name)
 
 
@@ -36,29 +40,26 @@ def test_csv_files_are_written_as_they_were_read(folder: Path, tmp_path: Path) -
 
 
 @by_name
-def test_tables_follow_from_the_csv_files(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in (RESULTS, CURVES):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+def test_tables_follow_from_the_csv_files(folder: Path) -> None:
     pictures = sorted(path.name for path in folder.glob("*.svg"))
-    monkeypatch.setattr("research.ablations.report.write_plots", lambda *arguments: written.extend(pictures) or written)
-    written: list[str] = []
-    write_report(tmp_path)
-    (new, new_plots), (old, old_plots) = (
-        path.read_text().partition("## Plots")[::2] for path in (tmp_path / "table.md", folder / "table.md")
-    )
+    texts = page(Ablation.of(*read_runs(folder)), pictures), (folder / "table.md").read_text()
+    (new, new_plots), (old, old_plots) = (text.partition("## Plots")[::2] for text in texts)
     assert new == old
     assert sorted(new_plots.split()) == sorted(old_plots.split())
 
 
 @pytest.mark.parametrize(("folder", "tables"), [("docs/research", 2), ("research/notes", 8)])
 def test_tables_in_the_evidence_follow_from_the_csv_files(folder: str, tables: int) -> None:
-    page = ROOT / folder / "evidence.md"
-    assert embedded(page) == page.read_text()
-    assert page.read_text().count("<!-- table: ") == tables
+    evidence = ROOT / folder / "evidence.md"
+    assert embedded(evidence) == evidence.read_text()
+    assert evidence.read_text().count("<!-- table: ") == tables
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_find_what_is_published(path: Path, tmp_path: Path) -> None:
+def test_recipes_find_what_is_published(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("research.ablations.table.read_runs", lambda folder: read_runs(folder.resolve()))
+    monkeypatch.setattr("research.ablations.table.read_curves", lambda _: pd.DataFrame())
+    monkeypatch.setattr(Table, "cell", lambda *_: tmp_path / "none_was_trained_here")  # found by a costly digest
     recipe = Recipe.read(path)
     assert recipe.name == path.stem
     table = Table(recipe, tmp_path)
