@@ -265,7 +265,7 @@ def test_no_weight_takes_a_nan_that_only_a_device_knows_of(monkeypatch: pytest.M
     monkeypatch.setattr(MiniBatch, "_is_finite", lambda mini_batch: torch.tensor(bool(known(mini_batch))))
     case = Case(3, staleness="least")
     training, data = Training(case, ALONE, 2), replace(case, nan_at=2)
-    with pytest.raises(NonFiniteGradientError):
+    with pytest.raises(NonFiniteGradientError):  # noqa: PT012
         for i in range(5):
             training.complete([training.engine.run(data.batch(i), case.step(training.model))])
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
