@@ -32,14 +32,9 @@ Printed = pytest.CaptureFixture[str]
 SIZES = {"vocab_size": 256, "context_length": 32, "num_layers": 2, "dim": 16, "num_heads": 2}
 MODEL = {"class_path": "lightning_asyncpp.GPTModule", "init_args": {"config": SIZES}}
 TEXT = {"source": str(RECIPES.with_name("docs") / "start"), "context_length": 32, "batch_size": 8}
-SMALL = {  # a recipe that is read in half the time of one of the package
-    "model": MODEL,
-    "data": {"class_path": "lightning_asyncpp.data.TextDataModule", "init_args": TEXT},
-    "trainer": {
-        "strategy": {"class_path": ASYNC, "init_args": {"microbatches": 4}}, "accelerator": "cpu", "devices": 2,
-        "max_steps": 1, "logger": False, "enable_checkpointing": False,
-    },
-}  # fmt: skip
+DATA = {"class_path": "lightning_asyncpp.data.TextDataModule", "init_args": TEXT}
+TRAINER = {"strategy": {"class_path": ASYNC, "init_args": {"microbatches": 4}}, "accelerator": "cpu", "devices": 2}
+FIT = ["fit", f"--config={json.dumps({'model': MODEL, 'data': DATA, 'trainer': TRAINER})}"]  # soon read
 
 
 class Untidy(L.LightningModule):
@@ -116,7 +111,7 @@ def test_a_short_name_finds_the_optimizers_class() -> None:
     assert paths == ["torch.optim.AdamW", *ours, "torch.optim.Muon"]
 
 
-FIT, PREPARE = ["fit", f"--config={json.dumps(SMALL)}"], ["prepare", "x", "--tokenizer", "byte"]
+PREPARE = ["prepare", "x", "--tokenizer", "byte"]
 MISTAKES = {
     "option": ([*FIT, "--mircobatches=3"], "there is no 'mircobatches'; did you mean trainer.strategy.microbatches?"),
     "optimizer": ([*FIT, "--optimizer", "Adamm"], "there is no 'Adamm'; did you mean Adam?"),
@@ -222,15 +217,15 @@ def test_a_run_is_made_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "text").mkdir()
     for index in range(8):
         (tmp_path / "text" / f"{index}.txt").write_text("some text\n" * 100)
-    model = {"class_path": "lightning_asyncpp.GPTModule", "init_args": {"config": SIZES, "warmup_steps": 1}}
+    model = {**MODEL, "init_args": {"config": SIZES, "warmup_steps": 1}}
     data = {"source": "text", "context_length": 32, "batch_size": 2, "val_fraction": 0.3}
     saving = {"dirpath": ".", "save_last": True, "every_n_train_steps": 1}
     trainer = {
         "accelerator": "cpu", "devices": 1, "logger": False, "max_epochs": -1, "limit_val_batches": 0,
         "enable_progress_bar": False, "callbacks": [{"class_path": "ModelCheckpoint", "init_args": saving}],
     }  # fmt: skip
-    data = {"class_path": "lightning_asyncpp.data.TextDataModule", "init_args": data}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": model, "data": data, "trainer": trainer}))
+    recipe = {"model": model, "data": {**DATA, "init_args": data}, "trainer": trainer}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     fit = ["fit", "recipe.yaml", "--optimizer=AdamW", "--optimizer.lr=1.0"]
     main([*fit, "--trainer.max_steps=2", "--model.init_args.total_steps=2"])
     main([*fit, "--trainer.max_steps=4", "--model.init_args.total_steps=9", "--ckpt_path=last.ckpt"])

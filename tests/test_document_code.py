@@ -1,7 +1,7 @@
 """The code of README, of the pages under docs/start, and of the notebook runs as it stands.
 
-A page's Python blocks make scripts: each block that trains, and the last one, ends one of its own, after all blocks
-that do not train.
+A page's Python blocks make scripts: each block that trains or checks, and the last one, ends one of its own, after all
+blocks that do not train, whose checks are left out there.
 Markers, comments of Markdown that no reader sees:
 
     <!-- run first: CODE -->        what the page leaves out, before its first block
@@ -36,14 +36,16 @@ def scripts(text: str) -> list[str]:
     """The scripts that a page's blocks make, see above."""
     ready = "".join(re.findall(r"(?s)<!-- run first:\n(.*?)-->", text))
     made: list[str] = []
+    costs = False
     for not_run, language, _, code in BLOCK.findall(text):
         if not_run or language == "yaml":
             continue
-        if ".fit(" in code:
+        costs = ".fit(" in code or "check_model(" in code
+        if costs:
             made.append(ready + code)
-        else:
-            ready += code
-    return made if made and made[-1].startswith(ready) else [*made, ready]
+        if ".fit(" not in code:
+            ready += re.sub(r"(?m)^print\(.*check_model\(.*\n", "", code)
+    return made if costs else [*made, ready]
 
 
 SCRIPTS = [

@@ -23,6 +23,7 @@ from tests.helpers.models import unigram_loss
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 OF_GPTS = [path for path in RECIPES if not path.stem.startswith("hf_")]  # the others: tests/trainer/hf
+OTHER_THAN_SYNC = [path for path in OF_GPTS if not path.stem.endswith("_sync")]
 LARGE = [path for path in OF_GPTS if not path.stem.startswith("quickstart")]
 STRUCTURE = {
     "trainer", "model", "data", "logger", "callbacks", "config", "class_path", "init_args", "base", "optimizer"
@@ -98,9 +99,7 @@ def test_a_recipe_fits_together(built: AsyncppCLI) -> None:
 PARAMETERS = {"smollm_360m": 361_821_120, "gpt2_124m": 123_551_232, "moe_10b": 10_191_373_824}
 
 
-@pytest.mark.parametrize(
-    "built", [path for path in OF_GPTS if not path.stem.endswith("_sync")], indirect=True, ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("built", OTHER_THAN_SYNC, indirect=True, ids=lambda path: path.stem)
 def test_the_model_of_a_recipe_is_built_with_its_optimizer(built: AsyncppCLI, request: pytest.FixtureRequest) -> None:
     """It has the size that it is named after; synchronous twins have the same."""
     with torch.device("meta"), torch.no_grad():  # experts' auxiliary losses are collected by strategies alone

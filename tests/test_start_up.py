@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from lightning_asyncpp.lightning_cli.arguments import package_recipes
 from lightning_asyncpp.lightning_cli.command import AsyncppCLI
 from lightning_asyncpp.lightning_cli.help import GROUPS, SUBCOMMANDS
 from lightning_asyncpp.tools.parsers import PARSERS
+from tests.helpers import programs as forked
 
 HEAVY = ("litdata", "boto3", "requests", "jsonargparse", "docstring_parser", "matplotlib", "pandas", "transformers")
 REGISTERED = "type(L.Trainer(strategy='async_pipeline', accelerator='cpu', devices=2, logger=False).strategy)"
@@ -26,10 +28,13 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
 
 
-def test_an_import_brings_nothing_heavy_but_what_lightning_does() -> None:
-    """No tool either; and strategies have their names, also when Lightning was imported first."""
-    done = run(
-        "import sys, lightning as L, lightning.fabric, lightning.pytorch; before = set(sys.modules)\n"
+def test_an_import_brings_nothing_heavy_but_what_lightning_does(tmp_path: Path) -> None:
+    """No tool either; strategies have their names, also when Lightning was imported first. Both are imported anew."""
+    anew = ("lightning", "lightning_asyncpp", *HEAVY)
+    program = (
+        "import sys\n"
+        f"for name in [name for name in sys.modules if name.partition('.')[0] in {anew!r}]: del sys.modules[name]\n"
+        "import lightning as L, lightning.fabric, lightning.pytorch; before = set(sys.modules)\n"
         "import lightning_asyncpp, lightning_asyncpp.fabric, lightning_asyncpp.data\n"
         "new = set(sys.modules) - before\n"
         f"heavy = [name for name in new if name in {HEAVY!r} or name.startswith('lightning_asyncpp.tools')]\n"
@@ -37,6 +42,7 @@ def test_an_import_brings_nothing_heavy_but_what_lightning_does() -> None:
         "assert lightning_asyncpp.check_model.__module__.startswith('lightning_asyncpp.tools.check')\n"
         f"assert {REGISTERED} is lightning_asyncpp.AsyncPipelineStrategy\n"
     )
+    done = forked.run(["-c", program], tmp_path)
     assert done.returncode == 0, done.stderr
 
 

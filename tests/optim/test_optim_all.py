@@ -76,12 +76,7 @@ def test_a_cut_model_takes_the_steps_of_the_whole_one_bitwise(name, stages, feed
 @every
 @pytest.mark.parametrize(
     ("feedback", "dtype"),
-    [
-        (None, torch.float32),
-        ({}, torch.float32),
-        ({"buffer_dtype": "bfloat16"}, torch.float32),
-        (None, torch.bfloat16),
-    ],
+    [(None, torch.float32), ({}, torch.float32), ({"buffer_dtype": "bfloat16"}, torch.float32), (None, torch.bfloat16)],
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name, feedback, dtype):
     make = MAKE[name] if feedback is None else partial(ErrorFeedback, base=MAKE[name], **feedback)
