@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 import tests.helpers.spared  # noqa: F401
-from tests.helpers.pool import EnginePools, Pools, free_port, opened
+from tests.helpers.pool import EnginePools, Pools, fork_server, free_port, opened
 
 # The same examples everywhere, and no time limit: machines that run tests are slow at times.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
@@ -31,6 +31,7 @@ def pytest_collection_finish() -> None:
     """Leave what imports made out of all later collections, which take most of a short test's time with it."""
     gc.collect()
     gc.freeze()
+    fork_server()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
-import multiprocessing
+import logging
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import secrets
 import socket
@@ -13,11 +16,12 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,23 +36,40 @@ Scenario = Callable[..., Any]
 Prepare = Callable[[int], Callable[[], None]]
 """Called with the rank in each worker at its beginning; what it returns is called after every case."""
 SHORT_GRACE_SECONDS = 0.3
-_IMPORTED = [
-    "pytest", "hypothesis", "lightning.pytorch.cli",  # which come with the scenarios that test modules define
-    "tests.helpers.spared", "tests.faults.script", "tests.helpers.fabric", "tests.helpers.pool", "tests.storage.saves",
-    "tests.helpers.trainer",
-]  # fmt: skip
 opened = contextlib.closing  # of pools
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def worker_context() -> Any:
-    """A fork server that has imported the tests' modules already: a new process costs milliseconds, not seconds.
+    """Return the context of a fork server, whose processes take milliseconds to start, not seconds."""
+    return mp.get_context("forkserver")
 
-    There is one per test process, which imports what its first user names: so all name the same.
+
+def fork_server() -> None:
+    """Fork the server of :func:`worker_context` from this process, which has imported all tests.
+
+    A server of its own would import them again, and so would each of its processes. Called before the first test, since
+    a fork has no threads.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
-    return context
+
+    def fork(path: str, arguments: list[str], descriptors: Sequence[int]) -> int:
+        if child := os.fork():
+            return child
+        os.close(sys._getframe(1).f_locals["alive_w"])  # of the pipe whose end tells that nobody needs the server
+        for descriptor in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
+        for handler in (reference() for reference in logging._handlerList):  # type: ignore[attr-defined]
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.setStream(sys.stderr)
+        try:
+            exec(arguments[-1], {})
+        finally:
+            os._exit(0)
+
+    multiprocessing.resource_tracker.ensure_running()  # a program of its own
+    with patch.object(multiprocessing.util, "spawnv_passfds", fork):
+        multiprocessing.forkserver.ensure_running()
 
 
 def end_with_parent() -> None:
