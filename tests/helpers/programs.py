@@ -7,9 +7,7 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import types
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import lightning_asyncpp
 from tests.helpers.pool import worker_context
 
 
@@ -118,17 +115,6 @@ def _speak_into(output: str, errors: str) -> None:
         os.close(file)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-
-
-def run_script(script: str) -> subprocess.CompletedProcess[str]:
-    """Run it in an interpreter of its own, which imports modules of the package without the package's names."""
-    begin = f"""
-import sys, types
-package = sys.modules["lightning_asyncpp"] = types.ModuleType("lightning_asyncpp")
-package.__path__ = {list(lightning_asyncpp.__path__)!r}
-"""
-    command = [sys.executable, "-c", begin + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def allocated(function, path):
