@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from _pytest.assertion.rewrite import AssertionRewritingHook
 from torch import multiprocessing as mp
 
 from lightning_asyncpp.core import failure_watch
@@ -62,6 +63,7 @@ def fork_server() -> None:
         for handler in (reference() for reference in logging._handlerList):  # type: ignore[attr-defined]
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 handler.setStream(sys.stderr)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AssertionRewritingHook)]
         try:
             exec(arguments[-1], {})
         finally:
