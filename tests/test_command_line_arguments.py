@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from lightning_asyncpp.lightning_cli.arguments import written_out
 from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
-from tests.helpers.pool import worker_context
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = str(RECIPES / "quickstart.yaml")
@@ -105,7 +105,7 @@ def paths_of_optimizers(names: tuple[str, ...]) -> list[str]:
 def test_a_short_name_finds_the_optimizers_class() -> None:
     """In a process in which no other library has put a class of the same name beside it."""
     names = ("AdamW", "SOAP", "MuonAdamW", "Muon", "NorMuon", "torch.optim.Muon")
-    with worker_context().Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         paths = pool.apply(paths_of_optimizers, (names,))
     ours = [f"lightning_asyncpp.optim.{name}" for name in ("SOAP", "MuonAdamW", "MuonAdamW", "NorMuonAdamW")]
     assert paths == ["torch.optim.AdamW", *ours, "torch.optim.Muon"]

@@ -50,8 +50,10 @@ def fork_server() -> None:
     """Fork the server of :func:`worker_context` from this process, which has imported all tests.
 
     A server of its own would import them again, and so would each of its processes. Called before the first test, since
-    a fork has no threads.
+    a fork has no threads. Where there is a GPU, what is forked could not use it.
     """
+    if Path("/dev/nvidiactl").exists():
+        return
 
     def fork(path: str, arguments: list[str], descriptors: Sequence[int]) -> int:
         if child := os.fork():
@@ -63,6 +65,10 @@ def fork_server() -> None:
         for handler in (reference() for reference in logging._handlerList):  # type: ignore[attr-defined]
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 handler.setStream(sys.stderr)
+        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]  # its lock is held
+        torch.cuda._is_in_bad_fork = (
+            bool  # that a test's module asked for a device, which is not there, matters to nobody
+        )
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AssertionRewritingHook)]
         try:
             exec(arguments[-1], {})

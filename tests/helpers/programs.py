@@ -94,6 +94,7 @@ def _execute(arguments: list[str]) -> None:
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(program, "<string>", "exec"), vars(main))
     elif how == "-m":
+        sys.modules.pop(program, None)  # as pytest has imported it
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(program, run_name="__main__")
