@@ -230,6 +230,8 @@ class FailureWatch:
             sys.stdout.flush()
             os.write(_STDERR, f"asyncpp: {self._first.cause.line}\n".encode())
             os._exit(1)
+        if self._first is not None and self._outlast is None:
+            self._first.stop()  # a script may end without close(), and the end waits for the thread
 
     def _adopt(self, stays: float) -> None:
         """Take over the launched processes from the launcher.

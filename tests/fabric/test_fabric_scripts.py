@@ -7,6 +7,7 @@ import io
 import re
 import runpy
 import sys
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from tests.helpers.cases import Case
 from tests.helpers.fabric import Run
-from tests.helpers.pool import Pools, impatient
+from tests.helpers.pool import Pools, elastic_environment, free_port, impatient
+from tests.helpers.programs import run_ranks
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "fabric_gpt.py")
 
@@ -56,3 +58,19 @@ def test_a_failure_on_one_rank_ends_all(pools: Pools) -> None:
     assert [outcome.error for outcome in outcomes] == ["ValueError", "PeerLostError", "PeerLostError"]
     line = "rank 0 (stage 2) failed first: ValueError: the user's own mistake"
     assert [outcome.message for outcome in outcomes[1:]] == [line] * 2
+
+
+WITHOUT_CLOSE = """
+import time
+from tests.helpers.cases import Case
+from tests.helpers.fabric import Run
+Run(Case(3)).train()
+print(time.time())
+"""
+
+
+def test_a_script_that_closes_nothing_ends_at_once(tmp_path: Path) -> None:
+    port = free_port()
+    ended = run_ranks(["-c", WITHOUT_CLOSE], tmp_path, [elastic_environment(rank, 2, port) for rank in range(2)])
+    assert [end.returncode for end in ended] == [0, 0], ended
+    assert time.time() - max(float(end.stdout) for end in ended) < 4  # a thread that nobody stops is waited for 5 s

@@ -66,9 +66,7 @@ def fork_server() -> None:
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 handler.setStream(sys.stderr)
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]  # its lock is held
-        torch.cuda._is_in_bad_fork = (
-            bool  # that a test's module asked for a device, which is not there, matters to nobody
-        )
+        torch.cuda._is_in_bad_fork = bool  # a test's module may have asked for a device, which is not there
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AssertionRewritingHook)]
         try:
             exec(arguments[-1], {})
