@@ -260,9 +260,12 @@ def test_a_gradient_that_was_left_out_has_no_norm_to_clip_by() -> None:
     assert training.engine.state_dict()["norm"] == training.norms[-1]
 
 
-def test_no_weight_takes_a_nan_that_only_a_device_knows_of(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host_knows", [True, False])
+def test_no_weight_takes_a_nan_of_a_step_ahead(host_knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only the device has found it so far."""
     known = MiniBatch._is_finite
-    monkeypatch.setattr(MiniBatch, "_is_finite", lambda mini_batch: torch.tensor(bool(known(mini_batch))))
+    if not host_knows:
+        monkeypatch.setattr(MiniBatch, "_is_finite", lambda mini_batch: torch.tensor(bool(known(mini_batch))))
     case = Case(3, staleness="least")
     training, data = Training(case, ALONE, 2), replace(case, nan_at=2)
     with pytest.raises(NonFiniteGradientError):  # noqa: PT012
@@ -284,6 +287,24 @@ def test_a_dropped_gradient_is_in_no_update() -> None:
         training.drain()
         trained_weights.append(list(training.model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*trained_weights, strict=True))
+
+
+class WithoutTheFirst(Case):
+    """The optimizer has no parameter of the first layer."""
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return super().make_optimizer([(name, p) for name, p in parameters if not name.startswith("0.")])
+
+
+def first_frozen(dropout: float) -> nn.Sequential:
+    model = layers("linear", "linear", "projection")(dropout)
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_what_the_optimizer_does_not_have_is_not_in_the_norm() -> None:
+    case = WithoutTheFirst(3, model=layers("linear", "linear", "projection"), max_norm=0.3)
+    assert trained(case, 2, 4).norms == trained(Case(3, model=first_frozen, max_norm=0.3), 2, 4).norms
 
 
 @pytest.mark.parametrize(("options", "rooms"), [({}, [2, 2]), ({"staleness": "least"}, [2, 1]), ({"delay": 0}, [1, 1])])
