@@ -116,10 +116,6 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ("norm = 0.0 if self.last_norm is None else self.last_norm", "norm = 0.0"),
         ("while self.pending and self.pending[0].index < due:", "while self.pending and self.pending[0].index <= due:"),
         (
-            "        for name, parameter in self.weights.parameters.items():\n            parameter.grad = gradients.get(name)",
-            "        for name, parameter in self._optimized.items():\n            parameter.grad = gradients.get(name)",
-        ),
-        (
             "mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note",
             "mini_batch.hyper_parameters, mini_batch.note = [], note",
         ),
