@@ -135,7 +135,7 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "engine.py": [
-        ("if not self.updates.pending:  # no update", "if False:  # no update"),
+        ("if not self.updates.pending:", "if False:"),
         (
             "version = self.schedule.stage_rule.version(opened.index, k - opened.first)",
             "version = self.schedule.pipeline_rule.version(opened.index, k - opened.first)",
