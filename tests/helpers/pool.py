@@ -50,9 +50,9 @@ def fork_server() -> None:
     """Fork the server of :func:`worker_context` from this process, which has imported all tests.
 
     A server of its own would import them again, and so would each of its processes. Called before the first test, since
-    a fork has no threads. Where there is a GPU, what is forked could not use it.
+    a fork has no threads. Where there is a GPU, what is forked could not use it; on macOS it could crash.
     """
-    if Path("/dev/nvidiactl").exists():
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():
         return
 
     def fork(path: str, arguments: list[str], descriptors: Sequence[int]) -> int:
