@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,57 +10,24 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_asyncpp import PipelineMonitor
 from lightning_asyncpp.trainer.callbacks import pipeline_monitor
 from tests.helpers.pool import Pools
-from tests.helpers.recorded import METER, SleepingNet
+from tests.helpers.recorded import SleepingNet
 from tests.helpers.trainer import Net, Run, fit, loader, make_model, staged, train
 
 MONITOR = (PipelineMonitor, {"window": 3, "every_n_batches": 1, "peak_flops": 1e6})
-IDLE_SECONDS = 0.02
 RUN = Run(Net, callbacks=(MONITOR,), samples=48, trainer={"logger": "list"})
 
 
 class CountingNet(SleepingNet):
-    """Its tokens and operations are known: 8 samples of 10 tokens, 1000 operations each; between batches it idles."""
+    """Its tokens and operations are known: 8 samples of 10 tokens, 1000 operations each."""
 
     flops_per_token = 1000.0
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run, times=0.2)
-
     def microbatch_weight(self, batch: dict[str, torch.Tensor]) -> float:
         return 10.0 * len(batch["x"])
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(IDLE_SECONDS)
-
-
-def clock(times: list[float]) -> LambdaCallback:
-    """Notes when each batch begins and ends."""
-
-    def note(*_: Any) -> None:
-        times.append(time.perf_counter())
-
-    return LambdaCallback(on_train_batch_start=note, on_train_batch_end=note)
-
-
-def fit_timed(run: Run) -> dict[str, Any]:
-    """Train; how long the last three batches took at least and at most, and how long of that layers slept at least.
-
-    The clocks before and after the monitor know, however late each of the three is.
-    """
-    before: list[float] = []
-    after: list[float] = []
-    result = fit(replace(run, callbacks=((clock, {"times": before}), *run.callbacks, (clock, {"times": after}))))
-    begun, ended = (after[5], after[10]), (before[9], before[11])  # with a validation between the two parts
-    inside = [span for span in METER.spans for a, b in zip(begun, ended) if a < span.start and span.end < b]
-    return result | {
-        "least": sum(ended) - sum(begun), "most": after[9] - before[5] + after[11] - before[10],
-        "asleep": sum(span.end - span.start for span in inside),
-    }  # fmt: skip
 
 
 def values(result: dict[str, Any], name: str) -> list[float]:
@@ -69,14 +35,17 @@ def values(result: dict[str, Any], name: str) -> list[float]:
 
 
 def test_the_logger_gets_every_figure(pools: Pools) -> None:
-    """Layers sleep, which is work, and a hook, which is none; the validation before the last batch is neither."""
-    run = replace(RUN, val_samples=(8,), trainer={"logger": "list", "val_check_interval": 5})
-    last, first = pools.run(2, fit_timed, replace(run, module=CountingNet, options={"microbatches": 2}))
+    """Layers sleep for 90 ms a microbatch; a flush of two stages would cost a third of two microbatches' time.
+
+    The validation before the last batch takes a second more, which counts for nothing.
+    """
+    run = replace(RUN, val_samples=(128,), trainer={"logger": "list", "val_check_interval": 5})
+    last, first = pools.run(2, fit, replace(run, module=CountingNet, options={"microbatches": 2}))
     assert values(last, "gradient_staleness")[:4] == [0, 1, 1, 1]
     bubble, rate = (values(last, name)[-1] for name in ("bubble", "tokens_per_second"))
-    assert 240 / last["most"] <= rate * (1 + 1e-6) <= 240 / last["least"] * (1 + 2e-6)
-    assert last["asleep"] > 3 * 2 * 0.2 * 0.09 * (1 - 1e-6)
-    assert 3 * IDLE_SECONDS / last["most"] <= bubble <= 1 - last["asleep"] / last["most"]
+    assert 0 < min(values(last, "bubble")) < 0.3
+    assert bubble < 0.55
+    assert rate == pytest.approx(80 / (0.18 / (1 - bubble)), rel=0.15)
     assert values(last, "mfu")[-1] == pytest.approx(rate * 1000.0 / 2e6, rel=1e-6)
     assert values(last, "tokens_seen")[:5] == [80.0 * (batch + 1) for batch in range(5)]
     assert not values(first, "bubble")
