@@ -102,6 +102,7 @@ def paths_of_optimizers(names: tuple[str, ...]) -> list[str]:
     return [config["model"]["init_args"]["optimizer"]["class_path"] for config in found]
 
 
+@pytest.mark.slow  # a process that imports everything again
 def test_a_short_name_finds_the_optimizers_class() -> None:
     """In a process in which no other library has put a class of the same name beside it."""
     names = ("AdamW", "SOAP", "MuonAdamW", "Muon", "NorMuon", "torch.optim.Muon")

@@ -36,7 +36,11 @@ ONE_REPLICA = {
         3, Case(7, lookahead=2, max_norm=0.3, scheduler=True, error_feedback=1.0, optimizer="muon"),
     ),
     "accumulated, partial, with dropout": (
-        4, Case(5, batch_sizes=(8, 5, 2, 1), unequal_weights=True, accumulate=2, dropout=0.3, random_input=True),
+        4,
+        Case(
+            5, batch_sizes=(8, 5, 2, 1), unequal_weights=True, accumulate=2, dropout=0.3, random_input=True,
+            checkpointing=True, drains=(1,),
+        ),
     ),
     "tied and routed, drained, resumed": (
         3,

@@ -108,12 +108,19 @@ class Training:
             self.scheduler.step()
 
     def drain(self) -> None:
+        """As before a validation: the layers are in evaluation mode already."""
+        before = torch.get_rng_state()
+        self.model.eval()
         self._take(self.session.drain())
+        self.model.train()
+        assert torch.equal(torch.get_rng_state(), before)
 
-    def evaluate(self, index: int) -> None:
+    def evaluate(self, index: int) -> Tensor | None:
+        """Return the mean loss on the last stage."""
         self.drain()
         with torch.no_grad():
-            self.engine.evaluate(self.case.batch(index, self.mesh.replica), self.case.step(self.model))
+            output = self.engine.evaluate(self.case.batch(index, self.mesh.replica), self.case.step(self.model))
+        return output.mean_loss() if self.mesh.is_last else None
 
     def resumed(self) -> Training:
         """A new one, which goes on from what a checkpoint holds of this one."""

@@ -131,14 +131,16 @@ def run_versions(model: GPT, order: list[int]) -> tuple[list[float], list[dict[s
     return losses, [{name: leaf.grad for name, leaf in leaves.items()} for leaves in sets]  # type: ignore[misc]
 
 
-def test_weight_versions_alternate_without_compiling_again() -> None:
+@pytest.mark.parametrize(("kind", "graphs_of_it"), [("dense", 1), pytest.param("experts", 2, marks=pytest.mark.slow)])
+def test_weight_versions_alternate_without_compiling_again(kind: str, graphs_of_it: int) -> None:
+    """Blocks of a kind share their graph."""
     graphs = []
 
     def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    config = copy.copy(CONFIGS["experts"])
+    config = copy.copy(CONFIGS[kind])
     config.dropout = 0.0
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -147,7 +149,7 @@ def test_weight_versions_alternate_without_compiling_again() -> None:
     plain.load_state_dict(model.state_dict())
     run_versions(model, [0])
     losses, gradients = run_versions(model, [0, 1, 0, 2, 1])
-    assert len(graphs) == 2, "blocks of a kind share theirs"
+    assert len(graphs) == graphs_of_it
     expected, expected_gradients = run_versions(plain, [0, 1, 0, 2, 1])
     assert len(set(losses)) == 3
     assert losses == pytest.approx(expected, rel=1e-6)

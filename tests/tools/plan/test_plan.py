@@ -122,7 +122,9 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
     return plan
 
 
-@pytest.mark.parametrize("name", ["quickstart_moe", pytest.param("smollm_360m", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["quickstart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quickstart_moe", "smollm_360m"))]
+)
 def test_a_recipe_is_planned(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = RECIPES / f"{name}.yaml"
     main([str(path), "--json", str(tmp_path / "plan.json")])  # it fits an H100, or this would raise

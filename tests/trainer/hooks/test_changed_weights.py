@@ -35,6 +35,7 @@ def changing(module: type[Net], strategy: str = "async", accumulate: int = 2, **
 RUNS = {
     "a projection": changing(Projected, correction="feedback"),
     "where stages step ahead": changing(Shrinks, "default"),
+    "between two microbatches": changing(Shrinks, "default", accumulate=1),
     "other memory": changing(PutsOtherMemory, accumulate=3, correction="prediction-ahead"),
     "random numbers": changing(Draws, "sync", accumulate=3),
     "in the step": changing(ProjectsInTheStep, accumulate=1, correction="feedback"),
@@ -52,7 +53,9 @@ def test_neither_stages_nor_drains_matter(name: str) -> None:
     assert_equal_weights(three["weights"], one["weights"])
 
 
-@pytest.mark.parametrize("name", ["a projection", "where stages step ahead", "random numbers"])
+@pytest.mark.parametrize(
+    "name", ["a projection", "where stages step ahead", "between two microbatches", "random numbers"]
+)
 def test_ranks_are_as_one_process(pools: Pools, name: str) -> None:
     results = pools.run(3, fit, replace(RUNS[name], trainer=RUNS[name].trainer | {"val_check_interval": 2}))
     assert_equal_weights(joined_weights(results, 3), train(staged(RUNS[name]))["weights"])
