@@ -32,7 +32,7 @@ def num_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta)
 
 
-@pytest.mark.parametrize("stage", [0, 15])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 15])
 def test_a_process_allocates_its_own_stage_alone(stage: int, tmp_path: Path) -> None:
     made: list[Any] = []
 

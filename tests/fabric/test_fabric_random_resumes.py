@@ -60,7 +60,7 @@ def assert_same_weights(results: list[dict[str, Any]], expected: dict[str, np.nd
 
 @pytest.mark.parametrize(
     ("processes", "count"),
-    [(False, 8), (True, 2), pytest.param(True, 60, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
+    [(False, 4), (True, 2), pytest.param(True, 60, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
 )
 def test_the_end_is_the_oracles(pools: Pools, tmp_path: Path, processes: bool, count: int) -> None:
     numbers = itertools.count()

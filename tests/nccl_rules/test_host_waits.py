@@ -74,6 +74,7 @@ def test_no_stage_of_other_runs_waits_more_than_it_may(pools: Pools, name: str) 
     check(pools, *MORE_RUNS[name])
 
 
+@pytest.mark.slow
 def test_updates_and_a_checkpoint_that_is_gathered_mix_no_devices(pools: Pools) -> None:
     """The optimizer's counts are on the host; and what stages share, the first rank has on its GPU or from another."""
     for found in pools.run(3, count, run_of(TIED, False, correction="feedback", optimizer="muon"), True, timeout=120):

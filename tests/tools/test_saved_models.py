@@ -83,7 +83,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     return run
 
 
-@pytest.mark.parametrize("which", ["by_bytes", "by_pairs"])
+@pytest.mark.parametrize("which", [pytest.param("by_bytes", marks=pytest.mark.slow), "by_pairs"])
 def test_export_import_generate(which: str, request: pytest.FixtureRequest, command: Any, tmp_path: Path) -> None:
     """The same weights and the same text, wherever they are read from."""
     run: Trained = request.getfixturevalue(which)

@@ -69,6 +69,7 @@ def test_a_llama_of_transformers(pools: Pools, tmp_path: Path) -> None:
     assert_equal_weights(arrays(dict(script.build(str(tmp_path)).named_parameters())), expected)
 
 
+@pytest.mark.slow
 def test_a_resnet_of_torchvision(pools: Pools) -> None:
     """Weights, and the running statistics of every BatchNorm, which validation uses."""
     pytest.importorskip("torchvision")

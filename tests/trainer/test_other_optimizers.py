@@ -38,7 +38,7 @@ class Filtered(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "muon"])
 def test_stages_that_train_nothing(pools: Pools, optimizer: str, tmp_path: Path) -> None:
     """They go on from a checkpoint, too, cut in another way."""
     trainer = {"max_epochs": 2, "gradient_clip_val": 0.3, "enable_checkpointing": True}

@@ -224,7 +224,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(trees)
 def test_what_is_taken_apart_is_put_together(tree: Any) -> None:
     whole = (torch.zeros(2), tree)

@@ -86,6 +86,7 @@ def test_continued_pretraining_becomes_a_folder_again(pools: Pools, place: Path)
     assert tokenizer.chat_template == make_tokenizer().chat_template
 
 
+@pytest.mark.slow
 def test_adapters_over_processes_train_as_in_one(pools: Pools, tmp_path: Path) -> None:
     """Here, where the processes have imported what it needs."""
     folder, arguments = make_folder(tmp_path / "llama", tie_word_embeddings=True), {"lora": hf.LORA}
