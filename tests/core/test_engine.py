@@ -124,7 +124,7 @@ def over(stages: tuple[int, ...], cases_of: Callable[[int], list[tuple[int, Case
     return pytest.mark.parametrize(("num_stages", "case"), rows)
 
 
-@over((2, 4), asynchronous)
+@over((4,), asynchronous)
 def test_uniform_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
