@@ -112,7 +112,7 @@ def peer_lost(who: str | None, error: BaseException) -> PeerLostError:
 
 
 def different_calls(what: str) -> ProtocolError:
-    """Return the error for a valid message of a collective call that this rank did not make.
+    """Return the error for a valid message of another collective call than this rank's.
 
     Args:
         what: the expected and the received message.
@@ -146,8 +146,8 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
 def is_noise(error: BaseException) -> bool:
     """Return whether an error only reports that a process group's connection broke, and not why.
 
-    Such an error has a class of torch.distributed, or a message of gloo about a connection. All other errors are first
-    causes, and so are NCCL's errors about this rank's device.
+    Such an error has a class of torch.distributed, or a message of gloo about a connection. All other errors say why,
+    and so do NCCL's errors about this rank's device.
     """
     import torch.distributed as dist  # not at the top, since help screens import this module without torch
 

@@ -38,7 +38,7 @@ def replace_durably(written: Path, name: Path) -> None:
 
     Raises:
         OSError: the content cannot be written, or both are folders and ``name`` has content (nothing is renamed then);
-            or the parent folder cannot be written.
+            or the parent folder cannot be written, before or after the rename.
     """
     for path in sorted(written.rglob("*"), reverse=True) if written.is_dir() else ():
         sync(path)
@@ -138,7 +138,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename it to ``path`` at the end; on an error, remove it.
 
     Raises:
-        StorageError: writing or renaming fails, or ``path`` is a folder with files that belong to no checkpoint.
+        StorageError: writing, renaming or the wait for the disk after the rename fails, or ``path`` is a folder with
+            files that belong to no checkpoint.
     """
     partial = temporary_name(path)
     try:

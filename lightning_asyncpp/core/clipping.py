@@ -44,7 +44,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
-    """Scale the gradients of a stage so that the whole gradient has at most norm ``max_norm``.
+    """Scale the gradients of a stage by the factor that limits a whole gradient of norm ``norm`` to ``max_norm``.
 
     Args:
         parameters: parameters of this stage.

@@ -39,7 +39,7 @@ _STDERR = 2
 _TAG_NEVER_SENT = 6
 _MOMENT = timedelta(milliseconds=1)
 _DECIDING = threading.Lock()
-"""Lock for setting a failure in one of two threads; global, since a watch must be copyable, and locks are not."""
+"""Lock, since several threads may set the failure; global, since a watch must be copyable, and locks are not."""
 
 
 class FailureWatch:
@@ -110,7 +110,7 @@ class FailureWatch:
             ) from self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Record an error, if it is the first. From then on every collective raises an error, soon on all ranks.
+        """Record an error, if it is the first. From then on every collective raises one here, and soon on all ranks.
 
         If another rank's error caused the failure, the first cause replaces the text of ``error``. This call also
         cancels the deadline of :meth:`set_deadline`; if a teardown follows, set it again.
@@ -266,13 +266,13 @@ class FailureWatch:
 
 
 def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) -> None:
-    """Keep rank 0's process alive until its launched ranks have ended and all ranks have read the first cause.
+    """Keep this process alive until the ranks that it launched have ended and others had time to read the first cause.
 
     Args:
         children: launched processes; if this script failed, those that do not end in time are killed.
         first: this rank's access to the first cause; its reference keeps torch's store alive until this function
             returns.
-        until: time of ``time.monotonic()`` by which other ranks have read the first cause.
+        until: time of ``time.monotonic()`` until which other ranks may read the first cause.
     """
     deadline = time.monotonic() + LEAVE_SECONDS
     for child in children:

@@ -95,14 +95,15 @@ class FirstCause:
     def report(self, cause: Cause, seconds: float) -> Cause:
         """Write a cause, unless the store has one already, and return the first cause.
 
-        If the store does not answer within ``seconds``, return ``cause``, or the loss of the store's server.
+        If the store does not answer within ``seconds``, return ``cause``. If the connection to it broke and ``cause``
+        is a lost rank, return the loss of the store's server instead.
         """
         self._own = cause
         self._wake.set()
         self._known.wait(seconds)
         if self._is_lost and not cause.trace:
-            # The store may also have ended as planned. But since this rank lost a neighbour (a cause without a
-            # traceback), the server of the store has failed, too.
+            # The broken connection alone proves nothing, since a store may end as planned. But this rank has also lost
+            # a neighbour (its cause has no traceback), so the server has failed.
             return Cause(f"{self._server} is gone: torch's store, which it or torchrun serves, does not answer")
         return self.cause or cause
 

@@ -178,7 +178,7 @@ class LocalTransport(Transport):
         return self._mailbox.totals[mini_batch]
 
     def announce_drop(self, k: int) -> None:
-        """Do nothing: all stages of a process drop together."""
+        """Do nothing: all stages of a process drop a gradient together."""
 
     def announce_end(self) -> None:
         """Do nothing: all stages of a process end together."""

@@ -1,9 +1,9 @@
 """Random numbers: derived seeds, and the generators' states in checkpoints.
 
-Seeds are derived from (seed, purpose, replica, microbatch, layer) and not from the rank. So dropout does not depend on
-the number of stages, the first and the last stage draw the same numbers in user code, and a resumed run draws the same
-numbers as an uninterrupted run. Random numbers without a derived seed come from the generators of Python, NumPy and
-torch, whose states are in checkpoints.
+A microbatch's seeds are derived from (seed, purpose, replica, microbatch, layer) and not from the rank. So dropout does
+not depend on the number of stages, the first and the last stage draw the same numbers from torch in the user's step,
+and a resumed run draws the same numbers as an uninterrupted run. The seeds of updates also depend on the stage. Random
+numbers without a derived seed come from the generators of Python, NumPy and torch, whose states are in checkpoints.
 """
 
 from __future__ import annotations

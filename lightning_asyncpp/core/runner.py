@@ -46,7 +46,7 @@ class Flight:
     Attributes:
         k: number of the microbatch, counted over the run.
         version: version of the weights on which the microbatch runs.
-        weight: weight w_k in the mean loss; no backward with weight 0, as in empty slots (places without samples).
+        weight: weight w_k in the mean loss; 0, as for empty slots (places without samples), means no backward.
         inputs: autograd nodes that receive the gradients of the received activations.
         outputs: tensors from which the backward starts; on the last stage the loss.
         result: result of the user's step, on the last stage.

@@ -6,8 +6,8 @@ forwards ``depth(s)`` microbatches ahead of its backwards:
 
     depth(s) = b (1 + q) + (b (r + 1)) // P,    b = P - 1 - s,    q, r = divmod(lookahead, P - 1).
 
-The depth is P - 1 + lookahead on the first stage and decreases strictly from stage to stage. So before backward k the
-next stage runs fewer forwards than this stage, and when this stage waits for the gradient, the next stage is already
+The depth is P - 1 + lookahead on the first stage and decreases strictly from stage to stage. So the next stage reaches
+backward k after fewer forwards than this stage, and when this stage waits for the gradient, the next stage is already
 computing it. In the warmup a stage runs forwards until it is ``depth(s)`` ahead. In the steady state it runs one
 backward per forward. In the cooldown of a flush it runs the remaining backwards (:meth:`Schedule.drain`).
 
@@ -97,9 +97,9 @@ def agrees_first(staleness: Staleness, slack: Slack) -> bool:
 class StalenessRule:
     """Rule for the weight versions of microbatches, and for when updates are due.
 
-    Update t makes W_{t+1}. The first ``held`` microbatches of mini-batch t run, forward and backward, on
-    W_{max(t - delay, N)}, the later ones on W_t. The first N mini-batches are a synchronous start: all of their
-    microbatches run on W_t.
+    Update t makes W_{t+1}. The first N mini-batches are a synchronous start: all of their microbatches run on W_t. Of a
+    later mini-batch t, the first ``held`` microbatches run, forward and backward, on W_{max(t - delay, N)}, the others
+    on W_t.
 
     Attributes:
         delay: age, in updates, of the weights of the ``held`` microbatches: 0 or 1.

@@ -56,7 +56,7 @@ class StageOptimizer:
         self._parts: list[StageOptimizer] = []
 
     def part(self, own: Collection[Tensor]) -> StageOptimizer:
-        """Return the part of this optimizer for one of several stages; :meth:`load_state_dict` resets it, too."""
+        """Return the part for one of several stages; :meth:`load_state_dict` also clears what its steps changed."""
         self._parts.append(StageOptimizer(self.optimizer, own))
         return self._parts[-1]
 
@@ -168,7 +168,7 @@ class StageOptimizer:
                 group[key][:] = values
 
     def _whole_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the groups with the whole model's numbers; a group of other stages' parameters has no options."""
+        """Return the groups with whole-model numbers; a group with only other stages' parameters has no options."""
         return [
             {**(_options(group) if own["params"] or not whole["params"] else {}), **whole, "params": numbers}
             for group, own, whole, numbers in zip(groups, self._own, self._whole, _counted(self._whole))
@@ -179,9 +179,9 @@ class AttachedOptimizer:
     """Optimizer that an engine steps with every update, until :meth:`release`.
 
     Args:
-        stage_optimizer: optimizer of the engine's stage; if it has ``set_delay``, it receives the age of gradients.
+        stage_optimizer: optimizer of the engine's stage; an optimizer with ``set_delay`` receives the age of gradients.
         engine: engine that applies the updates.
-        step: function of an update that clips the gradient and steps the optimizer; raises if the run has failed.
+        step: function that, given an update, clips the gradient and steps the optimizer; raises if the run has failed.
 
     Attributes:
         update: update that is being applied; None if there is none.

@@ -96,7 +96,7 @@ def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
 
     * Tensors and numpy arrays are concatenated along their first dimension. If other dimensions differ, as after
       padding to the longest sample of each microbatch, the result is the list of the microbatches' tensors.
-    * Tensors without dimensions and numbers are averaged with the weights; integers become floats, and booleans do
+    * Numbers and tensors without dimensions are averaged with the weights; integers become floats, and booleans do
       not count as numbers.
     * Mappings are merged key by key into a dictionary with the keys of all microbatches; the value of a key is merged
       from the microbatches that have it.

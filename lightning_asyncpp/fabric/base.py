@@ -165,7 +165,7 @@ class PipelineStrategy(PipelineCheckpoints):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of the replica's batches; middle stages read no data if the loader has a length."""
+        """Return a loader of the replica's batches; middle stages read no data if the loader's length is reliable."""
         mesh = self._mesh
         loader = stage_loader(dataloader, mesh.num_replicas, mesh.replica, mesh.is_first or mesh.is_last)
         return resumable(loader, dataloader)
@@ -227,7 +227,9 @@ class PipelineStrategy(PipelineCheckpoints):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Any:
-        """Clip this mini-batch's gradient to ``max_norm``, by its 2-norm over all stages, when its update is applied.
+        """Clip this mini-batch's gradient to ``max_norm``, by a 2-norm over all stages, when its update is applied.
+
+        The norm is that of this mini-batch or, if stages step before they know it, that of the previous mini-batch.
 
         Returns:
             ``None``, since the norm is only known one mini-batch later; see ``gradient_norm``.

@@ -15,7 +15,8 @@ from lightning_asyncpp.errors import ConfigurationError
 
 ONE_MODEL_ONE_OPTIMIZER = (
     "fabric.setup_optimizers: a pipeline has one model, which is set up first, and one optimizer. Call"
-    " model = fabric.setup_module(model), then fabric.setup_optimizers with an optimizer that has parameter groups"
+    " model = fabric.setup_module(model), then fabric.setup_optimizers with one optimizer, which may have several"
+    " parameter groups"
 )
 
 
@@ -24,7 +25,7 @@ class Clipping:
     """Arguments of ``fabric.clip_gradients``.
 
     Attributes:
-        algorithm: ``"max_norm"`` limits the 2-norm over all stages, ``"clip_val"`` limits every element.
+        algorithm: ``"max_norm"`` clips by a 2-norm over all stages, ``"clip_val"`` limits every element.
         limit: largest norm, or largest absolute value.
     """
 

@@ -63,7 +63,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage writes its part of a folder.
 
         Raises:
-            StorageError: the checkpoint cannot be written; an earlier checkpoint at this path is intact.
+            StorageError: the checkpoint cannot be written; an earlier one of the same kind (file or folder) at this
+                path is intact, or the complete new one has replaced it.
         """
         parts: dict[str, Any] = {}
         if self.session.stage is not None:

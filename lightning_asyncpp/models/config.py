@@ -101,7 +101,7 @@ class GPTConfig:
     qk_norm: bool = False
     """Normalise each head's query and key (RMSNorm over its features, before the rotation), as Qwen3 and GLM-4.5 do."""
     moe: MoEConfig | None = None
-    """Settings, also as a mapping, of experts that replace the SwiGLU of some blocks; null for a dense model."""
+    """Settings of the experts that replace the SwiGLU of some blocks, or a mapping of them; null for a dense model."""
 
     def __post_init__(self) -> None:
         given: Any = self.moe

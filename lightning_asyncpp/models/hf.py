@@ -47,7 +47,7 @@ class HFTensors(Mapping[str, Tensor]):
         files: path of each tensor's file, by the tensor's name in the file.
 
     Attributes:
-        shapes: name in the GPT, or in the file if the GPT lacks the tensor -> shape, for all tensors in the files.
+        shapes: name -> shape of the tensors in the files; the name in the GPT, or in the file if the GPT lacks it.
     """
 
     def __init__(self, config: GPTConfig, architecture: Architecture, files: Mapping[str, Path]) -> None:
@@ -196,7 +196,7 @@ def write_hf(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to ``folder`` at the end; nothing remains after an error.
+    """Yield a temporary folder, and rename it to ``folder`` at the end; after an error in the context, nothing remains.
 
     Raises:
         WeightsError: the folder exists and is not empty.
@@ -208,7 +208,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for file in temporary.iterdir():
-            file.chmod(0o644)  # safetensors denies access to other users
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def _tensors(model: SavedGPT, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

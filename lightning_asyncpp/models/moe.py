@@ -207,7 +207,7 @@ class Experts(nn.Module):
         return serves_grouped(device, dtype, dim, width) and serves_grouped(device, dtype, width, dim)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, grouped: bool) -> tuple[Tensor, Tensor]:
-        """Apply to each token its experts, and sum their weighted outputs.
+        """Apply each token's experts to the token, and sum their weighted outputs.
 
         Args:
             x: (T, dim), the tokens.
@@ -256,7 +256,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 
 
 class _Copy(torch.autograd.Function):
-    """Return ``copies`` copies of every row, in the given order; copy c is of row c // ``copies``.
+    """Repeat every row ``copies`` times, in the given order of copies; copy c is of row c // ``copies``.
 
     The backward uses ``back``, the inverse of ``order``, to sum the gradients of a row's copies in a fixed order.
     """

@@ -44,7 +44,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Write a file.
 
         Raises:
-            StorageError: the file cannot be written; an earlier file at this path is intact.
+            StorageError: the file cannot be written; an earlier file at this path is intact, or the complete new one
+                has replaced it.
         """
         if storage_options is None and (local := local_path(path)) is not None:
             save_file(checkpoint, local)
@@ -326,8 +327,8 @@ class PipelineStrategyMixin:
 def register(registry: Any, **strategies: type) -> None:
     """Add strategies to one of Lightning's registries; the keywords are their names.
 
-    Strategies that start processes get a second name that ends in ``_notebook``. It forks the processes, as
-    ``ddp_notebook`` does.
+    Strategies that start processes get a second name that ends in ``_notebook``. Under that name they fork the
+    processes, as ``ddp_notebook`` does.
     """
     for name, strategy in strategies.items():
         description = (strategy.__doc__ or "").partition("\n")[0]

@@ -143,7 +143,7 @@ class TraceFile:
 
 
 _WRITE_EVERY = 0.25  # seconds between writes; a killed run may lose the spans of this time
-_END_SECONDS = 1.0  # longest wait at the end of a recording for a device to finish its work, in seconds
+_END_SECONDS = 1.0  # longest wait, in seconds, for a device to finish its work at the end of a recording
 
 
 class Recorder:

@@ -129,7 +129,7 @@ def stage_loader(
 
 
 def shuffles(loader: object) -> bool:
-    """Return whether a loader's sampler shuffles in every epoch; unknown samplers count as shuffling."""
+    """Return whether a loader's sampler shuffles in every epoch; True if the loader shows no sampler."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is not None and not hasattr(batches, "sampler"):
         return True  # a custom batch sampler, which may shuffle by itself
@@ -140,8 +140,8 @@ def shuffles(loader: object) -> bool:
 def shuffle_by_epoch(loader: Any, shuffle: bool | None = None) -> None:
     """Shuffle a ``StatefulDataLoader(shuffle=True)`` as Lightning shuffles a ``DataLoader(shuffle=True)``.
 
-    Lightning replaces torch's random sampler by one whose order depends on the epoch, but only wraps torchdata's random
-    sampler. The wrapper hides the position of that sampler, so that the loader could not resume within an epoch.
+    Lightning replaces torch's random sampler by one whose order depends on the epoch. It does not replace torchdata's,
+    but wraps it. The wrapper hides the sampler's position, so that the loader could not resume within an epoch.
 
     Args:
         loader: loader of training data with the sampler that Lightning chose.

@@ -69,7 +69,7 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
         # The format does not allow tensors that share memory.
         own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
         save_safetensors(own, partial)
-        partial.chmod(0o644)  # safetensors denies access to other users
+        partial.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 @contextmanager

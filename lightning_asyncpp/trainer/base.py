@@ -193,7 +193,7 @@ class PipelineStrategy(EvaluationSteps):
         engine, module, batch_ends = self._running(), self._module, self._batch_ends
         assert batch_ends is not None
         if private.begins_accumulation(module.trainer):
-            engine.drop()  # an earlier closure's gradient that no step has used, as zero_grad() would
+            engine.drop()  # zero_grad() would also drop an earlier closure's gradient that no step has used
         afterwards = batch_ends.call_late if batch_ends.kinds else _nothing
         output = engine.run(args[0], self._user_step("training_step", args, kwargs), afterwards)
         mesh = engine.mesh
@@ -270,7 +270,7 @@ class PipelineStrategy(EvaluationSteps):
         self.step_log.receive(updates)
 
     def _step_optimizer(self, update: Update) -> None:
-        """Step the optimizer and call the user's hooks, while the Trainer has the state after the gradient's batch."""
+        """Step the optimizer and call the user's hooks, with the step count and clipping of the gradient's batch."""
         self._running()
         with private.at_update(self._module.trainer, update.note):
             self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=_nothing)

@@ -70,9 +70,9 @@ class _BatchEnd(NamedTuple):
 class BatchEnds(Callback):
     """Callback that queues calls of ``on_train_batch_end`` until the update of their batch has been applied.
 
-    Until :meth:`release`, it calls these hooks in place of the trainer, in order and before the callbacks that save:
-    the module's hook, those of callbacks marked by :func:`after_own_update`, and those of Lightning's callbacks that
-    average weights.
+    Until :meth:`release`, it calls these hooks in place of the trainer, before the callbacks that save: those of
+    callbacks marked by :func:`after_own_update` and of Lightning's callbacks that average weights, in the trainer's
+    order, then the module's hook.
 
     Args:
         module: module that is trained.

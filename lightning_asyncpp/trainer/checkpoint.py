@@ -191,7 +191,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """Write the whole run as one file on rank 0, or as a folder with a part of each stage; a collective call.
 
         Raises:
-            StorageError: the checkpoint cannot be written; an earlier checkpoint at this path is intact.
+            StorageError: the checkpoint cannot be written; an earlier one of the same kind (file or folder) at this
+                path is intact, or the complete new one has replaced it.
         """
         # Lightning's entry has the loaders of rank 0 only; the pipeline's entry has those of all ranks.
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)

@@ -160,7 +160,7 @@ class HFModule(LightningModule):
         return number_of_targets(microbatch, self.task)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean loss of ``batch`` in nats per target."""
+        """Log and return the mean loss of ``batch`` in nats per target."""
         loss = self._mean_loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss

@@ -17,15 +17,15 @@ from lightning_asyncpp.core.microbatch import number_of_samples, split_batch
 class PipelineModule(L.LightningModule):
     """LightningModule whose ``self.model`` is built layer by layer; each stage builds only its own layers.
 
-    A plain LightningModule works under the pipeline strategies too, as long as its ``training_step`` calls
-    ``self.model(...)`` once. This class adds the construction on the meta device: implement :meth:`build_model`, and
-    every rank allocates only its own stage. The initial weights depend on the run's seed and the layer, never on the
-    number of stages. Under other strategies the whole model is built, with the same weights.
+    A plain LightningModule works under the pipeline strategies too, as long as its ``training_step`` calls its network
+    once. This class adds the construction on the meta device: implement :meth:`build_model`, and every rank allocates
+    only its own stage. The initial weights depend on the run's seed and the layer, never on the number of stages. Under
+    other strategies the whole model is built, with the same weights.
 
     Attributes:
         model: the network; ``None`` until :meth:`configure_model` ran.
-        loss_reduction: reduction of the loss of ``training_step``: ``"mean"`` over the microbatch's weight (the
-            default) or ``"sum"``.
+        loss_reduction: ``"mean"`` (the default) if ``training_step`` returns a mean over the microbatch, ``"sum"`` if
+            it returns a sum.
     """
 
     loss_reduction: str = "mean"

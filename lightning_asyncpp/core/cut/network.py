@@ -70,7 +70,7 @@ _CALLS_ITSELF = r"\b{0}\s*\(|\b{0}\.forward\s*\("
 
 
 def network_name(module: nn.Module) -> str:
-    """Return the name of the network's attribute: ``model``, or the only child with (trainable) parameters.
+    """Return the name of the network's attribute: ``model``, else the only child that is cut, trains or has parameters.
 
     Args:
         module: LightningModule, cut or whole.
@@ -79,9 +79,8 @@ def network_name(module: nn.Module) -> str:
         Name of the attribute; ``model`` if there is no candidate or several.
     """
     if isinstance(usual := getattr(module, USUAL, None), nn.Module):
-        return next(
-            (name for name, child in module.named_children() if child is usual), USUAL
-        )  # if ``model`` is a property, the child that it returns
+        # ``model`` may be a property that returns a child: return the child's name.
+        return next((name for name, child in module.named_children() if child is usual), USUAL)
     for holds in (_is_cut, _trains, _has_parameters):
         if names := _children(module, holds):
             is_only = len(names) == 1 and not _own(module)
@@ -95,7 +94,7 @@ def network_in(module: nn.Module | None) -> nn.Module | None:
     if module is None:
         return None
     own: nn.Module | None = vars(module).get(_KEPT_AS)
-    # An OwnForward is kept: if only one child has (trainable) parameters after a cut, network_name() would choose it.
+    # Once made, an OwnForward stays the network, even if network_name() would choose a child after a cut.
     network = getattr(module, network_name(module) if own is None else USUAL, None)
     if isinstance(network, nn.Module):
         return network

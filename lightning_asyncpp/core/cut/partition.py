@@ -1,7 +1,7 @@
 """Partition: number of units of each stage, computed from the units' costs.
 
 A unit is a part of the model between two possible cuts. The slowest stage limits a pipeline, so the best partition
-minimises the largest load.
+minimises the largest load, the sum of the costs of a stage's units.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def check_given(counts: Sequence[int], has_parameters: Sequence[bool]) -> None:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Return costs scaled to integers, so that rounding of sums cannot decide between equal partitions."""
+    """Return costs scaled to integers, so that rounding of sums cannot decide between partitions of equal loads."""
     exact = [Fraction(cost) for cost in costs]
     factor = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * factor) for cost in exact]

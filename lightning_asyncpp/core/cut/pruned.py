@@ -70,7 +70,7 @@ class Pruned:
         """Remove from a copy of the whole model the tensors that were removed from the model.
 
         Args:
-            root: module in whose ``state_dict`` the copy's names are found: the root of the model, or the copy itself.
+            root: module that contains the copy, or the copy itself; removed names are those in its ``state_dict``.
             copy: copy of the whole model, such as an average of its weights.
             model: the cut model.
         """

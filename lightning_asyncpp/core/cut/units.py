@@ -38,14 +38,14 @@ class Unit(NamedTuple):
         return self.module(*args, **kwargs) if self.function is None else self.function(self.module, *args, **kwargs)
 
     def path(self, name: str) -> str:
-        """Return the name in the model of a parameter or buffer, given its name in the unit's module."""
+        """Return a parameter's or buffer's name in the model, given its name in the unit's module."""
         return ".".join(filter(None, ("" if isinstance(self.module, Members) else self.name, name)))
 
 
 def apply_layers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Apply the layers of a model in order, as the stages of a pipeline do.
 
-    The model's ``forward`` may consist of this call; if so, it must compute nothing else.
+    The model's ``forward`` may make this call, and must then compute nothing else.
 
     Args:
         model: ``nn.Sequential`` or module with ``pipeline_layers()``.
@@ -139,7 +139,7 @@ def _named_layers(model: nn.Module, layers: Callable[[], Sequence[Any]]) -> list
 
 
 def _name_of(around: Sequence[str], block: str) -> str:
-    """Return a unit's name for messages: the modules around its block that have tensors of the unit, then the block."""
+    """Return a unit's name for messages: the modules besides its block whose tensors it uses, then the block."""
     holders = list(dict.fromkeys(name.rpartition(".")[0] or name for name in around))
     more = [f"{len(holders) - 2} more"] if len(holders) > 2 else []
     return " + ".join([*holders[:2], *more, *filter(None, [block])]) or _ONLY_CODE
@@ -151,9 +151,10 @@ def telling(names: Sequence[str]) -> list[str]:
 
 
 def use_names(units: Sequence[Unit]) -> Iterator[tuple[int, Unit, Callable[[str], str]]]:
-    """Yield position, unit, and a function: name of a tensor in the unit -> name of this use of the tensor.
+    """Yield position, unit, and a function: name of a tensor in the unit -> name of the unit's use of the tensor.
 
-    The name of a use is the tensor's path in the model; if an earlier unit has the same path, a number is added.
+    The name of a use is the tensor's path in the model; if an earlier unit has the same path, the unit's position is
+    added.
 
     Args:
         units: units of a stage.
@@ -224,7 +225,7 @@ def model_problems(model: nn.Module, name: str = "self.model") -> list[str]:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether a model was compiled as a whole, by ``torch.compile`` or its method ``compile()``."""
     required(nn.Module, "_compiled_call_impl", "refuse a model compiled as a whole")
-    is_wrapped = hasattr(model, "_orig_mod")  # the prefix in its state_dict
+    is_wrapped = hasattr(model, "_orig_mod")  # torch.compile's wrapper; the name is also the prefix in its state_dict
     return is_wrapped or model._compiled_call_impl is not None
 
 

@@ -121,7 +121,7 @@ class Mesh:
         if self.world_size == 1 or self.groups is not None:
             return
         destroy_retired()
-        # gloo on any device: checks, control messages (sums over ranks) and sums of shared gradients are host data.
+        # gloo also for GPUs: checks, control messages (sums over ranks) and sums of shared gradients are host data.
         host = new_group(timeout, backend="gloo")
         agree(host)
         # Each gloo group has a thread that wakes a hundred times a second, so there are few groups. With replicas,

@@ -1,7 +1,7 @@
 """Process groups: their creation, and messages of host data.
 
-With NCCL, creating a group splits the communicator of all ranks, and all ranks must take part. One split creates
-several disjoint groups. NCCL refuses several ranks on one GPU.
+With NCCL and a default group that is bound to a device, creating a group splits the communicator of all ranks, and all
+ranks must take part. One split creates several disjoint groups. NCCL refuses several ranks on one GPU.
 
 With gloo, ``is_completed()`` of ``isend`` and ``irecv`` stays false until ``wait()`` is called. Polling would never see
 that a message has arrived or was sent. Therefore a thread waits for each message.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning_asyncpp.core import background
 
 _MOST_CTAS = 4
-"""Thread blocks (cooperative thread arrays) of NCCL's kernel for a message between neighbours."""
+"""Maximum number of thread blocks (cooperative thread arrays) of NCCL's kernel for a message between neighbours."""
 
 
 def new_group(

@@ -44,7 +44,7 @@ class ControlMessage:
         norm: norm by which gradients are clipped: the 2-norm of the mean gradient over all stages, from fp64 sums,
             rounded to fp32. In a step ahead of the agreement, the norm of the previous mini-batch.
         finite: whether all elements of the gradient are finite.
-        interrupted: number of ranks that received SIGTERM.
+        interrupted: number of ranks that were asked to end, by a signal or ``request_stop``.
         finished: number of ranks that want training to stop early.
         statistics: statistics of all layers, summed over all stages and replicas, (total number of statistics,) fp64.
     """
@@ -62,7 +62,7 @@ class StopFlags:
     """Requests to stop, of one rank or of all ranks; control messages carry them.
 
     Attributes:
-        interrupted: whether SIGTERM was received.
+        interrupted: whether the run was asked to end, by a signal or ``request_stop``.
         finished: whether training should stop early.
     """
 
@@ -81,7 +81,7 @@ class MiniBatch:
     complete  ``UpdateQueue.complete``, after the last forward  end, length, hyper_parameters, note, exchange, tied
     launched  :meth:`launch`, after the last backward           launched, gradients, gradient_ready
     sent      :meth:`poll`, :meth:`reduce_now` or :meth:`wait`  squares, message
-    stepped   a step ahead of the agreement, if any             stepped; clears gradients (perhaps before ``sent``)
+    stepped   a step ahead of the agreement, if any             stepped; no gradients (may precede ``sent``)
     agreed    :meth:`wait`, then the update unless ``stepped``  gradients of shared parameters, summed over stages
     ========  ================================================  ===================================================
 
@@ -342,7 +342,8 @@ class Update:
         mini_batch: index t of the gradient's mini-batch; the update turns W_t (weights before update t) into W_{t+1}.
         hyper_parameters: hyper-parameters of the optimizer's groups for mini-batch t.
         note: value that the strategy gave for mini-batch t.
-        message: control message summed over all ranks; in a step ahead of the agreement, only this stage's values.
+        message: control message summed over all ranks; in a step ahead of the agreement, this stage's values and the
+            norm of the previous mini-batch.
         weights_before: during the step, parameter -> its weights W_t before the update, which the older version keeps;
             None with room for only one version, or with masters (fp32 weights that the optimizer updates).
         staleness: mean age phi of this stage's gradient, in updates.

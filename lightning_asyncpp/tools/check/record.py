@@ -33,7 +33,7 @@ EQUAL_BUT_FOR_ORDER = "equal up to the order of sums, because several stages use
 _MEANINGS = {
     "pieces": "cutting the model: pipeline without delay against whole model, same microbatches",
     "delayed": "the delay: pipeline against whole model with same delay",
-    "whole": "cutting batches: whole against microbatches",
+    "whole": "cutting batches: whole batches against microbatches",
 }
 
 
