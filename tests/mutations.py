@@ -23,7 +23,7 @@ SECONDS = 900.0
 # The first tests find most, in seconds.
 PHASES = (
     ["tests/core/test_weights.py", "tests/core/test_randomness.py", "tests/core/test_engine.py"],
-    ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/trainer/hooks"],
+    ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/strategy_parts", "tests/trainer/hooks"],
 )
 # File below the core -> lines of it, and what each becomes.
 MUTATIONS: dict[str, list[tuple[str, str]]] = {
