@@ -23,7 +23,7 @@ SECONDS = 900.0
 # The first tests find most, in seconds.
 PHASES = (
     ["tests/core/test_weights.py", "tests/core/test_randomness.py", "tests/core/test_engine.py"],
-    ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/strategy_parts", "tests/trainer/hooks"],
+    ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/trainer/hooks", "tests/trainer/callbacks"],
 )
 # File below the core -> lines of it, and what each becomes.
 MUTATIONS: dict[str, list[tuple[str, str]]] = {
@@ -225,13 +225,14 @@ def _try(number: int, path: str, line: str, changed: str) -> bool:
     if text.count(line) != 1:
         print(f"{number:3} {path}: {text.count(line)} places in place of 1 have {line!r}", flush=True)
         return False
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "copy")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "__pycache__", "*.egg-info"))
-        (copy / CORE / path).write_text(text.replace(line, changed), encoding="utf-8")
-        begin = time.monotonic()
-        why = next((why for phase in PHASES if (why := _failure(copy, phase))), "")
-        seconds = time.monotonic() - begin
+    folder = Path(tempfile.mkdtemp())  # not a TemporaryDirectory, which a process that a test forks would delete
+    copy = folder / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "__pycache__", "*.egg-info"))
+    (copy / CORE / path).write_text(text.replace(line, changed), encoding="utf-8")
+    begin = time.monotonic()
+    why = next((why for phase in PHASES if (why := _failure(copy, phase))), "")
+    seconds = time.monotonic() - begin
+    shutil.rmtree(folder)
     print(
         f"{number:3} {why or 'NOT FOUND'} ({seconds:.0f} s): {path}: {line.strip()!r} -> {changed.strip()!r}",
         flush=True,

@@ -158,6 +158,18 @@ def test_a_model_that_is_loaded_later_leaves_the_run_where_it_is(tmp_path: Path)
         assert all(torch.equal(older[name], newest[name]) for name in newest)
 
 
+def test_many_evaluations_drain_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would wait for all stages."""
+    run, drained = Run(Case(3), stages=2), []
+    drain = run.strategy.session.drain
+    monkeypatch.setattr(run.strategy.session, "drain", lambda *args: drained.append(args) or drain(*args))
+    for stop in (1, 2):
+        run.train(stop - 1, stop)
+        for _ in range(3):
+            run.evaluate()
+        assert len(drained) == stop
+
+
 def check_copies(run: Run) -> None:
     """A parameter of both stages is the same on them in every version."""
     run.strategy.drain()

@@ -57,6 +57,8 @@ def fork_server() -> None:
     if sys.platform != "linux" or Path("/dev/nvidiactl").exists():
         return
 
+    spawn = multiprocessing.util.spawnv_passfds
+
     def fork(path: str, arguments: list[str], descriptors: Sequence[int]) -> int:
         if child := os.fork():
             return child
@@ -68,6 +70,7 @@ def fork_server() -> None:
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 handler.setStream(sys.stderr)
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]  # its lock is held
+        multiprocessing.util.spawnv_passfds = spawn
         torch.cuda._is_in_bad_fork = bool  # a test's module may have asked for a device, which is not there
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AssertionRewritingHook)]
         try:
