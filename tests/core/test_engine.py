@@ -43,7 +43,7 @@ BATCH_SIZES = (
 )
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "batch_sizes": BATCH_SIZES,
-    "max_norm": (None, 0.3),
+    "max_norm": (None, 0.3, 100.0),
     "error_feedback": (None, 1.0, 0.5),
     "scheduler": (True, False),
     "optimizer": ("adamw", "muon", "counting"),
