@@ -38,11 +38,6 @@ def gradient_norm(sum_of_squares: float, weight: float) -> float:
     return float(torch.tensor(norm, dtype=torch.float32))
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that ``torch.nn.utils.clip_grad_norm_`` applies to a gradient of norm ``norm``."""
-    return min(1.0, max_norm / (norm + 1e-6))
-
-
 def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
     """Scale the gradients of a stage by the factor that limits a whole gradient of norm ``norm`` to ``max_norm``.
 
@@ -51,7 +46,7 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> 
         norm: norm over all stages of this or the previous mini-batch's gradient; if it is 0, nothing is clipped.
         max_norm: largest norm.
     """
-    factor = clip_coefficient(norm, max_norm)
+    factor = max_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
     if factor < 1.0:
         # Scale one by one: torch._foreach_mul_ would round the factor to bf16 if the gradients are bf16.
         for parameter in parameters:

@@ -281,6 +281,28 @@ def test_an_evaluation_draws_the_same_numbers_in_a_resumed_run(num_stages: int |
     assert first != resumed == training.evaluate(0)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_changed_between_batches_are_the_next_ones(bf16: bool) -> None:
+    """In place, or as other memory, as if the optimizer's step had changed them."""
+    trained_weights = []
+    for in_step in (True, False):
+        training = Training(Case(3, delay=0, bf16=bf16, optimizer="counting"), ALONE)
+
+        def shrink(*_: object, training: Training = training) -> None:
+            for parameter in training.model.parameters():
+                with torch.no_grad():
+                    parameter.set_(0.9 * parameter) if not bf16 else parameter.mul_(0.9)
+
+        if in_step:
+            training.optimizer.register_step_post_hook(shrink)
+        for i in range(3):
+            training.complete([training.engine.run(training.case.batch(i), training.case.step(training.model))])
+            if not in_step:
+                shrink()
+        trained_weights.append(list(training.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained_weights, strict=True))
+
+
 @pytest.mark.parametrize("host_knows", [True, False])
 def test_no_weight_takes_a_nan_of_a_step_ahead(host_knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where only the device has found it so far."""

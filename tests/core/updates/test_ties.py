@@ -13,7 +13,7 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.ties import Tie, check_copies, find_ties, keep_once
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.updates.reduction import TiedGradients
+from lightning_asyncpp.core.updates.reduction import TiedGradients, tags_of
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import GPT, GPTConfig
 from tests.helpers.cases import DIM, Case
@@ -50,6 +50,14 @@ def test_both_copies_begin_as_the_whole_models_matrix(num_stages: int) -> None:
     assert torch.equal(expected["head.weight"], expected["embedding.token.weight"])
     for index in range(num_stages):
         assert all(torch.equal(value, expected[name]) for name, value in stage(index, num_stages).items())
+
+
+def test_mini_batches_in_flight_have_different_tags() -> None:
+    """The same on all stages: messages from a GPU may overtake each other."""
+    whole = [TIE, Tie((1, 2), ("third", "fourth"))]
+    tags = [tag for mini_batch in range(4) for tag in tags_of(whole, whole, mini_batch)]
+    assert len(set(tags)) == len(tags)
+    assert tags_of(whole[1:], whole, 3) == tags[-1:]
 
 
 def test_a_checkpoint_holds_them_once() -> None:
