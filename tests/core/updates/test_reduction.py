@@ -85,6 +85,11 @@ def test_buckets_give_back_what_was_packed() -> None:
         assert gradient is None or torch.equal(unpacked[name], gradient)  # type: ignore[arg-type]
 
 
+def test_late_gradients_are_in_the_last_buckets() -> None:
+    """Buckets leave in their order, so that the others need not wait for the end of the backward."""
+    assert [bucket.names for bucket in plan_buckets(leaves(), 1, late=["w2"])] == [["w1"], ["w0"], ["w2"]]
+
+
 def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
     """The last layer's gradient is complete first, and on its way before the backward of the first layer begins."""
     parameters, sent = leaves(), []
@@ -135,3 +140,14 @@ def test_a_gradient_that_grows_after_it_left_is_refused(works: list[Work], reent
         else:
             x.sum().backward()
             assert works[0].flat[:4].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_aligned_as_torch_aligns_tensors(dtype: torch.dtype) -> None:
+    """Wherever they are in a bucket: rounding of matrix products depends on it."""
+    like = {str(size): torch.full((size,), float(size), dtype=dtype) for size in (3, 64, 1, 17)}
+    views, flags = Bucket(list(like), like).views(Bucket(list(like), like).pack({**like, "1": None}))
+    assert flags.tolist() == [1, 1, 0, 1]
+    for name, view in views.items():
+        assert view.storage_offset() * view.element_size() % 64 == 0
+        assert torch.equal(view, 0 * like[name] if name == "1" else like[name])
