@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
+from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch
@@ -330,6 +331,22 @@ def test_a_dropped_gradient_is_in_no_update() -> None:
         training.drain()
         trained_weights.append(list(training.model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*trained_weights, strict=True))
+
+
+class Summed(Case):
+    """Its step returns a sum over the samples."""
+
+    def step(self, call: Any) -> Any:
+        mean = super().step(call)
+        return lambda microbatch, _=0.0: mean(microbatch) * microbatch["weight"].sum()
+
+
+def test_sums_over_samples_train_as_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"unequal_weights": True, "optimizer": "counting"}
+    expected = weights_of([run_local(Case(3, **options), 2)])
+    monkeypatch.setattr("tests.helpers.engine.UserHooks", partial(UserHooks, loss_reduction="sum"))
+    for name, weights in weights_of([run_local(Summed(3, **options), 2)]).items():
+        assert weights == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
 
 
 class WithoutTheFirst(Case):
