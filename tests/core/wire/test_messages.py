@@ -212,13 +212,13 @@ def test_any_view_is_written_out(tensor: torch.Tensor) -> None:
 
 Pair = namedtuple("Pair", ["x", "y"])
 
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("aé\n", max_size=5)
 trees = st.recursive(
     plain | st.integers(0, 9).map(torch.tensor),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        | st.dictionaries(st.text("aé\n", max_size=5), inner, max_size=3)
     ),
     max_leaves=8,
 )
