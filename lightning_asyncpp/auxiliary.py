@@ -116,7 +116,7 @@ def add_auxiliary_loss(loss: Tensor) -> None:
     The call is ignored outside of a collection, and while gradients are disabled.
 
     Args:
-        loss: tensor without dimensions; a mean over the microbatch, like the loss of the training step.
+        loss: tensor without dimensions; a mean over the microbatch, even with ``loss_reduction="sum"``.
     """
     collected = COLLECTED.get()
     if collected is None or not (torch.is_grad_enabled() and loss.requires_grad):

@@ -56,8 +56,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Run the command; raise an error of the settings instead of ending the process.
 
     Raises:
-        ConfigurationError: the settings do not fit together.
-        SystemExit: the command line cannot be parsed, or help was asked for.
+        ConfigurationError: the settings do not fit together, or a file or package is missing.
+        SystemExit: the command line cannot be parsed, or :func:`answer_help` answered it.
     """
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]
@@ -77,8 +77,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def answer_help(given: Sequence[str]) -> None:
     """Answer a command that needs neither torch nor Lightning, and end the process; otherwise do nothing.
 
-    Such commands are those that ask for help (except ``--help=full``, which needs Lightning), ``--version``, unknown
-    subcommands and ``asyncpp recipes``.
+    Such commands are those that ask for help (except ``--help=full``, which needs Lightning), ``--version``, missing or
+    unknown subcommands and ``asyncpp recipes``.
 
     Args:
         given: arguments after ``asyncpp``.

@@ -2,8 +2,9 @@
 
 Every stage runs the model's own ``forward`` (see :mod:`lightning_asyncpp.core.cut.own_forward`). A unit is a block with
 the code before or after it; in the trials each unit is a stage. In the first trial, every stage has all weights and
-receives all earlier outputs. Gradients show which weights and outputs a stage uses. In the second trial, every stage
-has only what it uses. The cut is accepted if the results equal those of the whole model.
+receives every value that could cross the cut before it. Gradients show which weights and values a stage uses. In the
+second trial, every stage has only what it uses. The cut is accepted if its outputs equal those of the whole model, and
+its gradients differ by rounding at most.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class _Analysis:
             parameter.grad = None
 
     def find(self) -> OwnForwardCut:
-        """Return a cut whose results equal the whole model's; cuts with fewer transfers and weights are tried first."""
+        """Return a cut with the whole model's results; cuts with fewer transfers and weights are tried first."""
         cuts: list[OwnForwardCut] = []
         errors: list[Exception] = []
-        # Explore cuts that send outputs of blocks. If several outputs cross one cut, explore cuts that send inputs,
-        # too.
+        # Explore cuts that send outputs of blocks. If that fails, or several outputs cross one cut, explore cuts that
+        # send inputs, too.
         for by_inputs in (False, True):
             try:
                 explored = self._explored(by_inputs)

@@ -110,7 +110,7 @@ def _follow_each_other(names: Sequence[str], calls: _Calls) -> bool:
 
 
 def _submodules(model: nn.Module, calls: _Calls) -> list[str]:
-    """Return the outermost submodules that are called once, if together they have most of the model's weights.
+    """Return the outermost submodules that are called once, if together they have at least half of the weights.
 
     Later stages replace the output of an earlier stage's block by zeros, whose shape follows from the block's
     floating-point input. So modules without such an input, such as token embeddings, are no blocks.

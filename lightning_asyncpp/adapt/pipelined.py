@@ -32,7 +32,7 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
     Each stage runs the model's own forward. In it, blocks of earlier stages do not run, and the forward ends
     after the stage's last block. Runs with the example, in training and in evaluation mode, show which values stages
     need from each other. Names in ``state_dict``, ``from_pretrained``, ``save_pretrained`` and calls outside of a
-    pipeline stay the same.
+    pipeline stay the same, except that ``config.use_cache`` becomes False.
 
     Args:
         model: model with real weights, such as those of ``transformers``, ``timm`` and ``torchvision``.
@@ -43,10 +43,10 @@ def pipelined(model: Model, example: Example | None = None, blocks: str | Sequen
         blocks: name of the ``ModuleList`` or ``Sequential`` of layers, or several such names; default: search for them.
 
     Returns:
-        The model.
+        The model; unchanged if it has ``pipeline_layers()``, or is an ``nn.Sequential`` and ``blocks`` is not given.
 
     Raises:
-        ConfigurationError: the model cannot be called with the example, or cannot be cut between its blocks.
+        ConfigurationError: the model is on the meta device, cannot be called with the example, or cannot be cut.
     """
     if not has_layers(model) or (blocks and not hasattr(model, "pipeline_layers")):
         _add_pipeline_layers(model, example, [blocks] if isinstance(blocks, str) else blocks)
@@ -80,7 +80,7 @@ def problems_of_layers(
         model: model to be cut.
         example: ``example_input_array`` of a LightningModule.
         name: name of the model in messages.
-        num_stages: number of stages; an ``nn.Sequential`` with fewer layers is cut inside its layers.
+        num_stages: number of stages; an ``nn.Sequential`` with parameters in fewer layers is cut inside its layers.
     """
     held = [any(True for _ in layer.parameters()) for layer in model] if isinstance(model, nn.Sequential) else []
     few = bool(held) and sum(held) < num_stages and whole_of(model) is None

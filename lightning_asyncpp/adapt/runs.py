@@ -62,7 +62,7 @@ def _num_needed(model: nn.Module) -> int:
 
 
 def _first_arguments(model: nn.Module) -> Iterator[Tensor]:
-    """Yield candidate inputs for the first layer of each kind; tokens first, since submodules may be in any order."""
+    """Yield candidate inputs: first timm's, then tokens, since submodules may be in any order, then other tensors."""
     known = getattr(model, "pretrained_cfg", None) or {}  # configuration in timm
     if "input_size" in known:
         yield torch.randn(_BATCH, *known["input_size"])
@@ -112,8 +112,10 @@ class Result(NamedTuple):
 
     Attributes:
         output: output of the model.
-        gradients: for each unit (part of the model between two possible cuts), name of a parameter -> gradient.
-        crossing: for each unit, numbers (as in ``OwnForwardCut.crossing``) of received values that got a gradient.
+        gradients: for each unit (part of the model between two possible cuts), name of a parameter -> gradient. A run
+            of the whole model has one mapping for the model, and one per further use of a shared parameter.
+        crossing: for each unit, numbers (as in ``OwnForwardCut.crossing``) of received values that got a gradient. A
+            run of the whole model has none.
     """
 
     output: Any
@@ -211,7 +213,7 @@ class ModelRuns:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore a model's attributes, gradients and buffers at the end.
+    """Restore a model's attributes, buffers, gradients and ``requires_grad`` at the end.
 
     Forwards change copies of the buffers, since backwards may need the originals. Attention's fast path rounds
     differently, and is disabled as on stages.
@@ -243,7 +245,7 @@ def compare(expected: Result, found: Result) -> bool:
     If so, the gradients of each parameter are added in the same order.
 
     Raises:
-        ConfigurationError: outputs differ, or gradients differ by more than rounding.
+        ConfigurationError: outputs differ or are NaN, or gradients differ by more than rounding.
     """
     ours, theirs = list(tensors_of(found.output)), list(tensors_of(expected.output))
     if len(ours) != len(theirs) or not all(map(equal, ours, theirs)):

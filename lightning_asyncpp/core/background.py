@@ -60,7 +60,7 @@ def run_later(seconds: float, action: Callable[[], object]) -> None:
 
 
 def finish() -> None:
-    """Run the delayed actions that have not begun, and wait for all threads, at most six seconds."""
+    """Run the delayed actions that have not begun; then wait for all threads, at most six seconds."""
     for delayed in list(_delayed):
         delayed.do_now()
     deadline = time.monotonic() + _PATIENCE_SECONDS

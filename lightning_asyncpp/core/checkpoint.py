@@ -43,7 +43,8 @@ _SMALL_BYTES = 2**14  # smaller tensors share a message, since each message take
 def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
     """Gather nested containers of some ranks on rank 0's host; return [] on other ranks.
 
-    This is a blocking collective of all ranks. Large tensors are sent in pieces, so no rank holds a part twice.
+    This is a blocking collective of all ranks. Large tensors are sent in pieces, so no rank holds a part twice. In a
+    single process, the part is returned as it is.
 
     Args:
         mesh: mesh of ranks.
@@ -153,7 +154,7 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
     """Return a drained pipeline's settings and state, without the newest weights and the optimizer's state.
 
     Drained: nothing is in flight, and all updates are applied. The state includes the older weight version, on which
-    the mini-batch after the checkpoint runs.
+    the next mini-batch runs, or (with ``staleness="least"``) its first microbatches do.
     """
     engine, partition = session.running(), session.partition
     settings = engine.settings
@@ -257,8 +258,8 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
     """Return the rank whose rank-specific state in a checkpoint this rank loads.
 
-    If the checkpoint has as many stages and replicas as this run, the result is this rank's number. Otherwise it is the
-    last stage of a replica in the checkpoint: of this replica's number or, if there is none, of the last replica.
+    If the checkpoint has as many stages and replicas as this run, this is the rank itself. Otherwise it is the rank of
+    the last stage in the checkpoint's replica with this replica's number or, if there is none, in its last replica.
     """
     stages, replicas = state["num_stages"], state["data_parallel_size"]
     if (stages, replicas) == (mesh.num_stages, mesh.num_replicas):
@@ -310,7 +311,7 @@ class CheckpointWriter:
             self._run(lambda group: together(mesh, write, group))
 
     def remove(self, remove: Callable[[], None]) -> None:
-        """Remove an older checkpoint once the pending saves are complete."""
+        """Remove an older checkpoint once all pending saves have succeeded; keep it if one fails."""
         if self._pending and self._executor is not None:
             self._pending.append(self._executor.submit(_after, tuple(self._pending), remove))
         else:

@@ -1,6 +1,6 @@
 """The engine, which runs the schedule on one stage: forwards, backwards and updates.
 
-Methods that may wait for other stages come in two forms. In a process with one stage, :meth:`Engine.run`,
+Training methods that may wait for other stages come in two forms. In a process with one stage, :meth:`Engine.run`,
 :meth:`Engine.complete`, :meth:`Engine.apply_due` and :meth:`Engine.drain` block. Each has a variant ``iter_...`` that
 yields every action right before the action runs, so that several stages in one process (``local.py``) can take turns.
 """
@@ -111,12 +111,12 @@ class Engine:
         return all(part.idle and part._drained == part.next_forward for part in self.parts)
 
     def ended_as_agreed(self) -> bool:
-        """Return whether all ranks have agreed to end the run, and this rank has nothing in flight."""
+        """Return whether all ranks know of a request to interrupt the run, and this rank has nothing in flight."""
         return self.updates.agreed.interrupted and self.idle
 
     @property
     def accumulating(self) -> bool:
-        """Whether batches have run since the last :meth:`complete`."""
+        """Whether batches have run since the last :meth:`complete` or :meth:`drop`."""
         return self.next_forward > self.updates.open.first
 
     @property
@@ -336,7 +336,10 @@ class Engine:
         self.next_backward = k + 1
 
     def _iter_checked(self, k: int, slot: Slot, step: Step) -> Actions[Flight]:
-        """Run the first microbatch forward and backward; an error on any rank is raised on all ranks."""
+        """Run the first microbatch forward and backward.
+
+        An error in the forward, or a ConfigurationError in the backward, on any rank is raised on all ranks.
+        """
         flight, error = None, None
         yield Action(Kind.FORWARD, k)
         try:

@@ -63,7 +63,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     ``split_batch`` on the module.
 
     Raises:
-        ConfigurationError: the tensors of the batch have different first dimensions.
+        ConfigurationError: no tensor of the batch has dimensions, or the first dimensions differ.
     """
     samples = number_of_samples(batch)
     filled = min(parts, samples)
@@ -204,7 +204,7 @@ def checked_weight(returned: Any) -> float:
 def fingerprint(batch: Any, microbatches: int = 1) -> int:
     """Return a 63-bit hash of a batch.
 
-    The hash covers the shape and dtype of every tensor, and up to 1024 evenly spread elements per microbatch.
+    The hash covers the shape and dtype of every tensor, and up to 1024 evenly spread elements of it per microbatch.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in _tensors(batch):
@@ -220,7 +220,7 @@ class BatchOutput:
     """Results of a batch on the last stage.
 
     Attributes:
-        results: result of the user's step for each microbatch with samples.
+        results: result of the user's step for each microbatch with samples; in training, only if its weight is not 0.
         weights: weights of these microbatches.
     """
 

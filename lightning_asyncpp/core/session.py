@@ -72,7 +72,7 @@ class PipelineSession:
         """Resolve the settings for the world size, and create the process groups; a collective call.
 
         Raises:
-            ConfigurationError: the settings do not fit the world size; raised on every rank.
+            ConfigurationError: the settings do not fit the world size, or differ between ranks; raised on every rank.
         """
         resolved = self.settings.resolved(world_size)
         if self.mesh is None or self.mesh.rank != rank or self.mesh.world_size != world_size:
@@ -93,8 +93,8 @@ class PipelineSession:
     ) -> Stage:
         """Reduce ``model`` to this rank's stage and materialise its meta tensors on ``device``, unless this was done.
 
-        The default partition gives all stages the same number of layers. Averages of the model, in ``root`` or
-        in ``averages``, are cut, too.
+        By default, layers with parameters are spread evenly over the stages. Averages of the model, in ``root`` or in
+        ``averages``, are cut, too.
         """
         mesh = self._connected()
         self.averages = Averages(model, root, averages)

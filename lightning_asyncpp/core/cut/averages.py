@@ -52,7 +52,7 @@ class Averages:
             pruned.prune_alike(self._root if inside and self._root is not None else network, network, self._model)
 
     def fill(self) -> None:
-        """Copy the model's weights into averages on the meta device."""
+        """Replace the averages' meta tensors by copies of the model's tensors."""
         for network in self.networks:
             for own, copy in zip(self._model.modules(), network.modules()):
                 for kind in ("named_parameters", "named_buffers"):

@@ -44,7 +44,7 @@ def cut(
         num_stages: number of stages.
         seed: seed of the run, for the initialisation of meta tensors.
         device: device of materialised tensors.
-        root: module that contains the model, and no other trainable parameters.
+        root: module that contains the model and has no other trainable parameters.
         counts: number of units on each stage; default: units with parameters are spread evenly.
 
     Raises:

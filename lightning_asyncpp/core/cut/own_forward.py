@@ -61,11 +61,12 @@ class Members(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class OwnForwardCut:
-    """Possible cuts of a model whose own ``forward`` runs on every stage: its ``pipeline_layers``.
+    """Possible cuts of a model whose own ``forward`` runs on every stage; the model's attribute ``pipeline_layers``.
 
     Attributes:
         blocks: names of the blocks, in the order of their calls.
-        around: for each unit, names of the parameters and buffers that its code uses besides its block.
+        around: for each unit, names of the parameters outside of its block that its code uses, and of the buffers
+            that it changes there.
         outputs: for each block, the shape of its first floating-point input in the example, and its output with tensors
             on the meta device.
         crossing: for each unit, the values that cross a cut before the unit: numbers of the earlier blocks whose
@@ -110,7 +111,7 @@ class OwnForwardStage:
         end: one past the last unit of the stage.
         device: device of the placeholders.
         dtype: dtype of floating-point placeholders; default: the dtypes of the weights.
-        has_all: whether this process has the weights of all units.
+        has_all: whether the forward has the weights of all units, without placeholders.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class OwnForwardStage:
 
     @contextmanager
     def _steering(self) -> Iterator[None]:
-        """Redirect calls of the blocks to :meth:`call` by changing the blocks' classes."""
+        """Put placeholders in place, and redirect calls of the blocks to :meth:`call` by changing their classes."""
         fast = torch.backends.mha.get_fastpath_enabled()
         originals = [place.table[place.key] for place, _ in self._stand_ins]
         _UNDER_WAY.append(self)

@@ -68,7 +68,7 @@ class Stage:
         self.counting_layers = counting_layers(units)
         self.runs_whole_step = False
         self._weights: dict[str, Tensor] | None = None  # weights that the units run on
-        self.device = torch.device("cpu")  # if there are no parameters, the runner sets it
+        self.device = torch.device("cpu")  # without parameters, until the runner sets it
         self.refresh()
 
     @property
@@ -91,7 +91,7 @@ class Stage:
             kwargs: keyword arguments of the model.
             seed: seed of the run.
             replica: index of the data-parallel replica.
-            k: number of the microbatch, counted over the run.
+            k: number of the microbatch, counted over the run or, in evaluations, over all evaluations.
         """
 
         def entered(number: int) -> None:
@@ -217,8 +217,8 @@ class Stage:
         """Find all places of parameters and versioned buffers, inside and outside of the units.
 
         A parameter of several units has one leaf tensor per unit, so that gradients are added in the same order on any
-        number of stages. A place in exactly one unit gets the unit's leaf; any other place gets the leaf of the unit
-        that runs.
+        number of stages. A place in exactly one unit gets the unit's leaf. Any other place gets the leaf of the unit
+        that runs; so do all places of such a parameter if the model's own forward runs, since any unit may use them.
         """
         self._uses: list[_Use] = []
         self._turns: list[list[_Use]] = [[] for _ in self.units]
@@ -242,7 +242,7 @@ class Stage:
                         self._turns[offset].append(_Use(place, name))
 
     def _enter(self, offset: int) -> None:
-        """When a unit begins, put its leaves into the places that are in several units or in none."""
+        """When a unit begins, put its leaves into the places that get the leaf of the unit that runs."""
         if self._weights is not None:
             for place, name in self._turns[offset]:
                 if name in self._weights:

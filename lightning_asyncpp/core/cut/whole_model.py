@@ -98,7 +98,7 @@ class StatisticsLayout:
 def update_from_counts(model: nn.Module, counted: Collected) -> dict[str, float]:
     """Sum the statistics of a whole model's layers over all processes, and call ``update_from_statistics``.
 
-    This serves strategies of other packages. With several processes it is a collective call.
+    This is for training without a pipeline. With several processes it is a collective call.
 
     Args:
         model: the whole model.
@@ -131,7 +131,7 @@ def counting_layers(units: Sequence[Unit]) -> dict[str, StatisticsLayer]:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Description of a whole model, the same on all stages.
+    """Description of a whole model; the same on all stages, except ``pruned``.
 
     Attributes:
         counts: number of units on each stage.
@@ -141,7 +141,7 @@ class WholeModel:
         names: names of the units, in order.
         ties: parameters that several stages share.
         statistics: layout of the layers' statistics in the control message.
-        shared_names: name of a parameter of several layers -> all of its names.
+        shared_names: each name of a parameter that has several names in the units -> all of these names.
         same: for each parameter that has several names in checkpoints, all of these names; their values must be equal.
         pruned: tensors of other stages, which this process does not have.
     """

@@ -18,7 +18,7 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 
 T = TypeVar("T")
 MOST_EXCHANGING = 16
-"""Up to this number of ranks, every rank sends its control message (:class:`.ControlMessage`) to all other ranks."""
+"""With several replicas and more ranks than this, an all-reduce sums control messages (:class:`.ControlMessage`)."""
 _FINISHED = "finished"
 _MOST = 8  # differences that an error names
 _CONTROL_TAG = 4
@@ -258,9 +258,9 @@ class ControlExchange:
     """Sum of a mini-batch's control messages over all ranks; used with several replicas or on GPUs.
 
     A control message has the numbers that all ranks sum before an update. Every rank sends its message to all other
-    ranks; if there are many ranks, they use an all-reduce. With one replica on CPUs, messages follow the gradients
-    along the pipeline instead. With replicas they cannot, since replicas finish in any order. On GPUs, hosts run far
-    ahead of the devices, and such messages would make each host wait for the GPUs of all later stages.
+    ranks; with several replicas and many ranks, an all-reduce sums the messages. With one replica on CPUs, messages
+    follow the gradients along the pipeline instead. With replicas they cannot, since replicas finish in any order. On
+    GPUs, hosts run far ahead of the devices, and such messages would make each host wait for all later stages' GPUs.
 
     Args:
         mesh: connected mesh of ranks.
@@ -271,7 +271,7 @@ class ControlExchange:
         assert mesh.groups is not None
         self.mesh = mesh
         self._group = mesh.groups.control
-        # With one replica, other collectives use the same group. Ranks start the all-reduce at different times, so
+        # With one replica, other collectives use the same group. Ranks would start an all-reduce at different times, so
         # it could be mixed up with those collectives.
         shares_group = mesh.groups.control is mesh.groups.host
         self._pairwise = mesh.world_size <= MOST_EXCHANGING or shares_group
