@@ -79,7 +79,8 @@ class PipelineSettings:
     """Settings of a pipeline, which the strategies document.
 
     Attributes:
-        delay: maximum age of a gradient in updates; 0 means a flush per mini-batch. The strategy's name sets it.
+        delay: maximum age of a gradient in updates; 0 means a flush per mini-batch. The strategy's name sets it, or the
+            argument ``delay`` of ``delayed_gradient``.
         staleness: as in the strategies, except for its default; see :meth:`chosen`.
     """
 
@@ -264,7 +265,7 @@ class ResolvedSettings(PipelineSettings):
 
         Args:
             stage: index of the stage.
-            shares_with: first stage that shares a parameter with this stage, if any.
+            shares_with: first stage linked to this one by shared parameters, perhaps this one; None without such.
         """
         rule = StalenessRule(self.delay, self.synchronous_start)
         return Schedule(stage, self.num_stages, self.lookahead, rule, self.staleness, self.slack, shares_with)

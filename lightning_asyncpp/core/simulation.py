@@ -10,11 +10,11 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.trace import Span, utilisation
 
 Duration: TypeAlias = float | Callable[[int, int], float]
-"""Time: a constant, or a function of the stage and the microbatch's number, counted over the run."""
+"""Time: a constant, or a function of the stage and the microbatch (or mini-batch), counted over the run."""
 
 
 class DeadlockError(RuntimeError):
-    """Every stage waits for another stage."""
+    """Every stage that has not finished waits for another stage."""
 
 
 def simulate(
@@ -39,9 +39,9 @@ def simulate(
         hop: latency of a message between two stages; both stages go on meanwhile. The control message of an update
             (:class:`.ControlMessage`) is summed from the last stage to the first, which sends the sum to all. A stage
             that steps ahead (:meth:`.Schedule.steps_ahead`) needs the sum of mini-batch t only before mini-batch t + 2.
-        update: time of an update; a function gets the stage and the mini-batch.
+        update: time of an update.
         reduction: time from a stage's last backward of a mini-batch until its gradients are reduced over replicas. The
-            stage goes on meanwhile. A function gets the stage and the mini-batch.
+            stage goes on meanwhile.
         transfer: stage -> time for which an activation or gradient occupies the link to the next stage, before the hop.
             Each direction carries one message at a time. Control messages do not occupy links.
 
@@ -99,7 +99,7 @@ def pace_of(
     reduction: Duration = 0.0,
     transfer: Callable[[int], float] = lambda stage: 0.0,
 ) -> Pace:
-    """Simulate a few mini-batches, and leave out the synchronous start (initial mini-batches without delay).
+    """Return the pace of simulated mini-batches, without a synchronous start (initial mini-batches without delay).
 
     Arguments as for :func:`simulate`.
     """
@@ -148,7 +148,7 @@ class _Progress:
             self.arrivals[action.kind, stage, action.index] = sent + self.hop
 
     def ready(self, stage: int, action: Action) -> float | None:
-        """Return the time at which an action's inputs from other stages have arrived; None if not known yet."""
+        """Return the time at which all that an action waits for has arrived; None if not known yet."""
         if action.kind is Kind.FORWARD:
             arrived = self.arrivals.get((Kind.FORWARD, stage - 1, action.index)) if stage > 0 else 0.0
             t, place = divmod(action.index, self.microbatches)

@@ -68,7 +68,7 @@ class Span:
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 ANCHOR_SECONDS = 10.0
-"""Longest time between anchors (see :class:`DeviceMoment`): clocks drift, and torch measures with only 24 bits."""
+"""Maximum age of a new moment's anchor (:class:`DeviceMoment`): clocks drift, and torch measures with 24 bits only."""
 _POLL_SECONDS = 1e-4
 
 
@@ -142,7 +142,7 @@ class DeviceClock:
         return moment.anchor_seconds + moment.anchor.elapsed_time(moment.event) * 1e-3 if passed else None
 
     def last(self, moments: Sequence[Moment]) -> Moment:
-        """Return the last moment, since events on one stream pass in order."""
+        """Return the last moment, since the moments are given in order."""
         return moments[-1]
 
 
@@ -294,7 +294,7 @@ class Reader:
 
 WORK = (Kind.FORWARD, Kind.BACKWARD)
 REST = "rest"
-"""Time that no span covers."""
+"""Time that no span covers, apart from spans in the background."""
 
 
 def seconds_by_kind(spans: Iterable[Span], start: float, end: float) -> dict[SpanKind | str, float]:

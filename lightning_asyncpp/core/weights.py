@@ -129,7 +129,7 @@ class WeightVersions:
         return {name: leaves[name].detach() for name in (*self.parameters, *self._uses)}
 
     def advance(self) -> dict[nn.Parameter, Tensor] | None:
-        """Add version W_{v+1}, a copy of the newest version W_v; the optimizer then steps on the copy.
+        """Add version W_{v+1} before the optimizer's step: a copy of W_v or, with room for one version, W_v itself.
 
         Returns:
             Parameter -> its weights W_v, from now on the older version; None with room for one version, or with
@@ -147,7 +147,7 @@ class WeightVersions:
         return None if self.has_masters else {p: before[name] for name, p in self.parameters.items()}
 
     def older(self) -> dict[str, Tensor] | None:
-        """Return the weights of the version before the newest by name; None if there is only one version."""
+        """Return weights and buffers of the version before the newest by name; None if there is only one version."""
         if self.room == 1 or self.newest == 0:
             return None
         slot = self._slots[(self.newest - 1) % self.room]
@@ -185,7 +185,8 @@ class WeightVersions:
     ) -> None:
         """Set version ``newest`` from the loaded parameters and buffers, and the version before it from ``older``.
 
-        Then ``masters`` are copied into the parameters; parameters without an entry keep the newest version.
+        Without ``older`` both versions are equal. Then ``masters``, if used, are copied into the parameters; parameters
+        without an entry keep the loaded values.
         """
         values = {name: tensor.detach().clone() for name, tensor in self._owned()}
         self.newest = newest
@@ -212,7 +213,7 @@ class WeightVersions:
             unseen: whether masters may have changed while their version counters did not.
 
         Raises:
-            ConfigurationError: the parameters are masters that do not hold the weights.
+            ConfigurationError: the parameters are masters that do not hold the weights, and were changed.
         """
         newest = self._slots[self.newest % self.room]
         if not self.has_masters:

@@ -35,13 +35,13 @@ class ChatDataModule(L.LightningDataModule):
     The tokenizer's chat template renders a conversation as text. Targets are the assistant's texts, with the ends of
     their turns; all other labels are -100. A batch is padded on the right to its longest conversation: ``input_ids``,
     ``attention_mask`` and ``labels``, (batch, time) int64 each. :meth:`prepare_data` tokenises the rows once, into a
-    folder of ``cache_dir`` whose name is a hash of all that determines its content. The order depends on ``seed``, the
-    epoch and the replicas, and never on the number of pipeline stages.
+    folder of ``cache_dir`` whose name has a hash of all that determines its content. The order depends on ``seed``, the
+    epoch, the replica, ``batch_size`` and ``num_workers``, and never on the number of pipeline stages.
 
     Args:
         source: a JSONL file.
         tokenizer: folder, or name on the Hugging Face Hub, of the model to train.
-        max_length: maximum number of tokens of a conversation; longer ones are left out, and counted.
+        max_length: maximum number of tokens of a conversation; longer ones are left out, and the log says how many.
         batch_size: number of conversations per replica and training step.
         val_source: JSONL file to validate on.
         val_fraction: without ``val_source``, share of ``source`` to validate on, chosen by a hash of the rows.
@@ -93,7 +93,7 @@ class ChatDataModule(L.LightningDataModule):
         """Tokenise the conversations, once per node, unless that was done before.
 
         Raises:
-            DataError: a row is not a conversation, or a file cannot be read or written.
+            DataError: there is no such tokenizer, a row is not a conversation, or the chat template refuses one.
         """
         tokenizer = read_tokenizer(self.tokenizer_name)
         folder = self._folder(tokenizer)
@@ -117,7 +117,7 @@ class ChatDataModule(L.LightningDataModule):
         self._check_sizes()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tokenizer's definition, for checkpoints; a module may compare it with that of its model."""
+        """Return the tokenizer's definition, for checkpoints; a module may compare it with its model's tokenizer."""
         return {} if self._definition is None else {"tokenizer": self._definition}
 
     def train_dataloader(self) -> StreamingDataLoader:
@@ -203,7 +203,7 @@ def read_tokenizer(name: str) -> Any:
     """Return the fast tokenizer of `transformers` in a folder or in a repository of the hub.
 
     Raises:
-        DataError: it does not exist, or the hub cannot be reached.
+        DataError: it does not exist or is not fast, or the hub cannot be reached.
         ImportError: `transformers` is not installed.
     """
     auto = optional_package("transformers", "ChatDataModule").AutoTokenizer

@@ -86,7 +86,7 @@ def encode(tokenizer: Any, row: Row) -> Example:
 
     Args:
         tokenizer: a fast tokenizer of `transformers`. Without a chat template only pairs work: prompt, response and the
-            token that ends a text are concatenated.
+            token that ends a text are concatenated, after the token that begins a text if the tokenizer adds it.
         row: the conversation.
 
     Raises:

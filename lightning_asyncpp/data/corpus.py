@@ -64,8 +64,8 @@ def find_text_files(
     Args:
         source: a folder, ``"stdlib"`` for the running Python's standard library, or ``"packages"`` for the installed
             packages. Tests are left out of the latter two.
-        patterns: globs of the files, relative to the folder; in the two libraries only Python files match. Hidden files
-            and folders are left out.
+        patterns: globs of the files, relative to the folder; in the two libraries only globs that end in ``.py`` count.
+            Hidden files and folders are left out.
         max_bytes: maximum number of bytes; documents that do not fit are skipped.
 
     Raises:
@@ -94,11 +94,11 @@ def find_text_files(
 def split(items: Sequence[Item], val_fraction: float) -> tuple[list[Item], list[Item]]:
     """Split documents into training and validation by a hash of their names.
 
-    A document keeps its split when other documents are added or removed. The only exception: if a split would be empty,
-    one document is moved to it.
+    A document keeps its split when other documents are added or removed. The only exception: if a split would be empty
+    although ``val_fraction`` is not 0, one document is moved to it.
 
     Raises:
-        DataError: there is only one document.
+        DataError: there is only one document, and ``val_fraction`` is not 0.
     """
     if val_fraction > 0 and len(items) < 2:
         raise DataError(

@@ -38,7 +38,7 @@ def classes_of_litdata(*names: str) -> tuple[type[Any], ...]:
 
 @contextmanager
 def replica_environment(num_replicas: int, rank: int) -> Iterator[None]:
-    """Set the environment variables from which litdata reads world size and rank to ``num_replicas`` and ``rank``."""
+    """Let litdata, in this context, read ``num_replicas`` and ``rank`` as world size and rank from the environment."""
     seen_by_litdata = {"WORLD_SIZE": str(num_replicas), "GLOBAL_RANK": str(rank), "NNODES": "1"}
     before = {name: os.environ.get(name) for name in seen_by_litdata}
     os.environ.update(seen_by_litdata)
@@ -128,7 +128,7 @@ def replica_loader(
         replica: number of replicas, and the index of this one.
         num_workers: number of processes that load data; 0 loads in this process.
         shuffle: whether to shuffle in every epoch.
-        drop_last: whether to leave out an incomplete last batch.
+        drop_last: whether to leave out an incomplete last batch; with several replicas it is always left out.
         seed: seed of the order.
         download_folder: folder for the downloaded chunks of a URI.
         item_loader: item loader of litdata's ``StreamingDataset``.

@@ -38,8 +38,8 @@ class TextDataModule(L.LightningDataModule):
     """LightningDataModule of token sequences from text files, Python's standard library, or a litdata token dataset.
 
     Large corpora are tokenised before the training by ``asyncpp prepare``, whose folder is the ``source``. Other text
-    is tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` named by a hash of the text. Every
-    process reads the text to compute the name (1.1 s per GB). A batch is (batch, context_length + 1) int64; sequences
+    is tokenised once, by :meth:`prepare_data`, into a folder of ``cache_dir`` whose name has a hash of the text. Every
+    process reads the text to compute the hash (1.1 s per GB). A batch is (batch, context_length + 1) int64; sequences
     do not overlap. The order depends on ``seed``, the epoch, the replica, ``batch_size`` and ``num_workers``, and never
     on the number of pipeline stages.
 
@@ -54,7 +54,7 @@ class TextDataModule(L.LightningDataModule):
         context_length: number of tokens that the model sees per sequence; a sample has one more, the last target.
         batch_size: number of sequences per replica and training step.
         val_fraction: share of the text files for validation, chosen by a hash of their names; 0 for no validation.
-        val_source: folder or URI of the tokens to validate on, if ``source`` is a litdata dataset.
+        val_source: folder or URI of the tokens to validate on, if ``source`` is a token dataset.
         patterns: globs of the text files, relative to the folder.
         max_bytes: maximum number of bytes of text; ``None`` for all.
         cache_dir: folder for prepared datasets; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
@@ -103,8 +103,8 @@ class TextDataModule(L.LightningDataModule):
         self.seed = seed
         self.tokens: TokenSource | None = None
         self._definition: str | None = None
-        # The arguments are saved in checkpoints to document the training data, but not sent to loggers, which would
-        # refuse names that occur among the model's hyper-parameters as well.
+        # The arguments are saved in checkpoints to document the training data, but not sent to loggers: Lightning would
+        # raise an error if the model had a hyper-parameter of the same name with another value.
         self.save_hyperparameters(logger=False)
 
     @property
@@ -140,7 +140,7 @@ class TextDataModule(L.LightningDataModule):
         """Check that the data exists, without reading it.
 
         Raises:
-            DataError: the data is missing or too short.
+            DataError: the data is missing, or a token dataset is too short.
         """
         if not is_token_source(self.source):
             find_text_files(self.source, self.patterns)
@@ -238,7 +238,7 @@ class TextDataModule(L.LightningDataModule):
         return self.tokens
 
     def _folder(self, files: Sequence[TextFile]) -> Path:
-        """Return the folder for the tokens, named by a hash of the documents' names and contents and the tokenizer."""
+        """Return the tokens' folder, named by the source and a hash of documents, tokenizer and ``val_fraction``."""
         name = self.tokenizer_name or "byte"
         given = f"bpe-{self.expected_vocab_size}" if name == "bpe" else load_tokenizer(name).fingerprint
         name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name

@@ -146,7 +146,7 @@ def smallest_dtype(vocab_size: int) -> torch.dtype:
 
 
 def joined(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
-    """Return the concatenated token ids of documents, each followed by the token that ends a document: (length,)."""
+    """Return the token ids of documents, (length,), each followed by the token that ends a document, if any."""
     dtype = smallest_dtype(tokenizer.vocab_size)
     end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
     ending = torch.tensor(end, dtype=dtype)
@@ -198,7 +198,7 @@ def existing_tokens(source: str, val_source: str | None) -> TokenSource:
     """Return the splits of an existing token dataset.
 
     Raises:
-        DataError: ``val_source`` is not a token dataset.
+        DataError: ``val_source`` is not a token dataset, or the metadata of ``source`` is damaged.
     """
     if val_source is not None and not is_token_source(val_source):
         raise DataError(f"val_source={val_source!r} has no {INDEX}. Name the folder of a litdata dataset")

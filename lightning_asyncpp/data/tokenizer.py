@@ -104,7 +104,7 @@ class ByteTokenizer(Tokenizer):
     definition = fingerprint = "byte"
 
     def __init__(self) -> None:
-        # A byte-pair encoding without pairs, for programs that read the saved tokenizer.json; not used by this class.
+        # A byte-pair encoding without pairs, for programs that read the saved tokenizer.json; not used to encode here.
         vocabulary = {"\0" if byte == 0 else character: byte for byte, character in enumerate(_alphabet())}
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -134,8 +134,8 @@ def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
     Args:
         name: ``"byte"``, the path of a tokenizer.json or of a folder with one, or the name of a repository of models on
             the Hugging Face Hub, from which the file is fetched once.
-        end_of_text: token that ends a document; ``None`` takes it from the ``tokenizer_config.json`` in the
-            same folder or, without that file, takes the usual one in the vocabulary.
+        end_of_text: token that ends a document; ``None`` for that in the ``tokenizer_config.json`` of the same folder.
+            If there is none, or the vocabulary lacks it, the first usual one in the vocabulary is taken.
 
     Raises:
         DataError: the file does not exist, or is not a tokenizer.json.
@@ -159,7 +159,7 @@ def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> 
 
     Args:
         definition: definition of a tokenizer, or the content of a tokenizer.json.
-        end_of_text: token that ends a document, for definitions that do not name one.
+        end_of_text: token that ends a document, for definitions that do not name one; ignored if not in the vocabulary.
 
     Raises:
         DataError: the definition is not a tokenizer's.

@@ -1,14 +1,15 @@
 """Sums of a mini-batch's gradients in the background: over replicas, and over stages that share a parameter.
 
 Gradients are reduced over replicas in flat buckets. A bucket's all-reduce starts as soon as the mini-batch's last
-backward has completed the bucket's gradients, while the rest of that backward runs. When polling finds a reduced
+backward has completed the bucket's gradients, while the rest of that backward runs. On the last stage all buckets are
+sent after that backward, since it runs before the mini-batch is known to be complete. When polling finds a reduced
 bucket, its norms are computed. The host reads all norms, and which gradients exist, in one copy.
 
 A parameter shared by several stages has a copy on each of them. Each stage updates its copy with the same gradient,
 the sum over all uses, so that the copies stay bitwise equal. The gradient is summed between the last backward of a
 mini-batch and its update. The last sharing stage, whose gradient is complete first, sends its gradient to the previous
 sharing stage. That stage adds its gradient and sends the sum on. The first sharing stage counts the whole sum in the
-norm and sends the sum to all sharing stages. So on any number of stages, uses are added from the last layer to the
+norm and sends it to all other sharing stages. So on any number of stages, uses are added from the last layer to the
 first, and no sum waits for an earlier stage.
 """
 
@@ -37,7 +38,7 @@ BUCKET_BYTES = 16 * 2**20
 GPU_BUCKET_BYTES = 64 * 2**20
 """Larger than on CPUs, since each NCCL all-reduce is a kernel that takes a part of the GPU from the backward."""
 _TAG = 5
-_MOST_TAGS = 16  # distance between tags here: of the tags below 16, only _TAG is used here
+_MOST_TAGS = 16  # distance between tags here; other modules' tags are below 16 and differ from _TAG
 _MOST_MINI_BATCHES = 8  # more than are in flight at the same time
 _ALIGNMENT = 64
 """Alignment of tensors that torch allocates, in bytes. Rounding of matrix products depends on the alignment of their
@@ -122,7 +123,7 @@ class Reduction:
         group: ranks of this stage in all replicas.
         late: names of parameters whose gradients are complete only after a whole backward.
         apart: names of parameters that are left out of ``squares``.
-        clock: clock of a trace.
+        clock: clock of the stage's trace, for ``started`` and ``ends``.
 
     Attributes:
         gradients: name -> sum over replicas, for buckets processed so far; at the end, None if no replica had a
@@ -176,7 +177,7 @@ class Reduction:
                 hook.remove()
 
     def send_rest(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Send the remaining buckets: late parameters, and parameters without a gradient in the last backward."""
+        """Send the remaining buckets, such as those of late parameters, or of parameters that the backward left out."""
         while len(self._sent) < len(self._buckets):
             self._send(gradients)
 

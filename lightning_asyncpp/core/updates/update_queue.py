@@ -55,7 +55,7 @@ class UpdateQueue:
 
     Attributes:
         open: mini-batch to which batches are added.
-        pending: complete mini-batches whose updates are outstanding, in order.
+        pending: complete mini-batches, in order, until their updates are applied and all ranks' messages are read.
         last_norm: norm of the newest finite gradient that all ranks have agreed on; None before the first.
         requested: stop requests of this rank.
         agreed: stop requests of any rank, once all ranks know them.
@@ -165,7 +165,7 @@ class UpdateQueue:
         self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context for the backward of microbatch ``k``; a mini-batch's last backward starts the reduction.
+        """Return a context for the backward of microbatch ``k``; a complete mini-batch's last one starts the reduction.
 
         Args:
             k: number of the microbatch.
@@ -183,8 +183,8 @@ class UpdateQueue:
         Launching starts the rest of the reduction, or the control message (:class:`.ControlMessage`). Two short waits
         can block: for the next stage's message in :meth:`MiniBatch.poll`, and for shared gradients in ``launch``.
 
-        Control messages and shared gradients are sent in the order of the mini-batches, since receivers identify them
-        by their order.
+        Control messages are sent in the order of the mini-batches, since in an exchange only their order tells them
+        apart.
 
         Args:
             next_backward: next microbatch whose backward runs; default: as in the last call.
@@ -219,7 +219,7 @@ class UpdateQueue:
             self._applied.append(self._apply(self.pending.popleft()))
 
     def iter_due(self) -> Iterator[Action]:
-        """Apply the updates that are due after mini-batch t, the last complete mini-batch: updates up to t - delay.
+        """Apply the updates due after the last complete mini-batch t: up to t - delay or, after a flush, up to t.
 
         A stage that runs no microbatch on older weights also steps for t, ahead of the other stages.
 
@@ -287,8 +287,8 @@ class UpdateQueue:
         so far, the norm is 0, which clips nothing.
 
         This waits for replicas and for gradients of shared parameters. If the host knows that the gradient is not
-        finite, the optimizer does not step. If only the device can tell, it replaces such a gradient by zeros. All
-        ranks stop once the control message arrives.
+        finite, the optimizer does not step. If only the device can tell, the device replaces such a gradient by zeros,
+        and the optimizer steps. All ranks stop once the control message arrives.
         """
         if mini_batch.stepped or not mini_batch.launched:
             return

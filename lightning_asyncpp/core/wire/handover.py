@@ -11,9 +11,9 @@ device, not even for memory. Each tensor of a microbatch is a separate message.
         put() ................................  take(): allocates memory, asks, and waits only for the answer
         a thread launches the send, answers ..  launches the receive
 
-The thread answers at once, whatever its process waits for. So the receiver's host waits for one round trip, and the
-receiver's device first completes all earlier work. Each side launches from a separate stream: a send waits for its
-tensor, but not for later work on the compute stream. A receive waits for all work launched before it.
+The thread answers at once, whatever its process waits for. So the receiver's host waits for one round trip per tensor,
+and the receiver's device first completes all earlier work. Each side launches from a separate stream: a send waits for
+its tensor, but not for later work on the compute stream. A receive waits for all work launched before it.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ class Outbox:
 
         Raises:
             PeerLostError: the neighbour is gone.
+            ProtocolError: the neighbour asked for other tensors.
             RuntimeError: a send failed.
         """
         put = _Put(deque(written_out(tensor) for tensor in tensors), self._way.record_event())
@@ -311,7 +312,7 @@ class DeviceTensors:
         return self._from_next.take(infos)
 
     def wait_for_stage_after(self, limit: int) -> None:
-        """Wait until the next stage has taken all but ``limit`` activations."""
+        """Wait until the next stage has taken all but at most ``limit`` activations."""
         if self._to_next is not None:
             self._to_next.wait_until_taken(limit)
 

@@ -1,10 +1,10 @@
 """Byte stream between two neighbouring stages, with frames, headers and layouts.
 
 A message begins with a frame: its kind, number and size. The header of an activation has the microbatch's weight and
-the fingerprint (hash) of its batch. A layout describes an activation's tensors (shapes, dtypes) and the containers
-around them. It is sent before the first activation, and again whenever it changes. Layouts include the order of each
-tensor's dimensions in memory (transposed, channels last): with another order, matrix products would round differently
-than in a single process, and convolutions would be slower.
+a fingerprint (hash) of the batch or microbatch. A layout describes an activation's tensors (shapes, dtypes) and the
+containers around them. It is sent before the first activation, and again whenever it changes. Layouts include the order
+of each tensor's dimensions in memory (transposed, channels last): with another order, matrix products would round
+differently than in a single process, and convolutions would be slower.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADER_BYTES = _NUMBERS.size
 
 
 class Frame(NamedTuple):
-    """Frame before a message: kind, number of the microbatch or mini-batch, and size in bytes."""
+    """Frame before a message: kind, number (usually of a microbatch or mini-batch), and size of the rest in bytes."""
 
     kind: int
     number: int
@@ -295,7 +295,7 @@ class Header:
         k: number of the microbatch, counted over the run or over all evaluations.
         kind: a tensor, several tensors, an empty slot (place without samples), or a failure of an earlier stage.
         weight: weight w_k of the microbatch in the mean loss.
-        fingerprint: fingerprint of the first stage's microbatch; 0 if none was computed.
+        fingerprint: hash of the first stage's batch or microbatch; 0 if none was computed.
         tensors: descriptions of the tensors that follow.
         structure: containers around several tensors, from :func:`lightning_asyncpp.core.tree.flatten`; for a failure,
             its message.

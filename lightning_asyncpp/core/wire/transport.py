@@ -177,7 +177,7 @@ class Transport:
 
         Args:
             k: number of the microbatch.
-            outputs: tensors sent to the next stage that require a gradient, in order.
+            outputs: those tensors sent to the next stage that require a gradient, in order.
 
         Raises:
             PeerLostError: the next stage is gone.
@@ -235,9 +235,9 @@ class Transport:
         return self._receive_sum(self._before, _TOTAL, mini_batch, length)
 
     def announce_drop(self, k: int) -> None:
-        """Tell the neighbours that the open mini-batch's gradient, up to microbatch ``k``, is dropped; never waits.
+        """Tell the neighbours that the gradient of the open mini-batch, which ends before microbatch ``k``, is dropped.
 
-        The neighbours must drop this gradient, too. A neighbour that does not drop it raises an error.
+        Never waits. The neighbours must drop this gradient, too. A neighbour that does not drop it raises an error.
         """
         self._drops.append(k)
         for link in (self._before, self._after):
@@ -300,7 +300,10 @@ class Transport:
     # -- everything -----------------------------------------------------------------------------------------------
 
     def wait_for_stage_after(self, backlog: int) -> None:
-        """Wait until at most ``backlog`` parts of messages to the next stage are unsent."""
+        """Wait until at most ``backlog`` parts of messages to the next stage are unsent.
+
+        Between GPUs, also wait until the next stage has taken all but ``backlog`` activations.
+        """
         if self._after is not None:
             self._after.wait_for_backlog(backlog)
         if self._direct is not None:
@@ -329,7 +332,7 @@ class Transport:
             self._direct.close()
 
     def _next(self, link: Link, kind: int) -> Frame:
-        """Return the frame of the next message of ``kind``; keep control messages before it for later."""
+        """Wait for the next message of ``kind``, and return its frame; messages before it are put aside."""
         while (frame := link.read_frame()).kind != kind:
             self._put_aside(link, frame, kind)
         return frame
