@@ -77,9 +77,9 @@ def train_reference(
         weight: microbatch -> its weight in the mean loss.
         split: (batch, number of microbatches) -> microbatches.
         skip_nonfinite: skip updates whose gradient is not finite, instead of raising.
-        held: for each listed stage, its parameters and h. The gradient of a listed stage is clipped by the norm of the
-            previous mini-batch's whole gradient, and not clipped in the very first mini-batch. Error feedback does not
-            correct listed stages with h = 0.
+        held: for each listed stage, its parameters and h. From mini-batch N on, the gradient of a listed stage is
+            clipped by the norm of the previous mini-batch's whole gradient; with N = 0, the first mini-batch is not
+            clipped there. Error feedback does not correct listed stages with h = 0.
         replicas: number of replicas R. A mini-batch lists its batches in groups of R, one batch per replica. Every
             replica runs h microbatches on the older weights.
         exact_norm: clip the gradients of ``held``, too, by the norm of the current mini-batch's whole gradient.
@@ -139,7 +139,7 @@ class MeanGradient:
         return sum(w * loss for loss, w in numbers) / sum(w for _, w in numbers) if numbers else math.nan
 
     def is_usable(self, skip_nonfinite: bool) -> bool:
-        """Return whether an update follows the mini-batch."""
+        """Return whether an update follows the mini-batch; raise if a gradient is not finite and may not be skipped."""
         finite = all(bool(torch.isfinite(g).all()) for g in self.sums.values())
         if not finite and not skip_nonfinite:
             raise FloatingPointError("a gradient is not finite")
@@ -309,7 +309,7 @@ def uses_apart(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Copy a trainable parameter for every unit that shares it, except the first; yield pairs (parameter, copy).
 
     When a unit begins, that unit's copies replace the parameters in its modules and in the modules outside of all
-    units.
+    units; in all modules if the model's own forward runs.
     """
     units = pipeline_units(model)
     inside = {module for unit in units for module in unit.module.modules()}
@@ -409,7 +409,7 @@ def values_of(tensors: Iterable[Tensor]) -> Weights:
 
 
 def load(values: Weights) -> None:
-    """Copy values into their tensors."""
+    """Set each tensor's data to a copy of its value, which may have another dtype."""
     for tensor, value in values.items():
         tensor.data = value.clone()
 

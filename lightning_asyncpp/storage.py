@@ -166,7 +166,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files that earlier processes left when they failed to write ``path``."""
+    """Remove temporary files and folders of ``path``, which earlier processes left when they failed to write it."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}")
     for name in os.listdir(path.parent) if path.parent.is_dir() else []:
         if pattern.fullmatch(name):
@@ -295,8 +295,8 @@ def new_target(path: Path) -> Target:
     """Choose the target of a save, and remove temporary files of earlier saves; one rank calls this and broadcasts it.
 
     Raises:
-        StorageError: ``path`` is a folder with files that belong to no checkpoint, or its parent folder cannot be
-            created.
+        StorageError: ``path`` is a folder without a valid index and with files that belong to no checkpoint, or its
+            parent folder cannot be created.
     """
     try:
         make_folder(path.parent)

@@ -58,13 +58,14 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write ``state``, and with an optimizer also the weights before the newest update; a collective call.
+        """Write ``state`` and, if it has the optimizer, the pipeline's state with its older weights; a collective call.
 
         Rank 0 writes one file, or with ``state_dict_type="sharded"`` every stage writes its part of a folder.
 
         Raises:
             StorageError: the checkpoint cannot be written; an earlier one of the same kind (file or folder) at this
-                path is intact, or the complete new one has replaced it.
+                path is intact, or the complete new one has replaced it. With ``async_checkpoints`` it is the next save
+                or load, or the end of the run, that raises.
         """
         parts: dict[str, Any] = {}
         if self.session.stage is not None:
@@ -81,7 +82,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def _parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a state that belong to the pipeline: model, optimizer, averages of weights.
 
-        If there is an optimizer, an entry ``"pipeline"`` is added with the rest of the run's state. A collective call.
+        If the state has the optimizer, an entry ``"pipeline"`` with the pipeline's state is added. A collective call.
         """
         session, collected = self.session, self.checkpoints.collected
         parts: dict[str, Any] = {}
@@ -99,7 +100,9 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint of :meth:`save_checkpoint` on every rank; the run then continues as if uninterrupted.
+        """Load a checkpoint of :meth:`save_checkpoint` on every rank.
+
+        If ``state`` has the model and the optimizer, the run then continues as if uninterrupted.
 
         Raises:
             ConfigurationError: the checkpoint was written with another ``weight_dtype`` or other groups of parameters.
@@ -136,8 +139,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def _has_resumed(self) -> bool:
         """Whether an optimizer was loaded and nothing was trained since then.
 
-        While this holds, a separate call that loads only the model still belongs to the same resume, so the older
-        weight version is restored after that call.
+        While this holds, a separate call that loads only the model still belongs to the same resume, so it restores
+        the older weight version, too.
         """
         return self._resumed_at is not None and self.session.running().next_forward == self._resumed_at
 
@@ -165,7 +168,7 @@ class FabricLoader(ResumableLoader):
     resumes in a new process.
 
     Args:
-        loader: loader of this replica; on a middle stage a :class:`PlaceholderLoader`.
+        loader: loader of this replica; on a middle stage a :class:`PlaceholderLoader` if the length is reliable.
     """
 
     def __init__(self, loader: Any) -> None:

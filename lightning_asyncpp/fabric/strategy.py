@@ -15,11 +15,11 @@ from lightning_asyncpp.fabric.base import PipelineStrategy
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
-    """Asynchronous pipeline parallelism without a flush: PipeDream-2BW with only a share of each gradient delayed.
+    """Asynchronous pipeline parallelism without a flush: PipeDream-2BW, by default with part of each gradient delayed.
 
     Raises:
-        ConfigurationError: the run cannot be trained; raised on every rank when Fabric launches or a model is set up,
-            with all problems.
+        ConfigurationError: the run cannot be trained; raised on every rank, with all problems, by this class, when
+            Fabric launches, or when a model or an optimizer is set up.
 
     Example::
 
@@ -45,7 +45,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
 class SyncPipelineStrategy(PipelineStrategy):
     """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
 
-    Arguments as for :class:`AsyncPipelineStrategy`; any number of microbatches works, ``lookahead`` defaults to 0.
+    Arguments as for :class:`AsyncPipelineStrategy`, without ``staleness`` and ``slack``. Any number of microbatches
+    works, and ``lookahead`` defaults to 0.
     """
 
     delay = 0
@@ -58,10 +59,10 @@ class DelayedGradientStrategy(PipelineStrategy):
     other, on one whole model.
 
     Args:
-        stages: number of stages. With one stage the model is not cut, so any model works.
+        stages: number of stages. With one stage the model need not have layers, so any model works.
         delay: 1 to train like ``async_pipeline``, 0 like ``sync_pipeline``.
         microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
-        staleness: as for ``async_pipeline``; with one stage always ``"uniform"``: every gradient is one update old.
+        staleness: as for ``async_pipeline``; with one stage always ``"uniform"``: gradients are ``delay`` updates old.
     """
 
     def __init__(

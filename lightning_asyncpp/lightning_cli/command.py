@@ -99,7 +99,7 @@ class AsyncppCLI(LightningCLI):
         """Make the objects of the recipe.
 
         Raises:
-            ConfigurationError: a class of this package refused its arguments.
+            ConfigurationError: a class of this package or the Trainer refused its arguments, or the run cannot start.
             Exception: error that another package's class raised, without jsonargparse's report of all types that it
                 tried.
         """
@@ -113,7 +113,7 @@ class AsyncppCLI(LightningCLI):
             say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer, with a progress bar that fits a terminal unless the recipe names one.
+        """Make the Trainer, with this package's progress bar unless the recipe names or disables one.
 
         Raises:
             ConfigurationError: Lightning refused the arguments, for instance for lack of devices.
@@ -171,6 +171,7 @@ def read_configuration(arguments: Sequence[str]) -> dict[str, Any]:
         The whole configuration of the subcommand, with defaults, in plain values.
 
     Raises:
+        ConfigurationError: an argument names a recipe that does not exist.
         SystemExit: the arguments are wrong; the message is on the standard error output.
     """
     before = list(sys.argv)
@@ -224,7 +225,7 @@ def _shows_docstrings(arguments: Sequence[str]) -> bool:
 
 
 def _quiet() -> None:
-    # Suppress Lightning's warnings about its own internals and about loaders that are correct.
+    # Suppress warnings about Lightning's own internals, correct loaders and folders with earlier checkpoints, and tips.
     for message in (
         ".*isinstance\\(treespec, LeafSpec\\).*",
         ".*does not have many workers.*",

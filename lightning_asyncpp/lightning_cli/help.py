@@ -84,7 +84,7 @@ Arguments override the values of the recipe; the last one wins:
 To see more:
   --print_config                      print the recipe with overrides and defaults, without running it
   --model.help CLASS                  arguments of a class; also --data.help, --trainer.strategy.help, ...
-  --help=full                         all options (some hundred)
+  --help=full                         all options (a long list)
 
 Examples:
 {examples}"""

@@ -34,7 +34,9 @@ _PLACES = (
 
 
 def explained(message: str, keys: Iterable[str]) -> str:
-    """Return a message of jsonargparse, preceded by a suggestion for each unknown name that resembles a known one.
+    """Return a message of jsonargparse with a suggestion for each unknown name that resembles a known one.
+
+    If the message is about a single unknown argument, the suggestion replaces it.
 
     Args:
         message: message of jsonargparse.

@@ -29,7 +29,7 @@ _EXPENSIVE = (
 
 
 class Execution:
-    """Settings of a GPT's blocks that do not change their results: activation checkpointing and compilation.
+    """Settings of a GPT's blocks that change results by rounding at most: activation checkpointing and compilation.
 
     Args:
         activation_checkpointing: ``"none"`` keeps all activations for the backward; ``"block"`` keeps the input of each
@@ -113,7 +113,8 @@ class Block(nn.Module):
         """Transform ``x`` (batch, time, dim); return the same shape.
 
         In training, this method reports the experts' auxiliary losses and statistics, which the caller of the model
-        collects (:mod:`lightning_asyncpp.auxiliary`). Compiled or recomputed code must have no side effects.
+        collects (:mod:`lightning_asyncpp.auxiliary`). It does so after the compiled or recomputed code, which must have
+        no side effects.
         """
         random = self.training and self.dropout.p > 0
         if isinstance(self.mlp, SwiGLU):

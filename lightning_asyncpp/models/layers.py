@@ -14,8 +14,8 @@ from lightning_asyncpp.models.config import GPTConfig
 class RotaryEmbedding(nn.Module):
     """Rotation of pairs of query and key features by an angle that grows with the position.
 
-    The tables stay in fp32 when the module is converted to another dtype: in bf16, neighbouring positions beyond 256
-    often have equal entries.
+    The tables stay in fp32 when the module is converted to another dtype: bf16 would often round the entries of
+    neighbouring positions to the same value.
 
     Args:
         dim: number of features per head, even.

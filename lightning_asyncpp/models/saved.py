@@ -121,7 +121,7 @@ def _fill_buffers(module: nn.Module) -> None:
 
 
 def values_of(config: GPTConfig) -> dict[str, Any]:
-    """Return all values of a config by name; nested values are named ``outer.inner``."""
+    """Return all values of a config by name, with defaults filled in; nested values are named ``outer.inner``."""
     values: dict[str, Any] = {}
     for name, value in asdict(config).items():
         nested = {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
@@ -131,7 +131,7 @@ def values_of(config: GPTConfig) -> dict[str, Any]:
 
 
 def differences(config: GPTConfig, saved: GPTConfig) -> list[str]:
-    """Return the differences because of which a model of ``config`` cannot load weights of a model of ``saved``."""
+    """Return the differences that keep a model of ``config`` from loading the weights of a model of ``saved``."""
     wanted, found = values_of(config), values_of(saved)
     free = _FREE | ({"mlp_dim"} if 0 < config.num_moe_layers == config.num_layers else set())  # no block is dense
     return [
@@ -149,7 +149,7 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
         config: shape of the model, if the checkpoint does not hold it.
 
     Raises:
-        WeightsError: the path is not one of these, or does not contain a GPT.
+        WeightsError: the path is not one of these, does not contain a GPT, or has a config.json besides ``config``.
     """
     path = Path(path).expanduser()
     if path.is_file() or is_sharded(path):
@@ -177,7 +177,7 @@ def start_problems(config: GPTConfig, path: str | Path) -> list[str]:
 
 
 def start_from(model: GPT, path: str | Path) -> None:
-    """Load the initial weights of a model from a checkpoint, or from a folder of `transformers`, in fp32.
+    """Load a model's initial weights from a checkpoint, or from a folder of `transformers`, in the model's dtype.
 
     A layer on the meta device loads its tensors when its ``reset_parameters()`` is called, so that in a pipeline every
     stage reads only the tensors of its layers. A layer with real weights loads its tensors at once.
@@ -218,7 +218,7 @@ def read_checkpoint(path: Path, config: GPTConfig | None = None) -> SavedGPT:
             checkpoint of ``fabric.save``.
 
     Raises:
-        WeightsError: the file cannot be read, or does not hold a GPT.
+        WeightsError: the file cannot be read, or does not hold a GPT or, without ``config``, its shape.
     """
     content = _load(path)
     prefix, state = _state_of_gpt(path, content)

@@ -27,8 +27,8 @@ class ErrorFeedback(DelayCorrection):
 
         W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at a parameter's first update
 
-    With the strategies' ``staleness="least"``, only a share phi of a gradient's microbatches is one update old. The
-    strategy then scales ``strength`` by each stage's phi (:meth:`set_delay`; docs/research/theory.md, section 7).
+    With the strategies' ``staleness="least"``, only a share phi of a gradient's microbatches is one update old. Then
+    ``strength`` is multiplied by phi, which the strategy sets (:meth:`set_delay`; docs/research/theory.md, section 7).
 
     In words: the step at t-1 was computed from a stale gradient. One update later the correct step is known, and the
     difference is fed back. The "error feedback" of the dion optimizers is something else: it feeds back what a low-rank
@@ -48,7 +48,7 @@ class ErrorFeedback(DelayCorrection):
 
     With the strategies' ``weight_dtype="bf16"`` (:meth:`compute_weights`), the parameters are masters in fp32, which
     forwards do not use. The masters then hold Y, to which s * u_0 is added once, after the first update. The weights
-    W_{t+1} = Y_{t+1} - s * u_t are only written in bf16. The buffer holds Y_t during the step and u_t after it, so no
+    W_{t+1} = Y_{t+1} - s * u_t exist only in bf16. The buffer holds Y_t during the step and u_t after it, so no
     further copy is needed. Decoupled weight decay acts on Y instead of W, a difference of the order of lr *
     weight_decay * u. The identity does not hold for rounded steps, so with a ``buffer_dtype`` the masters hold W.
 

@@ -81,9 +81,10 @@ class MuonAdamW(Optimizer):
     Names come from ``module.named_parameters()``, or from :meth:`name_parameters`, which strategies call before the
     first step.
 
-    All options are read from the groups at each step. AdamW's learning rate is ``lr`` times ``adamw_lr_ratio``, the
-    initial ``adamw_lr / lr``, so schedulers change both rates. A group that sets ``lr`` or ``weight_decay`` sets it for
-    both algorithms, unless it sets ``adamw_lr`` or ``adamw_weight_decay`` as well.
+    Options are read from the groups at each step, except ``use_muon`` and ``adamw_names``: the algorithm is chosen
+    once. AdamW's learning rate is ``lr`` times ``adamw_lr_ratio``, the initial ``adamw_lr / lr``, so schedulers change
+    both rates. A group that sets ``lr`` or ``weight_decay`` sets it for both algorithms, unless it sets ``adamw_lr`` or
+    ``adamw_weight_decay`` as well.
 
     Memory: one buffer per Muon parameter and two per AdamW parameter, in the parameter's dtype, and temporaries for
     about 2**25 elements at a time. On CPUs without bfloat16 units choose ``newton_schulz_dtype="float32"``: bfloat16
@@ -157,7 +158,7 @@ class MuonAdamW(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and choose the algorithm of its parameters by their names if the group has names."""
+        """Add a group, and choose the algorithm of each parameter, unless it depends on a name that is missing."""
         for key in ("lr", "weight_decay"):
             if key in param_group:
                 param_group.setdefault(f"adamw_{key}", None)
@@ -343,7 +344,7 @@ def _stacks(p: Tensor, state: dict[str, Any]) -> Iterator[Stack]:
 
 
 def _batches(stacks: list[Stack], batched: bool | None) -> Iterator[list[Stack]]:
-    """Join stacks of equal matrices up to ``BATCH_ELEMENTS``."""
+    """Join stacks whose matrices have the same shape and device, up to ``BATCH_ELEMENTS`` per batch."""
     batches: dict[Any, list[Stack]] = {}
     elements: dict[Any, int] = {}
     for stack in stacks:
@@ -366,15 +367,15 @@ def _may_batch(device: torch.device, batched: bool | None) -> bool:
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Return whether ``shape`` is a matrix (rows, columns) or a stack of matrices (experts, rows, columns)."""
+    """Return whether ``shape`` is (rows, columns) or (experts, rows, columns), with several rows and columns."""
     return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
 def step_adamw(params: list[Tensor], state: dict[Tensor, dict[str, Any]], lr: float, group: dict[str, Any]) -> None:
-    """Step parameters that have gradients as ``torch.optim.AdamW`` does, fused where possible.
+    """Step parameters as ``torch.optim.AdamW`` does, fused where possible.
 
     Args:
-        params: parameters to update in place.
+        params: parameters to update in place; each has a gradient.
         state: state of each parameter, with the entries of ``torch.optim.AdamW``; made at the first gradient.
         lr: learning rate of AdamW.
         group: options ``adamw_betas``, ``adamw_eps``, and ``adamw_weight_decay``; if the last is None, ``weight_decay``

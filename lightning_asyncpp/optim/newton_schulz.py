@@ -2,10 +2,10 @@
 
 The quintic iteration, its coefficients and its results are those of Jordan et al. 2024
 (https://kellerjordan.github.io/posts/muon/) and of ``torch.optim.Muon``. Here all matrices of one shape go through one
-batched product, and only half of a symmetric product is computed. All products of a step except the last are symmetric:
-X X^T, and the products of polynomials in X X^T, since these commute. torch has no operator for symmetric products. On
-CPUs, strips of rows are computed one by one, each up to the diagonal. On GPUs, a Triton kernel skips the blocks above
-the diagonal.
+batched product, and only about half of a large symmetric product is computed. All products of a step except the last
+are symmetric: X X^T, and the products of polynomials in X X^T, since these commute. torch has no operator for symmetric
+products. On CPUs, strips of rows are computed one by one, each up to the diagonal. On GPUs, a Triton kernel for 16 bits
+skips the blocks above the diagonal.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def symmetric_product(
         out: (matrices, n, n), sharing no memory with the other arguments; returned.
         addend: (matrices, n, n), symmetric; None to add nothing.
         beta: factor on ``addend``.
-        alpha: factor on the product.
+        alpha: factor on the product; must be 1 without ``addend``.
     """
     if a.device.type == "cpu":
         strip = STRIP_ROWS.get(a.dtype, STRIP_ROWS_OTHERWISE)

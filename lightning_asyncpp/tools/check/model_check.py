@@ -78,11 +78,11 @@ def check_model(
     """Train a module for a few updates in several ways, in this process, and compare the results.
 
     Each training has its own ``Trainer`` and a copy of the module, with its optimizer, schedulers and hooks. There are
-    three comparisons:
+    three comparisons, the first two bit for bit, or up to the order of sums if several stages use the same value:
 
-    - ``pieces``: a pipeline without delay against the whole model, bit for bit. Cutting the model must change nothing.
-    - ``delayed``: a pipeline with delay against the whole model, whose gradients have the same delay, bit for bit. This
-      comparison is left out if ``pieces`` finds a difference, and with ``delay=0``.
+    - ``pieces``: a pipeline without delay against the whole model. Cutting the model must change nothing.
+    - ``delayed``: a pipeline with delay against the whole model, whose gradients have the same delay. This comparison
+      is left out if ``pieces`` finds a difference, and with ``delay=0``.
     - ``whole``: losses and gradients of whole batches against those of their microbatches, up to rounding.
 
     Args:
