@@ -50,7 +50,7 @@ class Found:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the pipeline equals the reference: bit for bit on CPUs, up to rounding on GPUs."""
+        """Whether results equal the reference: bit for bit over gloo (CPU or one GPU), up to rounding over NCCL."""
         return self.difference <= (0.0 if self.backend == "gloo" else 1e-3)
 
 
@@ -166,7 +166,7 @@ def run_trial(limit: float) -> tuple[Found | None, str]:
                 code = trial.wait(limit)
             except subprocess.TimeoutExpired:
                 code = None
-                _signal(trial, signal.SIGABRT)  # each rank writes the stacks of its threads
+                _signal(trial, signal.SIGABRT)  # rank 0 writes the stacks of its threads
             finally:
                 _signal(trial, signal.SIGKILL)
                 trial.wait()

@@ -18,7 +18,7 @@ _UNRECOGNIZED = "unrecognized arguments: "
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parser whose error messages suggest the most similar option, and omit the usage, which would hide the message."""
+    """Parser whose errors suggest an option similar to an unknown one, and omit the usage, which would hide them."""
 
     def __init__(self, **how: Any) -> None:
         self._names: list[str] = []
@@ -62,7 +62,9 @@ def _add_model(parser: ToolParser) -> None:
     parser.add_argument(
         "model", help="a checkpoint of the Trainer or of Fabric, or a folder with config.json and safetensors"
     )
-    parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json, if the checkpoint has no tokenizer")
+    parser.add_argument(
+        "--tokenizer", help="tokenizer in place of the saved one: 'byte', a tokenizer.json, or a name of the hub"
+    )
 
 
 def export_parser() -> ToolParser:
@@ -128,8 +130,8 @@ def check_parser() -> ToolParser:
     parser = ToolParser(
         prog="asyncpp check",
         usage="asyncpp check RECIPE [options]",
-        description="Train a recipe for a few updates, once as a pipeline and once as a single process does, and print"
-        " where the results differ. Ends with code 1 if they differ.",
+        description="Train a recipe for a few updates, once as a pipeline and once as a single process, and print where"
+        " the results differ. Ends with code 1 if they differ.",
         epilog="More options override the recipe (--model..., --data..., --trainer...), as for `asyncpp fit`; --config"
         " RECIPE may be written instead of RECIPE. The model is trained on the CPU, in this process, so it should be"
         " small.",

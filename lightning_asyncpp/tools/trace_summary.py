@@ -66,7 +66,7 @@ class Summary:
         seconds: elapsed time in seconds.
         mini_batches: first and last mini-batch that began in this time.
         rows: rows of the stages.
-        total: row of all stages: means of shares, sums of bytes.
+        total: row of all stages: means of shares and delays, medians of times, sum of bytes.
         ideal_step: seconds per mini-batch in an ideal run: forwards and backwards take their median times, and nothing
             else takes time.
         balance: time of the busiest stage in forwards and backwards, divided by the mean over all stages.

@@ -38,10 +38,10 @@ _OF_STAGES = ("state_dict", _CURRENT, "optimizer_states", PIPELINE)
 
 
 class Progress:
-    """Part of a rank's progress that Lightning does not save: its position in the data and its random states.
+    """Part of a rank's progress that Lightning does not save: position in the data, random states, newest metrics.
 
-    A checkpoint has the progress of every rank. If the number of stages has changed, a rank loads the progress of the
-    last stage of its replica, which computed the loss.
+    A checkpoint has the progress of every rank. If the number of stages or replicas has changed, a rank loads the
+    progress of the last stage, which computed the loss, of its replica or, if that is new, of the last replica.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @abstractmethod
     def drain(self) -> None:
-        """Finish all microbatches in flight and apply every update."""
+        """Finish all microbatches in flight and apply all outstanding updates."""
 
     @property
     @override

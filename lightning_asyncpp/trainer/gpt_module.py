@@ -40,8 +40,8 @@ class GPTModule(PipelineModule):
     Tokens of -100 are padding: they are read as token 0 and do not count as targets.
 
     With a mixture of experts, auxiliary losses are added to the loss that is differentiated, but not to
-    ``train_loss``. The router's biases change once per update, and its statistics are logged (docs/guides/moe.md).
-    Strategies of this package do both; under other strategies this module does both.
+    ``train_loss``. The routers' biases change once per update, and their statistics are logged
+    (docs/guides/moe.md): by the strategies of this package or, under other strategies, by this module.
 
     Args:
         config: config of the model, or a mapping of its fields.
@@ -52,15 +52,16 @@ class GPTModule(PipelineModule):
             arXiv 2404.06395) is constant and falls linearly in the last fifth of the updates after the warmup,
             ``"constant"`` does not fall.
         min_lr_ratio: learning rate at the end of the decay, as a share of the highest one.
-        total_steps: number of the last update of the decay; ``None``: the end of the run (``max_steps``, or
-            ``max_epochs`` times the batches of an epoch).
+        total_steps: number of updates after which the decay ends; ``None``: those of the run (``max_steps``, or
+            ``max_epochs`` times the updates of an epoch).
         activation_checkpointing: activations that the blocks keep for the backward: ``"none"`` keeps all of them,
             ``"block"`` the inputs of the blocks, ``"selective"`` the results of matrix products and of attention. The
             rest is recomputed.
         compile_blocks: compile each block with ``torch.compile``; a mapping holds its arguments.
         initial_weights: weights with which training starts, in a folder of Hugging Face `transformers` (config.json and
             safetensors) or a checkpoint of this package; ``None``: random ones. Every stage reads only its own tensors,
-            in fp32. ``config`` must describe the same model, but its ``context_length`` and ``dropout`` may differ.
+            in fp32. ``config`` must describe the same model; ``context_length``, ``init_std`` and fields that only
+            training uses, such as ``dropout``, may differ.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class GPTModule(PipelineModule):
         self._counted = Collected()
         if initial_weights is not None and (problems := start_problems(self.config, initial_weights)):
             raise WeightsError.from_problems(f"initial_weights={initial_weights!r}", problems)
-        # A checkpoint has only plain values, so that reading it does not unpickle code. Arguments that do not define
-        # the trained model are left out.
+        # A checkpoint has only plain values, so that reading it does not unpickle code: the optimizer is left out.
+        # So are arguments for how the model is computed and where its weights come from.
         self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])
         self.hparams["config"] = asdict(self.config)
 
@@ -110,7 +111,7 @@ class GPTModule(PipelineModule):
         return float((microbatch[:, 1:] != IGNORED).sum())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the mean loss of ``batch`` (batch, time + 1), in nats per target, plus the auxiliary losses."""
+        """Log the mean loss of ``batch`` (batch, time + 1), in nats per target; return it plus the auxiliary losses."""
         with collecting() as collected:
             loss = self._mean_loss(batch)
             if self._counts_itself:
@@ -126,7 +127,7 @@ class GPTModule(PipelineModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer, then update the routers' biases from the statistics since the previous update."""
+        """Step the optimizer, then update the routers' biases from the newest statistics, unless the strategy does."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self._counts_itself:
             counted, self._counted = self._counted, Collected()
@@ -159,7 +160,7 @@ class GPTModule(PipelineModule):
     def _counts_itself(self) -> bool:
         """Whether this module updates the routers itself, because the Trainer's strategy does not.
 
-        It is false without a Trainer. Then nothing calls :meth:`optimizer_step`, and whoever calls the steps must
+        False without a Trainer: then nothing calls :meth:`optimizer_step`, and whoever calls the steps must
         collect the statistics.
         """
         if self.config.moe is None or self._trainer is None:

@@ -59,7 +59,7 @@ class Launching(PipelineCheckpoints):
 def _launch(
     strategy: Launching, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a function in forked or spawned processes; this process's module then loads the trained weights."""
+    """Run a function in forked or spawned processes; after a fit, this process's module has the trained weights."""
     trainer: L.Trainer | None = kwargs.get("trainer")
     if trainer is not None:
         if trainer.state.fn == TrainerFn.FITTING:

@@ -20,16 +20,17 @@ from lightning_asyncpp.trainer.step_log import StepLog
 
 
 class PipelineCallback(Callback):
-    """Callback that drains the pipeline (finishes what is in flight) and shares metrics before other callbacks read.
+    """Callback that drains the pipeline (finishes what is in flight) and shares metrics before other callbacks.
 
-    After a signal (SIGTERM, SIGUSR1) the run ends on all ranks after the same batch. In training, ranks agree on the
-    batch by the control message of an update (a vector summed over ranks); in an evaluation, by :class:`StopRounds`.
+    After SIGTERM, or the signal at which SLURM requeues the job, the run ends on all ranks after the same batch. In
+    training, ranks agree on the batch by an update's control message (a vector summed over ranks); in an evaluation, by
+    :class:`StopRounds`.
 
     Args:
         trainer: trainer of the run.
         session: the started pipeline.
         step_log: values that the steps log.
-        drain: function that finishes all microbatches in flight and applies every update.
+        drain: function that finishes all microbatches in flight and applies all outstanding updates.
         batch_ends: queue of the hooks that are called after the update of their batch.
     """
 
@@ -52,7 +53,7 @@ class PipelineCallback(Callback):
         self._stopping = False
 
     def install(self, trainer: L.Trainer) -> None:
-        """Become the trainer's first callback, and replace what Lightning does per batch and on signals."""
+        """Become the trainer's first callback, add calls to Lightning's loops, and remove its broadcast of SIGTERM."""
         callbacks = [c for c in trainer.callbacks if not isinstance(c, (PipelineCallback, BeforeSaves))]  # type: ignore[attr-defined]
         place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
         callbacks.insert(place, BeforeSaves(self))
@@ -75,7 +76,7 @@ class PipelineCallback(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Drain if what follows this batch needs the newest weights, and log the layers' statistics."""
+        """Drain if what follows needs the newest weights, log layers' statistics, and end the run if ranks agreed."""
         engine = self.session.engine
         assert engine is not None
         self._hold_back_stop(trainer)
@@ -120,7 +121,7 @@ class PipelineCallback(Callback):
             self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Skip the validation if the run is ending."""
+        """Install the signal handlers, and skip the validation if a signal is ending the run."""
         self.preemption.install()
         if self._is_preempted:
             raise SIGTERMException
@@ -196,7 +197,7 @@ class BeforeSaves(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Share the logged values; only callbacks that save come later."""
+        """Share the logged values if a save may be due; only callbacks that save come later."""
         self._pipeline_callback.before_saves(trainer)
 
 

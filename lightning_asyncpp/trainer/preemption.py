@@ -56,7 +56,7 @@ class Preemption:
         self._handlers[signal.SIGTERM](signal.SIGTERM, None)
 
     def end(self, exception: SIGTERMException, signals: Sequence[int]) -> None:
-        """Save a checkpoint for the restart, report it, and set the exception's exit code; a collective call.
+        """Save a checkpoint of a training for the restart, and set the exception's exit code; a collective call.
 
         Args:
             exception: exception that ends Lightning's loops.
@@ -76,7 +76,7 @@ class Preemption:
         rank_zero_info(f"Stopped by {number.name}{where}; {f'checkpoint: {path}' if path else 'nothing was saved'}")
 
     def _save(self) -> str | None:
-        """Write the checkpoint that ``ckpt_path="last"`` finds; return its path, or None without a ModelCheckpoint."""
+        """Write the checkpoint for ``ckpt_path="last"``; return its path, None if all callbacks save only weights."""
         trainer = self._trainer
         if trainer.validating:
             # Mark the validation as run, so that the restarted run does not repeat it.

@@ -167,7 +167,7 @@ class AtUpdate(NamedTuple):
     """State of the Trainer at the end of a batch; hooks and Lightning see it while the batch's update is applied.
 
     Attributes:
-        global_step: number of the step.
+        global_step: Trainer's step count before the batch's update.
         clip_val: limit of the gradient clipping.
         clip_algorithm: algorithm of the gradient clipping.
     """

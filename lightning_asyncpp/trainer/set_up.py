@@ -66,7 +66,7 @@ def module_problems(module: LightningModule) -> list[str]:
     if not module.automatic_optimization:
         problems.append(
             "automatic_optimization=False: with manual optimization the module decides when to step, but an update"
-            " comes one batch after its gradient; use automatic optimization"
+            " may come one batch after its gradient; use automatic optimization"
         )
     network, name = network_in(module), name_in_steps(module)
     if network is None:

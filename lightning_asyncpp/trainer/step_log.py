@@ -228,7 +228,7 @@ class StepLog:
         self.log_counted()
 
     def log_counted(self) -> None:
-        """Send the loggers the layers' statistics, each with the step of its mini-batch."""
+        """Send the loggers the layers' statistics of every ``log_every_n_steps``-th step, each with its step."""
         trainer = self._trainer
         if trainer is None or not self._counted:
             return
@@ -295,7 +295,7 @@ class StepLog:
         self._epochs_for_bar.clear()
 
     def _end_epoch(self, name: str, hook: Callable[[], None]) -> None:
-        """Run the module's hook at the end of an epoch, then share the values before callbacks use them."""
+        """Run the module's hook at the end of an epoch, then share the values before callbacks monitor them."""
         hook()
         self.share_epoch(name)
 

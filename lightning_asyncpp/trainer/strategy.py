@@ -31,7 +31,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
 class SyncPipelineStrategy(PipelineStrategy):
     """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
 
-    Arguments as for :class:`AsyncPipelineStrategy`; any number of microbatches works, and ``lookahead`` defaults to 0.
+    Arguments as for :class:`AsyncPipelineStrategy`, but ``staleness`` and ``slack`` must be left out. Any number of
+    microbatches works, and ``lookahead`` defaults to 0.
     """
 
     delay = 0
@@ -44,10 +45,12 @@ class DelayedGradientStrategy(PipelineStrategy):
     results equal those of ``async_pipeline`` with the same numbers of stages and microbatches, bit for bit.
 
     Args:
-        stages: number of stages. With one stage the module is not cut, so any module with automatic optimization works.
+        stages: number of stages. With one stage, a module that declares no layers is not cut, so any module with
+            automatic optimization works.
         delay: 1 to train like ``async_pipeline``, 0 like ``sync_pipeline``.
         microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
-        staleness: as for ``async_pipeline``; with one stage always ``"uniform"``: every gradient is one update old.
+        staleness: as for ``async_pipeline``; with one stage always ``"uniform"``: with ``delay=1`` every
+            gradient is one update old.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ HOP_SECONDS = 20e-6
 
 @dataclass(frozen=True)
 class Device:
-    """Kind of device on which a recipe runs; speeds are peaks, in one direction."""
+    """Kind of device on which a recipe runs; speeds are peaks, those of links in one direction."""
 
     name: str
     memory: float  # GiB that a program can allocate, a little less than the nominal size; 0 for the host's memory

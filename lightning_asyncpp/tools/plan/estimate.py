@@ -120,7 +120,7 @@ class Estimate:
         return flops * self.settings.microbatches / self.recipe.batch_size
 
     def _profiles(self) -> list[Profile]:
-        """Return the profiles of all stages; identical stages are profiled once."""
+        """Return the profiles of all stages; identical middle stages are profiled once."""
         tied = {stage for tie in self._whole.ties for stage in tie.stages}
         known: dict[str, Profile] = {}
         found: list[Profile] = []
@@ -173,7 +173,7 @@ class Estimate:
 
     @cached_property
     def paces(self) -> dict[str, Pace]:
-        """Speed under each schedule, without schedules that deadlock with so few microbatches."""
+        """Name of a schedule -> its speed; schedules that would deadlock with so few microbatches are left out."""
         found = {}
         for name, schedules in self.schedules.items():
             with suppress(DeadlockError):
@@ -214,9 +214,9 @@ class Estimate:
 
 
 def described(units: list[Unit]) -> list[Any]:
-    """Return a description of units (layers); stages with equal descriptions need the same memory and time.
+    """Return a description of units (layers); with equal inputs, units of equal descriptions need equal resources.
 
-    The description consists of the layers as printed, their modes, and the names, shapes and dtypes of their tensors.
+    It has the units' functions, the layers as printed, their modes, and their tensors' names, shapes and dtypes.
     """
     layers = nn.ModuleList(unit.module for unit in units)
     tensors = (*layers.named_parameters(), *layers.named_buffers())  # shared ones once

@@ -27,7 +27,7 @@ _WIDTH = 120
 
 
 def as_json(plan: Estimate) -> dict[str, Any]:
-    """Return the whole plan as JSON values; memory in bytes, times in seconds."""
+    """Return the plan as JSON values: bytes and seconds, except in ``"device"``, which has the units of ``Device``."""
     settings = plan.settings
     return {
         "device": asdict(plan.device),

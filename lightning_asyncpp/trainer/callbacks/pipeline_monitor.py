@@ -71,7 +71,7 @@ class PipelineMonitor(L.Callback):
         tokens_seen: tokens so far, on rank 0.
 
     Raises:
-        ConfigurationError: an argument is below 1.
+        ConfigurationError: ``window`` or ``every_n_batches`` is below 1.
     """
 
     def __init__(self, window: int = 20, every_n_batches: int = 10, peak_flops: float | None = None) -> None:
@@ -97,7 +97,7 @@ class PipelineMonitor(L.Callback):
         self.tokens_seen = state_dict["tokens_seen"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget an earlier run, and begin to record this stage."""
+        """Forget an earlier run; on rank 0 of a pipeline, begin to record the stage."""
         self._since = None
         self._ending.clear()
         self._recent.clear()
@@ -136,12 +136,12 @@ class PipelineMonitor(L.Callback):
         self._since = None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the peak memory of all stages; a collective call on GPUs."""
+        """Log the peak memory of a pipeline's stages, except after a sanity check; a collective call on GPUs."""
         if not trainer.sanity_checking:
             _show_memory(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the peak memory of all stages; a collective call on GPUs."""
+        """Log the peak memory of a pipeline's stages; a collective call on GPUs."""
         _show_memory(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
