@@ -11,7 +11,7 @@ from lightning_asyncpp.core.schedule import StalenessRule
 from lightning_asyncpp.tools import doctor
 from lightning_asyncpp.tools.doctor import Found, expected, largest_difference
 
-FOUND = Found("tensors travel over sockets", 3.0, 1e-9, "gloo")
+FOUND = Found("tensors travel over sockets", 3.0, 0.1, "gloo")
 
 
 @pytest.mark.slow
@@ -32,11 +32,14 @@ def test_what_ends_with_code_1(
     assert told in capsys.readouterr().out
 
 
-def test_the_comparison_sees_a_delay_and_allows_rounding_on_gpus_alone() -> None:
+def test_the_comparison_sees_a_delay_and_allows_rounding_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where two stages share a GPU, over gloo."""
     reference = expected([StalenessRule(held=1), StalenessRule(held=0)])
     assert largest_difference(expected([StalenessRule(0), StalenessRule(0)]), reference) > 1e-2
     assert largest_difference({name: value * float("nan") for name, value in reference.items()}, reference) == float(
         "inf"
     )
-    assert replace(FOUND, difference=1e-5, backend="nccl").is_equal
-    assert not FOUND.is_equal
+    for gpus in (0, 1, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert replace(FOUND, difference=1e-5).is_equal == (gpus > 0)
+        assert not FOUND.is_equal
