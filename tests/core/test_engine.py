@@ -292,7 +292,10 @@ def test_weights_changed_between_batches_are_the_next_ones(bf16: bool) -> None:
         def shrink(*_: object, training: Training = training) -> None:
             for parameter in training.model.parameters():
                 with torch.no_grad():
-                    parameter.set_(0.9 * parameter) if not bf16 else parameter.mul_(0.9)
+                    if bf16:
+                        parameter.mul_(0.9)
+                    else:
+                        parameter.set_(0.9 * parameter)
 
         if in_step:
             training.optimizer.register_step_post_hook(shrink)

@@ -14,16 +14,10 @@ TABLE = re.compile(r"<!-- table: (\w+) -->")
 ROOT = Path(__file__).parents[3]
 PROOFS, RESULTS = ROOT / "research" / "notes" / "theory.md", ROOT / "docs" / "research" / "theory.md"
 COMPUTED = {name: cache(function) for name, function in TABLES.items()}  # once, where both pages have a table
-PRINTED = [
-    pytest.param(
-        page, name, marks=[pytest.mark.slow] if name in ("orbits", "tuned") else [], id=f"{page.parent.name}-{name}"
-    )
-    for page in (PROOFS, RESULTS)
-    for name in TABLE.findall(page.read_text())
-]
+PRINTED = [(page, name) for page in (PROOFS, RESULTS) for name in TABLE.findall(page.read_text())]
 
 
-@pytest.mark.parametrize(("page", "name"), PRINTED)
+@pytest.mark.parametrize(("page", "name"), PRINTED, ids=lambda value: getattr(value, "parent", Path(value)).name)
 def test_the_numbers_of_the_page_are_those_computed(page: Path, name: str) -> None:
     lines = page.read_text().split(f"<!-- table: {name} -->\n")[1].split("\n\n")[0].splitlines()[2:]
     rows = {label: [float(cell) for cell in cells] for label, *cells in (re.findall(r"[^|]+", line) for line in lines)}

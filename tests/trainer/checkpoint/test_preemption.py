@@ -175,7 +175,7 @@ def test_a_signal_reaches_a_stage_in_the_middle_alone(pools: Pools, tmp_path: Pa
 
 def test_a_replica_is_told(pools: Pools, tmp_path: Path) -> None:
     tell = {"ranks": (1,), "hook": "on_validation_batch_end", "index": 2}
-    check_preempted(pools, 2, tmp_path, OFTEN, (45,), tell, options={"data_parallel_size": 2, "microbatches": 2})
+    check_preempted(pools, 2, tmp_path, OFTEN, (90,), tell, options={"data_parallel_size": 2, "microbatches": 2})
 
 
 @pytest.mark.slow
