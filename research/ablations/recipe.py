@@ -28,7 +28,7 @@ class Arm:
         row: its names.
         optimizer: entry of the recipe's ``optimizers``.
         correction: entry of ``corrections``; None for the optimizer alone.
-        delay: arguments of the strategy.
+        delay: arguments of ``DelayedGradientStrategy``.
         places: what its variant changes in the base recipe.
     """
 
@@ -73,13 +73,14 @@ class Recipe:
     optimizers: Mapping[str, Mapping[str, Any]]
     delays: Sequence[int | Mapping[str, Any]] = (0, 1)
     corrections: Mapping[str, Mapping[str, Any] | None] = field(default_factory=lambda: {UNCORRECTED: None})
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    variants: Mapping[str | None, Mapping[str, Any]] = field(default_factory=dict)
     seeds: Sequence[int] = (1,)
     lr_extensions: int = 3
     seed_arguments: Sequence[str] = ("data.init_args.seed",)
     metric: str = "val_loss"
     diverged_above: float | None = None
     published: Sequence[str] = ()
+    delay_argument: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
@@ -102,7 +103,7 @@ class Recipe:
                         corrections = optimizer.get("corrections", self.corrections)
                         for correction in corrections if setting[0] != "0" else [UNCORRECTED]:
                             row = Row(name, momentum, variant, *setting, correction)
-                            places = self.variants[variant] if variant else {}
+                            places = self.variants.get(variant, {})
                             yield Arm(row, optimizer, corrections.get(correction), arguments, places)
 
     def config(self, arm: Arm, lr: float, seed: int) -> Config:
@@ -116,7 +117,11 @@ class Recipe:
         trainer = config.setdefault("trainer", {})
         for key in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"):
             trainer[key] = False
-        trainer |= {"devices": 1, "strategy": {"class_path": _STRATEGY, "init_args": dict(arm.delay)}}
+        trainer["devices"] = 1
+        if self.delay_argument is None:
+            trainer["strategy"] = {"class_path": _STRATEGY, "init_args": dict(arm.delay)}
+        else:
+            set_at(config, self.delay_argument, dict(arm.delay))
         set_at(config, "model.init_args.optimizer", arm.optimizer_config(lr))
         return config
 

@@ -1,58 +1,94 @@
-"""Runs the trainings that a table lacks, each a process of its own, as many at once as there are slots."""
+"""Runs the trainings that a table lacks, as many at once as there are slots, each slot a process."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
 
 from research.ablations.recipe import Arm
 from research.ablations.rows import Key
 from research.ablations.table import Table
+from research.ablations.training import LOG, prepare, train
 
-LOG = "training.log"
-
-
-def slots(workers: int, threads: int, gpus: Sequence[str]) -> list[dict[str, str]]:
-    """Environment variables of the trainings of every slot: one per GPU, else as many as ``workers``."""
-    common = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return [common | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus or [""] * workers]
+_TRAININGS = 20  # of a process; compiled code piles up in it
 
 
-def run(table: Table, arms: Sequence[Arm], environments: Sequence[Mapping[str, str]], accelerator: str) -> list[str]:
+class Slot:
+    """A process that trains, one training at a time, and that a new one replaces now and then, or when it has died.
+
+    Args:
+        threads: threads of torch.
+        gpu: number of the only GPU that the process sees; "" for none.
+    """
+
+    def __init__(self, threads: int, gpu: str = "") -> None:
+        self._arguments = os.getpid(), threads, gpu
+        self._process: Executor | None = None
+        self._started = 0
+
+    def start(self, folder: Path) -> Future[None]:
+        """Train what the folder's ``fit.yaml`` says."""
+        if self._process is None or self._started == _TRAININGS:
+            self.stop()
+            self._process, self._started = self._new_process(), 0
+        self._started += 1
+        return self._process.submit(train, folder)
+
+    def stop(self) -> None:
+        """Let the process end; a training that runs in it goes on until the interpreter exits."""
+        if self._process is not None:
+            self._process.shutdown(wait=False, cancel_futures=True)
+            self._process = None
+
+    def _new_process(self) -> Executor:
+        return ProcessPoolExecutor(1, get_context("spawn"), prepare, self._arguments)
+
+
+def slots(workers: int, threads: int, gpus: Sequence[str]) -> list[Slot]:
+    """Slots: one per GPU, else as many as ``workers``."""
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # of the processes
+    return [Slot(threads, gpu) for gpu in gpus or [""] * workers]
+
+
+def run(table: Table, arms: Sequence[Arm], slots: Sequence[Slot], accelerator: str) -> list[str]:
     """Run until nothing is left that can be run, and write the table whenever a training has ended.
 
     Returns:
         The folders of the trainings that failed. They have no result, and the next call tries them again.
     """
-    running: dict[int, tuple[Key, subprocess.Popen[bytes]]] = {}
+    running: dict[Future[None], tuple[Slot, Key]] = {}
     failed: list[str] = []
     try:
         while True:
             plan, missing = table.plan(arms)
             table.write()
-            for slot in range(len(environments)):
-                taken = {_digest(table, key) for key, _ in running.values()} | {_hash(name) for name in failed}
+            taken = {_digest(table, key) for _, key in running.values()} | {_hash(name) for name in failed}
+            for slot in [slot for slot in slots if slot not in [busy for busy, _ in running.values()]]:
                 key = next((key for key in missing if _digest(table, key) not in taken), None)
-                if key is not None and slot not in running:
-                    running[slot] = key, _start(table, key, environments[slot], accelerator)
+                if key is not None:
+                    taken.add(_digest(table, key))
+                    running[slot.start(_prepared(table, key, accelerator))] = slot, key
             if not running:
                 return failed
-            key, process = _next_ended(running)
+            ended = wait(running, return_when=FIRST_COMPLETED).done.pop()
+            slot, key = running.pop(ended)
+            if ended.exception() is not None:  # the process has died
+                slot.stop()
             done, total = len(plan.needed) - len(missing) + 1, len(plan.needed) + plan.waiting
             if result := table.take(key):
-                ended = "diverged" if math.isnan(result.loss) else f"{table.recipe.metric} {result.loss:.4f}"
-                print(f"{done}/{total}  {table.cell(key).name}: {ended}, {result.seconds:.0f} s", flush=True)
+                loss = "diverged" if math.isnan(result.loss) else f"{table.recipe.metric} {result.loss:.4f}"
+                print(f"{done}/{total}  {table.cell(key).name}: {loss}, {result.seconds:.0f} s", flush=True)
             else:
                 failed.append(str(table.cell(key)))
-                print(f"FAILED  {failed[-1]}/{LOG} (exit code {process.returncode})", flush=True)
+                print(f"FAILED  {failed[-1]}/{LOG}", flush=True)
     finally:
-        for _, process in running.values():
-            process.kill()
+        for slot in slots:
+            slot.stop()
 
 
 def _digest(table: Table, key: Key) -> str:
@@ -63,23 +99,9 @@ def _hash(name: str) -> str:
     return name.rpartition("_")[2]
 
 
-def _start(table: Table, key: Key, environment: Mapping[str, str], accelerator: str) -> subprocess.Popen[bytes]:
-    """Start a training; what an interrupted one left is discarded."""
+def _prepared(table: Table, key: Key, accelerator: str) -> Path:
+    """Write the folder of a training; what an interrupted one left is discarded."""
     folder = table.cell(key).resolve()
     shutil.rmtree(folder, ignore_errors=True)
     table.recipe.write_cell(folder, table.arms[key.row], key, accelerator)
-    with (folder / LOG).open("wb") as log:
-        # In a session of its own: an interrupt from the keyboard reaches this process alone.
-        return subprocess.Popen(
-            [sys.executable, "-m", "research.ablations.training", str(folder)],
-            env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-
-
-def _next_ended(running: dict[int, tuple[Key, subprocess.Popen[bytes]]]) -> tuple[Key, subprocess.Popen[bytes]]:
-    """Wait until one has ended, and remove it."""
-    while True:
-        for slot, (_, process) in running.items():
-            if process.poll() is not None:
-                return running.pop(slot)
-        time.sleep(0.2)
+    return folder

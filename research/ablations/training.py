@@ -1,16 +1,19 @@
-"""One training of an ablation, a process: ``python -m research.ablations.training FOLDER``."""
+"""One training of an ablation, in a process that runs many."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
+import signal
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from lightning_asyncpp import cli
 from lightning_asyncpp.errors import NonFiniteGradientError
 from research.ablations.recipe import RESULT
 
+LOG = "training.log"
 _POINTS = 200  # of the curve of the training loss, at most
 
 
@@ -89,20 +93,35 @@ class Recorder(Callback):
         new.replace(self.folder / RESULT)
 
 
-def main() -> None:
-    """Train what the folder's ``fit.yaml`` says; end with the process that started this one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    cli.run(["fit", "--config", str(folder / "fit.yaml")])
+def prepare(parent: int, threads: int, gpu: str) -> None:
+    """Set a process up for trainings; it ends with ``parent``, and leaves an interrupt from the keyboard to it.
+
+    Args:
+        parent: number of the process that started this one.
+        threads: threads of torch.
+        gpu: number of the only GPU that it sees; "" for none.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def train(folder: Path) -> None:
+    """Train what the folder's ``fit.yaml`` says; what is printed, and an error, goes into its log."""
+    with (folder / LOG).open("wb") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+    try:
+        cli.run(["fit", "--config", str(folder / "fit.yaml")])
+    except (DivergedError, NonFiniteGradientError):
+        pass  # a result
+    except BaseException:
+        traceback.print_exc()
 
 
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

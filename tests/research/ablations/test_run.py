@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import csv
-import sys
+import os
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import yaml
+from torch.optim import SGD
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.errors import NonFiniteGradientError
-from research.ablations import runner, training
+from research.ablations import training
 from research.ablations.__main__ import main
 
 FIT = {
@@ -31,6 +33,16 @@ GRID = {
     "name": "tiny", "recipe": "fit.yaml", "lr_extensions": 0, "delays": [{"stages": 2, "microbatches": 2}],
     "optimizers": {"AdamW": {"class_path": "torch.optim.AdamW", "lr": [0.001, 1e30]}},
 }  # fmt: skip
+
+
+class Dies(SGD):
+    def step(self, closure: Any = None) -> Any:
+        os._exit(1)
+
+
+class Fails(SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("a mistake")
 
 
 @pytest.fixture
@@ -51,31 +63,29 @@ def results(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 
-class Process:
-    """A training in this process, in the place of one of its own; the second one is interrupted."""
+class HereSlot:
+    """A slot that trains in this process; the second training is interrupted."""
 
-    returncode = 0
     started: ClassVar[list[Path]] = []
 
-    def __init__(self, command: list[str], **_: Any) -> None:
-        folder = Path(command[-1])
+    def start(self, folder: Path) -> Future[None]:
         self.started.append(folder)
         if len(self.started) == 2:
             raise KeyboardInterrupt
         with suppress(training.DivergedError, NonFiniteGradientError):
             cli.run(["fit", "--config", str(folder / "fit.yaml")])
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def poll(self) -> int:
-        return 0
-
-    def kill(self) -> None:
+    def stop(self) -> None:
         pass
 
 
 def test_a_grid_goes_on_after_an_interruption(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner.subprocess, "Popen", Process)
+    monkeypatch.setattr("research.ablations.__main__.slots", lambda *_: [HereSlot()])
     with pytest.raises(KeyboardInterrupt):
         main(arguments)
     (first,) = results(tmp_path)
@@ -85,7 +95,7 @@ def test_a_grid_goes_on_after_an_interruption(
     assert [(run["lr"], run["status"], run["loss"]) for run in results(tmp_path)] == [
         ("0.001", "finished", first["loss"]), ("1e+30", "diverged", ""),
     ]  # fmt: skip
-    assert len(Process.started) == 3, "what has ended runs once"
+    assert len(HereSlot.started) == 3, "what has ended runs once"
     table = (tmp_path / "out" / "tiny" / "table.md").read_text()
     assert f"**{float(first['loss']):.3f}** | diverged |" in table
     assert (tmp_path / "out" / "tiny" / "curves.svg").stat().st_size > 1000
@@ -94,11 +104,20 @@ def test_a_grid_goes_on_after_an_interruption(
     assert {metric for _, metric in curves[2:]} == {"train_loss"}
 
 
-def test_trainings_that_fail_are_named_once(
-    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_process_trains_one_after_the_other_and_is_replaced_when_it_has_died(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "executable", "false")
+    fit = yaml.safe_load((tmp_path / "fit.yaml").read_text())
+    fit["trainer"]["max_steps"] = 4
+    (tmp_path / "fit.yaml").write_text(yaml.safe_dump(fit))
+    grid: dict[str, Any] = yaml.safe_load(yaml.safe_dump(GRID))
+    grid["optimizers"]["AdamW"]["lr"] = [0.001]
+    grid["optimizers"]["dies"] = {"class_path": f"{__name__}.Dies", "lr": [1.0]}
+    grid["optimizers"]["fails"] = {"class_path": f"{__name__}.Fails", "lr": [1.0]}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
     with pytest.raises(SystemExit, match="2 trainings failed; the same command tries them again"):
         main(arguments)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["FAILED", "FAILED"]
-    assert results(tmp_path) == []
+    assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()[:3]) == ["1/3", "FAILED", "FAILED"]
+    (log,) = (tmp_path / "out" / "cells").glob("fails*/training.log")
+    assert "a mistake" in log.read_text()
+    assert [(run["optimizer"], run["status"]) for run in results(tmp_path)] == [("AdamW", "finished")]

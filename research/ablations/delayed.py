@@ -1,0 +1,219 @@
+"""A GPT whose gradients are as old as in a pipeline, computed from whole batches on a single device.
+
+``delayed_gradient`` runs every microbatch of every stage by itself, which costs far more than the arithmetic of a small
+model. Here a stage runs twice: the first samples of a batch on the weights before the newest update, the others on the
+newest weights. Which samples these are is what the package's schedule says; the results differ by rounding only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_asyncpp import DelayedGradientStrategy, GPTModule
+from lightning_asyncpp.core.clipping import clip_by_norm, gradient_norm, norms_of
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
+from lightning_asyncpp.core.cut.ties import find_ties
+from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.core.microbatch import split_batch
+from lightning_asyncpp.core.schedule import StalenessRule
+
+Wire = Literal["fp32", "bf16", "fp8", "int8"]
+Layers = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class DelayedStage:
+    """A stage on both weight versions.
+
+    Attributes:
+        newest: the stage's layers, on the weights W_t.
+        older: the same layers, on W_{t-1}.
+        parameters: of ``newest``.
+        rule: says which microbatches run on which version.
+    """
+
+    newest: Layers
+    older: Layers
+    parameters: list[Tensor]
+    rule: StalenessRule
+
+    def run(self, x: Tensor, mini_batch: int, microbatches: int) -> Tensor:
+        """Run the samples ``x`` (batch, ...) of a whole mini-batch."""
+        sizes = [0 if piece is None else len(piece) for piece in split_batch(x.detach(), microbatches)]
+        held = sum(size for i, size in enumerate(sizes) if self.rule.version(mini_batch, i) < mini_batch)
+        parts = [self.older(x[:held])] if held else []
+        return torch.cat([*parts, self.newest(x[held:])]) if held < len(x) else parts[0]
+
+
+class DelayedGPT:
+    """The stages of a GPT and of its copy, which holds the weights before the newest update.
+
+    Args:
+        model: the GPT, which holds the newest weights.
+        pipeline: arguments of ``DelayedGradientStrategy``.
+        wire: what activations and their gradients are rounded to between stages; see :func:`rounded`.
+    """
+
+    def __init__(self, model: nn.Module, pipeline: Mapping[str, Any], wire: Wire = "fp32") -> None:
+        strategy = DelayedGradientStrategy(**pipeline)
+        self.settings = strategy.session.settings.resolved(strategy.num_stages or 1)
+        self.wire = wire
+        self.versions = model, copy.deepcopy(model)
+        counts = choose_partition(model, 0, self.settings.num_stages, self.settings.partition).counts
+        units = pipeline_units(model)
+        linked = {stage: tie.stages[0] for tie in find_ties(units, counts) for stage in tie.stages}
+        self.stages: list[DelayedStage] = []
+        for stage, count in enumerate(counts):
+            begin = sum(counts[:stage])
+            newest, older = (
+                nn.Sequential(*(unit.module for unit in pipeline_units(version)[begin : begin + count]))
+                for version in self.versions
+            )
+            rule = self.settings.schedule(stage, linked.get(stage)).stage_rule
+            self.stages.append(DelayedStage(newest, older, list(newest.parameters()), rule))
+
+    def __call__(self, x: Tensor, mini_batch: int) -> Tensor:
+        """Return the model's output for the samples ``x`` (batch, ...) of a whole mini-batch."""
+        for stage in self.stages:
+            x = stage.run(rounded(x, self.wire) if stage is not self.stages[0] else x, mini_batch, self._microbatches)
+        return x
+
+    @property
+    def _microbatches(self) -> int:
+        return self.settings.microbatches
+
+    def delays(self, mini_batch: int) -> dict[Tensor, float]:
+        """Return the age of each parameter's gradient, in updates; of a shared parameter, that on its first stage."""
+        found: dict[Tensor, float] = {}
+        for stage in self.stages:
+            found = dict.fromkeys(stage.parameters, stage.rule.staleness_of(mini_batch, self._microbatches)) | found
+        return found
+
+    def clips_by_previous(self, mini_batch: int) -> bool:
+        """Return whether stages clip this mini-batch's gradient by the norm of the previous one."""
+        return any(self.settings.schedule(stage).steps_ahead(mini_batch) for stage in range(len(self.stages)))
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Add the gradients at the older weights to the others, and keep the newest weights as the older ones."""
+        for new, old in zip(*(version.parameters() for version in self.versions)):
+            if old.grad is not None:
+                new.grad = old.grad if new.grad is None else new.grad.add_(old.grad)
+                old.grad = None
+            old.copy_(new)
+
+
+class _At(nn.Module):
+    """The model as the forward of a mini-batch calls it; without parameters of its own."""
+
+    def __init__(self, delayed: DelayedGPT, mini_batch: int) -> None:
+        super().__init__()
+        self._call = delayed, mini_batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        delayed, mini_batch = self._call
+        return delayed(x, mini_batch)
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounding in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+        ctx.wire = wire
+        return _round(x, wire)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _round(gradients[0], ctx.wire), None
+
+
+def rounded(x: Tensor, wire: Wire) -> Tensor:
+    """Round activations ``x`` (..., dim), and in the backward their gradient, as if they were sent in fewer bits.
+
+    ``fp8`` (e4m3) and ``int8`` have a scale for each vector of length dim: its largest absolute value.
+    """
+    result: Tensor = x if wire == "fp32" else _Rounded.apply(x, wire)
+    return result
+
+
+def _round(x: Tensor, wire: Wire) -> Tensor:
+    if wire == "bf16":
+        return x.to(torch.bfloat16).to(x.dtype)
+    largest = 448.0 if wire == "fp8" else 127.0
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / largest
+    scaled = x / scale
+    return (scaled.to(torch.float8_e4m3fn).to(x.dtype) if wire == "fp8" else scaled.round()) * scale
+
+
+class DelayedGPTModule(GPTModule):
+    """``GPTModule`` for Lightning's own strategy on a single device, with gradients as old as in a pipeline.
+
+    Args:
+        pipeline: arguments of ``DelayedGradientStrategy``.
+        wire: what activations and their gradients are rounded to between stages: ``fp32`` (not at all), ``bf16``,
+            ``fp8`` or ``int8``.
+        norm: what gradients are clipped by: the norm that the pipeline's schedule has at hand, or always the norm of
+            the ``previous`` gradient.
+        kwargs: arguments of ``GPTModule``.
+    """
+
+    def __init__(
+        self,
+        pipeline: dict[str, Any] | None = None,
+        wire: Wire = "fp32",
+        norm: Literal["schedule", "previous"] = "schedule",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if self.config.moe is not None:
+            raise ValueError("config.moe: experts are counted per microbatch, so they need strategy='delayed_gradient'")
+        self.pipeline, self.wire, self.norm = pipeline or {}, wire, norm
+        self._norm_before = 0.0
+        self._delayed: list[DelayedGPT] = []  # in a list, so that the copy is no part of the module
+
+    def on_fit_start(self) -> None:
+        """Cut the model and copy it."""
+        assert self.model is not None
+        self._delayed = [DelayedGPT(self.model, self.pipeline, self.wire)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return and log the mean loss of ``batch`` (batch, time + 1), in nats per target."""
+        (delayed,), model, update = self._delayed, self.model, self.trainer.global_step
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        if hasattr(optimizer, "set_delay"):
+            optimizer.set_delay(delayed.delays(update))
+        try:
+            self.model = _At(delayed, update)
+            return super().training_step(batch, batch_idx)
+        finally:
+            self.model = model
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Complete the gradients, and keep the weights before the update."""
+        self._delayed[0].before_update()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer | LightningOptimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the norm of this gradient or of the previous one."""
+        assert self.model is not None
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        squares = sum(norm**2 for norm in torch.stack(norms_of([p.grad for p in parameters if p.grad is not None])))
+        norm = gradient_norm(float(squares), 1.0)
+        update = self.trainer.global_step
+        lagged = self._delayed[0].clips_by_previous(update) or (self.norm == "previous" and update > 0)
+        if gradient_clip_val is not None:
+            clip_by_norm(parameters, self._norm_before if lagged else norm, gradient_clip_val)
+        self._norm_before = norm
