@@ -6,7 +6,7 @@ A quantity over seeds is a series by seed, NaN where a run diverged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,6 +149,19 @@ def half_width(values: pd.Series) -> float | None:
     if count < 2:
         return None
     return float(_STUDENT_T[min(count - 1, len(_STUDENT_T)) - 1] * values.std() / math.sqrt(count))
+
+
+def pooled_half_width(many: Sequence[pd.Series]) -> float | None:
+    """Half of the 95 % interval of each mean, if all series have one variance; None without two values in a series.
+
+    The series with the fewest values decides how wide it is.
+    """
+    many = [values.dropna() for values in many if values.count() > 1]
+    freedom = sum(len(values) - 1 for values in many)
+    if not freedom:
+        return None
+    variance = sum((len(values) - 1) * values.var() for values in many) / freedom
+    return float(_STUDENT_T[min(freedom, len(_STUDENT_T)) - 1] * math.sqrt(variance / min(map(len, many))))
 
 
 def no_share(gap: pd.Series, gain: float = 0.0) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pandas as pd
 
 from research.ablations.lengths import further_updates, length_of
-from research.ablations.rows import UNCORRECTED, Group, Row, with_setting
+from research.ablations.rows import UNCORRECTED, Group, Row, Setting, natural, with_setting
 from research.ablations.summary import (
     NO_DELAY,
     Ablation,
@@ -17,6 +17,7 @@ from research.ablations.summary import (
     difference,
     half_width,
     no_share,
+    pooled_half_width,
     share_recovered,
 )
 
@@ -25,6 +26,7 @@ _NOTES = {
     EDGE: f"{EDGE} edge of the search: the best learning rate is the lowest or the highest one tried.",
     ONE_LR: f"{ONE_LR} a single learning rate was run: not searched for.",
 }
+_AHEAD = "-ahead"
 _MOST_BESIDE = 2  # corrections that the main table has columns for
 _SAME = 1e-6  # relative difference of losses below which they are equal in single precision
 
@@ -231,6 +233,39 @@ def delay_table(ablation: Ablation) -> str:
     return _with_notes(_markdown(header, lines), *notes, counts(ablation))
 
 
+def sides_table(ablation: Ablation) -> str:
+    """Every row's distance to the best run without delay of its family: an optimizer alone, corrected, looking ahead.
+
+    Looking ahead is part of an optimizer's name: ``Muon-ahead`` is of Muon's family. Empty without such a name.
+    """
+    if not any(group.optimizer.endswith(_AHEAD) for group in ablation.groups):
+        return ""
+    cells, settings = Cells(ablation), {row.setting for row in ablation.results} - {NO_DELAY}
+    ordered = sorted(settings, key=lambda setting: natural(setting[0]))
+    families = dict.fromkeys(_family(row) for row in ablation.results)
+    lines = [line for family in families for line in _family_lines(cells, family, ordered)]
+    delays = [with_setting(setting[0].partition(" ")[0], setting) for setting in ordered]
+    return _with_notes(_markdown(["optimizer", "with", "no delay", *delays, "interval"], lines), counts(ablation))
+
+
+def _family(row: Row) -> str:
+    return row.optimizer.removesuffix(_AHEAD)
+
+
+def _family_lines(cells: Cells, family: str, settings: Sequence[Setting]) -> Iterator[list[str]]:
+    """A line for an optimizer alone, for each correction, and looking ahead."""
+    results = {row: one for row, one in cells.ablation.results.items() if _family(row) == family}
+    best = min((one for row, one in results.items() if row.setting == NO_DELAY), key=lambda one: one.losses.mean())
+    gaps = {row: difference(one, best) for row, one in results.items() if one is not best}
+    texts = {row: f"{gap.mean():+.{cells.decimals}f}{_fewer(gap, cells.seeds)}" for row, gap in gaps.items()}
+    texts[best.row] = cells.number(best.losses.mean())
+    half = pooled_half_width(list(gaps.values()))
+    for group, correction in dict.fromkeys((row.group, row.correction) for row in results):
+        kind = "looking ahead" if group.optimizer.endswith(_AHEAD) else correction.replace(UNCORRECTED, "alone")
+        rows = [Row(*group, *setting, correction) for setting in (NO_DELAY, *settings)]
+        yield [family, kind, *(texts.get(row, "") for row in rows), "" if half is None else f"± {cells.number(half)}"]
+
+
 def search_table(ablation: Ablation) -> str:
     """Loss of every learning rate on the search seed, a table per optimizer, the chosen one in bold."""
     parts, cells = [], Cells(ablation)
@@ -247,6 +282,7 @@ TABLES: Mapping[str, Callable[[Ablation], str]] = {
     "main": main_table,
     "corrections": correction_table,
     "equal": equal_table,
+    "sides": sides_table,
     "delays": delay_table,
     "search": search_table,
 }
@@ -254,6 +290,7 @@ TITLES = {
     "main": "No delay, a delay of one update, and corrections",
     "corrections": "Corrections side by side",
     "equal": "At the same learning rate",
+    "sides": "Both sides at their best",
     "delays": "Other delays",
     "search": "The search for the learning rate",
 }
@@ -271,6 +308,11 @@ _DELAY_DEFINITION = (
     " half of its 95 % interval (Student's t). Recovered: what a correction takes back of the gap at the same delay,"
     " and what a shorter delay, corrected or not, takes back of the gap of one update."
 )
+_SIDES_DEFINITION = (
+    "The best loss without delay of an optimizer, alone or looking ahead, and the distance of all other rows to it,"
+    " each at its best learning rate, paired by seed: mean. The 95 % interval is Student's t for one such mean, with"
+    " the standard deviation of all distances of the optimizer, pooled."
+)
 _START_NOTE = "Of a synchronous start: what it takes back, corrected or not, of the gap of the same delay without it."
 _LENGTH_NOTE = (
     "Further updates: how many more the row takes than a sync run to the loss that it ends at. Losses at the ends of"
@@ -281,6 +323,7 @@ _DEFINITIONS = {
     "main": _MAIN_DEFINITION,
     "corrections": _MAIN_DEFINITION,
     "equal": _EQUAL_DEFINITION,
+    "sides": _SIDES_DEFINITION,
     "delays": _DELAY_DEFINITION,
 }
 

@@ -16,7 +16,7 @@ from research.ablations.recipe import Recipe
 from research.ablations.rows import Key, Row, Run
 from research.ablations.search import best_lr, learning_rates, make_plan
 from research.ablations.summary import Ablation
-from research.ablations.tables import main_table
+from research.ablations.tables import main_table, sides_table
 
 NAN = math.nan
 
@@ -113,3 +113,15 @@ def test_the_law_of_staleness_is_found_whatever_the_stages() -> None:
     assert found[["a", "b", 1, 2, "lookahead"]].tolist() == pytest.approx([0.2, 1.5, 1.0, 2.0, 0.01])
     assert found[[name for name in BESIDES if name != "lookahead"]].abs().max() < 1e-9
     assert shares(run(0.0, delay="least microbatches=8", stages=4).key.row) == [0.375, 0.25, 0.125, 0]
+
+
+def test_distances_are_to_the_best_of_a_family_with_one_interval() -> None:
+    losses = {("Muon", "0"): (1.1, 1.3), ("Muon-ahead", "0"): (1.0, 1.2), ("Muon-ahead", "least"): (1.2, 1.3)}
+    runs = [run(loss, i, optimizer=o, delay=d) for (o, d), ones in losses.items() for i, loss in enumerate(ones)]
+    lines = sides_table(Ablation.of("mine", [*runs, run(5.0, optimizer="SOAP", delay="0")])).splitlines()
+    width = 4.303 * math.sqrt((0.0 + 0.1**2 / 2) / 2 / 2)
+    assert lines[2:5] == [
+        f"| Muon | alone | +0.100 |  | ± {width:.3f} |",
+        f"| Muon | looking ahead | 1.100 | +0.150 | ± {width:.3f} |",
+        "| SOAP | alone | 5.000 |  |  |",
+    ]
