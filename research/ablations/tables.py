@@ -27,6 +27,7 @@ _NOTES = {
     ONE_LR: f"{ONE_LR} a single learning rate was run: not searched for.",
 }
 _AHEAD = "-ahead"
+_MOST_DELAYS = 6
 _MOST_BESIDE = 2  # corrections that the main table has columns for
 _SAME = 1e-6  # relative difference of losses below which they are equal in single precision
 
@@ -236,12 +237,13 @@ def delay_table(ablation: Ablation) -> str:
 def sides_table(ablation: Ablation) -> str:
     """Every row's distance to the best run without delay of its family: an optimizer alone, corrected, looking ahead.
 
-    Looking ahead is part of an optimizer's name: ``Muon-ahead`` is of Muon's family. Empty without such a name.
+    Looking ahead is part of an optimizer's name: ``Muon-ahead`` is of Muon's family. Empty without such a name, and
+    with too many delays for a table.
     """
-    if not any(group.optimizer.endswith(_AHEAD) for group in ablation.groups):
+    settings = {row.setting for row in ablation.results} - {NO_DELAY}
+    if not any(group.optimizer.endswith(_AHEAD) for group in ablation.groups) or len(settings) > _MOST_DELAYS:
         return ""
-    cells, settings = Cells(ablation), {row.setting for row in ablation.results} - {NO_DELAY}
-    ordered = sorted(settings, key=lambda setting: natural(setting[0]))
+    cells, ordered = Cells(ablation), sorted(settings, key=lambda setting: (natural(setting[0]), setting[1] or 0))
     families = dict.fromkeys(_family(row) for row in ablation.results)
     lines = [line for family in families for line in _family_lines(cells, family, ordered)]
     delays = [with_setting(setting[0].partition(" ")[0], setting) for setting in ordered]

@@ -11,18 +11,15 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from lightning_asyncpp import cli
 from lightning_asyncpp.errors import NonFiniteGradientError
 from research.ablations.recipe import RESULT
 
 LOG = "training.log"
-_POINTS = 200  # of the curve of the training loss, at most
 
 
 class DivergedError(RuntimeError):
@@ -30,7 +27,7 @@ class DivergedError(RuntimeError):
 
 
 class Recorder(Callback):
-    """Records validations and training losses, ends a training that diverged, and writes ``result.json``.
+    """Records validations, ends a training that diverged, and writes ``result.json``.
 
     Args:
         folder: where to.
@@ -43,19 +40,11 @@ class Recorder(Callback):
         self.metric = metric
         self.bound = math.inf if diverged_above is None else diverged_above
         self.validations: list[tuple[int, float]] = []
-        self.losses: list[tuple[int, Tensor]] = []
         self.started = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self.started = time.monotonic()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Keep the loss; it is read later, because reading waits for the device."""
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        self.losses.append((trainer.global_step, loss.detach().float().mean()))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the validation loss."""
@@ -78,15 +67,11 @@ class Recorder(Callback):
             self._write(trainer, None)
 
     def _write(self, trainer: Trainer, loss: float | None) -> None:
-        length = max(1, math.ceil(len(self.losses) / _POINTS))
-        parts = [self.losses[i : i + length] for i in range(0, len(self.losses), length)]
-        training = [(part[-1][0], math.fsum(float(loss) for _, loss in part) / len(part)) for part in parts]
         result = {
             "loss": loss,
             "steps": trainer.global_step,
             "seconds": time.monotonic() - self.started,
-            "curve": [(step, "val_loss", value) for step, value in self.validations]
-            + [(step, "train_loss", value) for step, value in training],
+            "curve": [(step, "val_loss", value) for step, value in self.validations],
         }
         new = self.folder / f"{RESULT}.new"
         new.write_text(json.dumps(result), encoding="utf-8")
