@@ -8,7 +8,7 @@ newest weights. Which samples these are is what the package's schedule says; the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,11 +97,6 @@ class DelayedGPT:
             found = dict.fromkeys(stage.parameters, stage.rule.staleness_of(mini_batch, self._microbatches)) | found
         return found
 
-    def own_parameters(self) -> dict[int, list[Tensor]]:
-        """Return stage -> its parameters; a shared one is of its first stage."""
-        owners = {p: number for number, stage in reversed([*enumerate(self.stages)]) for p in stage.parameters}
-        return {number: [p for p in owners if owners[p] == number] for number in range(len(self.stages))}
-
     def clips_by_previous(self, mini_batch: int) -> bool:
         """Return whether stages clip this mini-batch's gradient by the norm of the previous one."""
         return any(self.settings.schedule(stage).steps_ahead(mini_batch) for stage in range(len(self.stages)))
@@ -166,8 +161,8 @@ class DelayedGPTModule(GPTModule):
         pipeline: arguments of ``DelayedGradientStrategy``.
         wire: what activations and their gradients are rounded to between stages: ``fp32`` (not at all), ``bf16``,
             ``fp8`` or ``int8``.
-        norm: what gradients are clipped by: the norm that the pipeline's ``schedule`` has at hand; always the norm of
-            the ``previous`` gradient; or that norm times the ratio of the stage's own norms (``estimated``).
+        norm: what gradients are clipped by: the norm that the pipeline's ``schedule`` has at hand, or always that of the
+            ``previous`` gradient.
         kwargs: arguments of ``GPTModule``.
     """
 
@@ -175,7 +170,7 @@ class DelayedGPTModule(GPTModule):
         self,
         pipeline: dict[str, Any] | None = None,
         wire: Wire = "fp32",
-        norm: Literal["schedule", "previous", "estimated"] = "schedule",
+        norm: Literal["schedule", "previous"] = "schedule",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -183,7 +178,6 @@ class DelayedGPTModule(GPTModule):
             raise ValueError("config.moe: experts are counted per microbatch, so they need strategy='delayed_gradient'")
         self.pipeline, self.wire, self.norm = pipeline or {}, wire, norm
         self._norm_before = 0.0
-        self._parts_before: dict[int, float] = {}
         self._delayed: list[DelayedGPT] = []  # in a list, so that the copy is no part of the module
 
     def on_fit_start(self) -> None:
@@ -213,21 +207,12 @@ class DelayedGPTModule(GPTModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the norm of this gradient, of the previous one, or by an estimate of this one on each stage."""
-        (delayed,), update = self._delayed, self.trainer.global_step
-        parts = {stage: [p for p in ones if p.grad is not None] for stage, ones in delayed.own_parameters().items()}
-        norms = {stage: _norm(ones) for stage, ones in parts.items()}
-        norm = gradient_norm(sum(part**2 for part in norms.values()), 1.0)
-        lagged = delayed.clips_by_previous(update) or (self.norm != "schedule" and update > 0)
-        for stage, parameters in parts.items():
-            used = self._norm_before if lagged else norm
-            if lagged and self.norm == "estimated":
-                used *= norms[stage] / max(self._parts_before[stage], 1e-12)
-            if gradient_clip_val is not None:
-                clip_by_norm(parameters, used, gradient_clip_val)
-        self._norm_before, self._parts_before = norm, norms
-
-
-def _norm(parameters: Sequence[Tensor]) -> float:
-    norms = norms_of([p.grad for p in parameters if p.grad is not None])
-    return float(torch.stack(norms).norm()) if norms else 0.0
+        """Clip by the norm of this gradient or of the previous one."""
+        assert self.model is not None
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        squares = torch.stack(norms_of([p.grad for p in parameters if p.grad is not None])).square().sum()
+        norm, update = gradient_norm(float(squares), 1.0), self.trainer.global_step
+        lagged = self._delayed[0].clips_by_previous(update) or (self.norm == "previous" and update > 0)
+        if gradient_clip_val is not None:
+            clip_by_norm(parameters, self._norm_before if lagged else norm, gradient_clip_val)
+        self._norm_before = norm

@@ -257,7 +257,10 @@ def _family(row: Row) -> str:
 def _family_lines(cells: Cells, family: str, settings: Sequence[Setting]) -> Iterator[list[str]]:
     """A line for an optimizer alone, for each correction, and looking ahead."""
     results = {row: one for row, one in cells.ablation.results.items() if _family(row) == family}
-    best = min((one for row, one in results.items() if row.setting == NO_DELAY), key=lambda one: one.losses.mean())
+    fresh = [one for row, one in results.items() if row.setting == NO_DELAY and one.losses.count()]
+    if not fresh:
+        return
+    best = min(fresh, key=lambda one: one.losses.mean())
     gaps = {row: difference(one, best) for row, one in results.items() if one is not best}
     texts = {row: f"{gap.mean():+.{cells.decimals}f}{_fewer(gap, cells.seeds)}" for row, gap in gaps.items()}
     texts[best.row] = cells.number(best.losses.mean())
