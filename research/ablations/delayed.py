@@ -161,8 +161,8 @@ class DelayedGPTModule(GPTModule):
         pipeline: arguments of ``DelayedGradientStrategy``.
         wire: what activations and their gradients are rounded to between stages: ``fp32`` (not at all), ``bf16``,
             ``fp8`` or ``int8``.
-        norm: what gradients are clipped by: the norm that the pipeline's ``schedule`` has at hand, or always that of the
-            ``previous`` gradient.
+        norm: norm that gradients are clipped by: the one that the pipeline's ``schedule`` has at hand, or always that
+            of the ``previous`` gradient.
         kwargs: arguments of ``GPTModule``.
     """
 

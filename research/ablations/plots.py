@@ -243,7 +243,7 @@ def draw_law(ablation: Ablation) -> Figure | None:
     if len({row.stages for row in ablation.results if row.kind == "least"}) < 2:
         return None
     laws = points_of(ablation)
-    figure, panels = _panels(list(laws), "loss less L", "share of old gradients", sharey=False)
+    figure, panels = _panels(list(laws), "loss less L", "share of old gradients, root mean square", sharey=False)
     looks = looks_of([f"P = {stages}" for stages in (1, 2, 4, 8, 16)])
     for axes, data in zip(panels, laws.values()):
         law, shares = fit(data), np.linspace(0.0, data.phi.max(), 101)

@@ -102,7 +102,7 @@ def test_the_law_of_staleness_is_found_whatever_the_stages() -> None:
     settings += [("least microbatches=8 slack=exact", 4), ("least lookahead=1 microbatches=8", 8)]
     runs = []
     for delay, stages in settings:
-        phi = statistics.fmean(shares(run(0.0, delay=delay, stages=stages).key.row))
+        phi = statistics.fmean(age**2 for age in shares(run(0.0, delay=delay, stages=stages).key.row)) ** 0.5
         more = 0.01 * ("lookahead" in delay)
         runs += [
             run(seed + 0.2 * phi**1.5 + more, seed, delay=delay, stages=stages, correction="EF" if phi else "none")
