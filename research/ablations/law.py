@@ -25,7 +25,7 @@ from research.ablations.results import read_runs
 from research.ablations.rows import UNCORRECTED, Row
 from research.ablations.summary import NO_DELAY, Ablation
 
-POWERS = np.arange(0.3, 3.01, 0.05)
+POWERS = np.arange(0.5, 4.01, 0.05)
 """Values of b that are tried."""
 AT = (0.1, 0.2, 0.3, 0.5)
 """Shares whose cost is printed."""

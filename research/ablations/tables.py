@@ -262,13 +262,13 @@ def _family_lines(cells: Cells, family: str, settings: Sequence[Setting]) -> Ite
         return
     best = min(fresh, key=lambda one: one.losses.mean())
     gaps = {row: difference(one, best) for row, one in results.items() if one is not best}
-    texts = {row: f"{gap.mean():+.{cells.decimals}f}{_fewer(gap, cells.seeds)}" for row, gap in gaps.items()}
-    texts[best.row] = cells.number(best.losses.mean())
+    texts = {row: f"{gap.mean():+.3f}{_fewer(gap, cells.seeds)}" for row, gap in gaps.items()}
+    texts[best.row] = f"{best.losses.mean():.3f}"
     half = pooled_half_width(list(gaps.values()))
     for group, correction in dict.fromkeys((row.group, row.correction) for row in results):
         kind = "looking ahead" if group.optimizer.endswith(_AHEAD) else correction.replace(UNCORRECTED, "alone")
         rows = [Row(*group, *setting, correction) for setting in (NO_DELAY, *settings)]
-        yield [family, kind, *(texts.get(row, "") for row in rows), "" if half is None else f"± {cells.number(half)}"]
+        yield [family, kind, *(texts.get(row, "") for row in rows), "" if half is None else f"± {half:.3f}"]
 
 
 def search_table(ablation: Ablation) -> str:
