@@ -2,11 +2,11 @@
 
 ``python -m research.ablations.law docs/evidence/law``
 
-For each optimizer and correction the losses of all rows, without a delay or with one, are taken to be ``L + a phi^b``
-with errors of equal size; every seed has an L of its own. phi is the root of the mean square, over the stages, of the
-shares that the schedule says.
-Intervals are those of a bootstrap that draws both seeds and rows with replacement, since of either there are few. With
-one seed they leave out the error of its run without a delay.
+For each optimizer and correction the losses of all rows, without a delay or with one, are taken to be
+``L + a phi^b + c`` with errors of equal size; every seed has an L of its own. phi is the root of the mean square, over
+the stages, of the shares that the schedule says; c, the cost of clipping by the norm of the gradient before, counts
+only for rows that do. Intervals are those of a bootstrap that draws both seeds and rows with replacement, since of either
+there are few. With one seed they leave out the error of its run without a delay.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ POWERS = np.arange(0.5, 4.01, 0.05)
 """Values of b that are tried."""
 AT = (0.1, 0.2, 0.3, 0.5)
 """Shares whose cost is printed."""
-BESIDES = ("log2_stages", "lookahead", "equal_stages", "previous_norm")
-"""What might cost something at the same phi; ``previous_norm``: clipping by the norm of the gradient before."""
+CLIPPING = "previous_norm"
+"""Column of c in the data."""
+BESIDES = ("log2_stages", "lookahead", "equal_stages")
+"""What else might cost something at the same phi."""
 _DRAWS = 500
 
 
@@ -56,7 +58,7 @@ def points_of(ablation: Ablation) -> dict[str, pd.DataFrame]:
             "row": row, "phi": (ages**2).mean() ** 0.5, "mean": ages.mean(), "delayed": float(ages.any()),
             "stages": row.stages or 1, "log2_stages": np.log2((row.stages or 4) / 4),
             "lookahead": float("lookahead" in row.delay), "equal_stages": float(ages.any() and np.ptp(ages) == 0),
-            "previous_norm": float(row.kind == "least" and "slack=exact" not in row.delay),
+            CLIPPING: float(row.kind == "least" and "slack=exact" not in row.delay),
         }  # fmt: skip
         losses = ablation.results[row].losses.dropna()
         name = row.group.label + ("" if correction == UNCORRECTED else f" + {correction}")
@@ -67,9 +69,10 @@ def points_of(ablation: Ablation) -> dict[str, pd.DataFrame]:
 def fit(
     data: pd.DataFrame, besides: Sequence[str] = (), phi: str = "phi", powers: Sequence[float] | np.ndarray = POWERS
 ) -> pd.Series:
-    """Least squares: a, b, coefficients of further columns, L by seed, and ``error``, that of one loss."""
+    """Least squares: a, b, c, coefficients of further columns, L by seed, and ``error``, that of one loss."""
+    besides = [CLIPPING, *besides]
     seeds = pd.get_dummies(data.seed, dtype=float)
-    others, loss = np.column_stack([data[list(besides)], seeds]), data.loss.to_numpy()
+    others, loss = np.column_stack([data[besides], seeds]), data.loss.to_numpy()
     within = np.eye(len(data)) - others @ np.linalg.pinv(others)  # takes away what the other columns explain
     tried = within @ data[phi].to_numpy()[:, None] ** np.asarray(powers)  # (n, b)
     explained = (tried * loss[:, None]).sum(0) ** 2 / (tried**2).sum(0)
@@ -114,7 +117,7 @@ def describe(data: pd.DataFrame) -> list[str]:
     others = {"b = 2": fit(data, powers=[2.0]), "the mean over the stages": fit(data, phi="mean")}
     lines = [f"{data.row.nunique()} rows, {len(data)} losses, error {law.error:.4f}"]
     lines += [f"error with {name}: {one.error:.4f}" for name, one in others.items()]
-    lines += [f"{name} {law[name]:.2f}{_interval(fits[name])}" for name in ("a", "b")]
+    lines += [f"{name} {law[name]:.3f}{_interval(fits[name])}" for name in ("a", "b", CLIPPING)]
     low, high = costs(fits, np.array(AT))
     lines += [f"phi {at:g}: {law.a * at**law.b:+.4f}, 95 % {a:+.4f} to {b:+.4f}" for at, a, b in zip(AT, low, high)]
     return lines + [f"at the same phi, per {name}: {more[name]:+.4f}{_interval(wide[name])}" for name in besides]

@@ -17,7 +17,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from research.ablations.law import bootstrap, costs, fit, points_of
+from research.ablations.law import CLIPPING, bootstrap, costs, fit, points_of
 from research.ablations.lengths import length_of
 from research.ablations.rows import UNCORRECTED, Group, Row, with_setting
 from research.ablations.summary import NO_DELAY, Ablation, Result, half_width
@@ -237,19 +237,22 @@ def draw_against(what: str, points: Points, levels: Mapping[str, pd.Series] | No
 def draw_law(ablation: Ablation) -> Figure | None:
     """The cost of old gradients against their share, and what it was in the mean over the seeds, by number of stages.
 
+    What clipping by the norm before costs is taken away.
+
     Returns:
         None unless the least staleness was run with several numbers of stages.
     """
     if len({row.stages for row in ablation.results if row.kind == "least"}) < 2:
         return None
     laws = points_of(ablation)
-    figure, panels = _panels(list(laws), "loss less L", "share of old gradients, root mean square", sharey=False)
+    figure, panels = _panels(list(laws), "loss less L and c", "share of old gradients, root mean square", sharey=False)
     looks = looks_of([f"P = {stages}" for stages in (1, 2, 4, 8, 16)])
     for axes, data in zip(panels, laws.values()):
         law, shares = fit(data), np.linspace(0.0, data.phi.max(), 101)
         axes.plot(shares, law.a * shares**law.b, color=_SYNC, lw=1.2)
         axes.fill_between(shares, *costs(bootstrap(data), shares), color=_SYNC, alpha=0.18, lw=0)
-        above = data.assign(loss=data.loss - data.seed.map(law)).groupby("row")[["stages", "phi", "loss"]].mean()
+        above = data.assign(loss=data.loss - data.seed.map(law) - law[CLIPPING] * data[CLIPPING])
+        above = above.groupby("row")[["stages", "phi", "loss"]].mean()
         for stages, ones in above.groupby("stages"):
             label = f"P = {stages:g}"
             axes.plot(ones.phi, ones.loss, label=label, **looks[label] | {"ls": ""})
