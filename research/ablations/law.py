@@ -2,11 +2,11 @@
 
 ``python -m research.ablations.law docs/evidence/law``
 
-For each optimizer and correction the losses of all rows, without a delay or with one, are taken to be
-``L + a phi^b + c`` with errors of equal size; every seed has an L of its own. phi is the root of the mean square, over
-the stages, of the shares that the schedule says; c, the cost of clipping by the norm of the gradient before, counts
-only for rows that do. Intervals are those of a bootstrap that draws both seeds and rows with replacement, since of either
-there are few. With one seed they leave out the error of its run without a delay.
+For each optimizer and correction the losses of all rows, without a delay or with one, are taken to be ``L + a phi^b +
+c`` with errors of equal size; every seed has an L of its own. phi is the root of the mean square, over the stages, of
+the shares that the schedule says; c, the cost of clipping by the norm of the gradient before, counts only for rows
+that do. Intervals are those of a bootstrap that draws both seeds and rows with replacement, since of either there are
+few. With one seed they leave out the error of its run without a delay.
 """
 
 from __future__ import annotations
