@@ -99,7 +99,7 @@ class DelayedGPT:
 
     def clips_by_previous(self, mini_batch: int) -> bool:
         """Return whether stages clip this mini-batch's gradient by the norm of the previous one."""
-        return any(self.settings.schedule(stage).steps_ahead(mini_batch) for stage in range(len(self.stages)))
+        return self.settings.schedule(0).steps_ahead(mini_batch)
 
     @torch.no_grad()
     def before_update(self) -> None:
@@ -156,6 +156,8 @@ def _round(x: Tensor, wire: Wire) -> Tensor:
 
 class DelayedGPTModule(GPTModule):
     """``GPTModule`` for Lightning's own strategy on a single device, with gradients as old as in a pipeline.
+
+    For dense models without dropout, without gradient accumulation, and clipped by norm or not at all.
 
     Args:
         pipeline: arguments of ``DelayedGradientStrategy``.

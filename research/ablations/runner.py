@@ -6,7 +6,8 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -28,25 +29,28 @@ class Slot:
 
     def __init__(self, threads: int, gpu: str = "") -> None:
         self._arguments = os.getpid(), threads, gpu
-        self._process: Executor | None = None
+        self._process: ProcessPoolExecutor | None = None
         self._started = 0
 
     def start(self, folder: Path) -> Future[None]:
         """Train what the folder's ``fit.yaml`` says."""
         if self._process is None or self._started == _TRAININGS:
             self.stop()
-            self._process, self._started = self._new_process(), 0
+            self._process, self._started = ProcessPoolExecutor(1, get_context("spawn"), prepare, self._arguments), 0
         self._started += 1
-        return self._process.submit(train, folder)
+        try:
+            return self._process.submit(train, folder)
+        except BrokenProcessPool:  # it died between two trainings
+            self.stop()
+            return self.start(folder)
 
     def stop(self) -> None:
-        """Let the process end; a training that runs in it goes on until the interpreter exits."""
+        """Kill the process."""
         if self._process is not None:
+            for process in list((self._process._processes or {}).values()):  # a shutdown alone waits for the training
+                process.kill()
             self._process.shutdown(wait=False, cancel_futures=True)
             self._process = None
-
-    def _new_process(self) -> Executor:
-        return ProcessPoolExecutor(1, get_context("spawn"), prepare, self._arguments)
 
 
 def slots(workers: int, threads: int, gpus: Sequence[str]) -> list[Slot]:
@@ -77,7 +81,7 @@ def run(table: Table, arms: Sequence[Arm], slots: Sequence[Slot], accelerator: s
                 return failed
             ended = wait(running, return_when=FIRST_COMPLETED).done.pop()
             slot, key = running.pop(ended)
-            if ended.exception() is not None:  # the process has died
+            if ended.exception() is not None:  # the training failed, and its process has ended
                 slot.stop()
             done, total = len(plan.needed) - len(missing) + 1, len(plan.needed) + plan.waiting
             if result := table.take(key):

@@ -151,17 +151,18 @@ def half_width(values: pd.Series) -> float | None:
     return float(_STUDENT_T[min(count - 1, len(_STUDENT_T)) - 1] * values.std() / math.sqrt(count))
 
 
-def pooled_half_width(many: Sequence[pd.Series]) -> float | None:
-    """Half of the 95 % interval of each mean, if all series have one variance; None without two values in a series.
+def pooled_half_width(many: Sequence[pd.Series], count: int) -> float | None:
+    """Half of the 95 % interval of a mean of ``count`` values, if all series have one variance.
 
-    The series with the fewest values decides how wide it is.
+    Returns:
+        None if no series has two values.
     """
     many = [values.dropna() for values in many if values.count() > 1]
     freedom = sum(len(values) - 1 for values in many)
     if not freedom:
         return None
     variance = sum((len(values) - 1) * values.var() for values in many) / freedom
-    return float(_STUDENT_T[min(freedom, len(_STUDENT_T)) - 1] * math.sqrt(variance / min(map(len, many))))
+    return float(_STUDENT_T[min(freedom, len(_STUDENT_T)) - 1] * math.sqrt(variance / count))
 
 
 def no_share(gap: pd.Series, gain: float = 0.0) -> str | None:

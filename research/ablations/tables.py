@@ -237,38 +237,43 @@ def delay_table(ablation: Ablation) -> str:
 def sides_table(ablation: Ablation) -> str:
     """Every row's distance to the best run without delay of its family: an optimizer alone, corrected, looking ahead.
 
-    Looking ahead is part of an optimizer's name: ``Muon-ahead`` is of Muon's family. Empty without such a name, and
-    with too many delays for a table.
+    Looking ahead is part of an optimizer's name: ``Muon-ahead`` is of Muon's family. Empty without such a name, without
+    a delay, and with too many delays for a table.
     """
     settings = {row.setting for row in ablation.results} - {NO_DELAY}
-    if not any(group.optimizer.endswith(_AHEAD) for group in ablation.groups) or len(settings) > _MOST_DELAYS:
+    if not any(group.optimizer.endswith(_AHEAD) for group in ablation.groups) or not 0 < len(settings) <= _MOST_DELAYS:
         return ""
     cells, ordered = Cells(ablation), sorted(settings, key=lambda setting: (natural(setting[0]), setting[1] or 0))
     families = dict.fromkeys(_family(row) for row in ablation.results)
     lines = [line for family in families for line in _family_lines(cells, family, ordered)]
+    if not lines:
+        return ""
     delays = [with_setting(setting[0].partition(" ")[0], setting) for setting in ordered]
     return _with_notes(_markdown(["optimizer", "with", "no delay", *delays, "interval"], lines), counts(ablation))
 
 
-def _family(row: Row) -> str:
-    return row.optimizer.removesuffix(_AHEAD)
+def _family(row: Row) -> Group:
+    return row.group._replace(optimizer=row.optimizer.removesuffix(_AHEAD))
 
 
-def _family_lines(cells: Cells, family: str, settings: Sequence[Setting]) -> Iterator[list[str]]:
+def _family_lines(cells: Cells, family: Group, settings: Sequence[Setting]) -> Iterator[list[str]]:
     """A line for an optimizer alone, for each correction, and looking ahead."""
     results = {row: one for row, one in cells.ablation.results.items() if _family(row) == family}
-    fresh = [one for row, one in results.items() if row.setting == NO_DELAY and one.losses.count()]
+    fresh = [one for row, one in results.items() if row.setting == NO_DELAY and not one.losses.isna().any()]
     if not fresh:
         return
-    best = min(fresh, key=lambda one: one.losses.mean())
+    best = min(fresh, key=lambda one: (-one.losses.count(), one.losses.mean()))
     gaps = {row: difference(one, best) for row, one in results.items() if one is not best}
-    texts = {row: f"{gap.mean():+.3f}{_fewer(gap, cells.seeds)}" for row, gap in gaps.items()}
+    texts = {
+        row: f"{gap.mean():+.3f}{_fewer(gap, len(best.losses))}" if gap.count() else "diverged"
+        for row, gap in gaps.items()
+    }
     texts[best.row] = f"{best.losses.mean():.3f}"
-    half = pooled_half_width(list(gaps.values()))
+    half = pooled_half_width(list(gaps.values()), len(best.losses))
     for group, correction in dict.fromkeys((row.group, row.correction) for row in results):
         kind = "looking ahead" if group.optimizer.endswith(_AHEAD) else correction.replace(UNCORRECTED, "alone")
         rows = [Row(*group, *setting, correction) for setting in (NO_DELAY, *settings)]
-        yield [family, kind, *(texts.get(row, "") for row in rows), "" if half is None else f"± {half:.3f}"]
+        yield [family.label, kind, *(texts.get(row, "") for row in rows), "" if half is None else f"± {half:.3f}"]
 
 
 def search_table(ablation: Ablation) -> str:
@@ -315,8 +320,8 @@ _DELAY_DEFINITION = (
 )
 _SIDES_DEFINITION = (
     "The best loss without delay of an optimizer, alone or looking ahead, and the distance of all other rows to it,"
-    " each at its best learning rate, paired by seed: mean. The 95 % interval is Student's t for one such mean, with"
-    " the standard deviation of all distances of the optimizer, pooled."
+    " each at its best learning rate, paired by seed: mean. The 95 % interval is Student's t for such a mean over all"
+    " seeds, with the standard deviation of all distances of the optimizer, pooled."
 )
 _START_NOTE = "Of a synchronous start: what it takes back, corrected or not, of the gap of the same delay without it."
 _LENGTH_NOTE = (

@@ -89,11 +89,12 @@ def prepare(parent: int, threads: int, gpu: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     torch.set_num_threads(threads)
+    torch._dynamo.config.recompile_limit = 256  # models of all shapes share their compiled code
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def train(folder: Path) -> None:
-    """Train what the folder's ``fit.yaml`` says; what is printed, and an error, goes into its log."""
+    """Train what the folder's ``fit.yaml`` says; what is printed goes into its log. An error ends the process."""
     with (folder / LOG).open("wb") as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -104,6 +105,8 @@ def train(folder: Path) -> None:
         pass  # a result
     except BaseException:
         traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _end_with(parent: int) -> None:
