@@ -60,6 +60,10 @@ class DelayedGPT:
         model: the GPT, which holds the newest weights.
         pipeline: arguments of ``DelayedGradientStrategy``.
         wire: what activations and their gradients are rounded to between stages; see :func:`rounded`.
+
+    Attributes:
+        stages: the stages, in order.
+        own_parameters: the parameters of each; a shared one is of its first stage.
     """
 
     def __init__(self, model: nn.Module, pipeline: Mapping[str, Any], wire: Wire = "fp32") -> None:
@@ -79,6 +83,8 @@ class DelayedGPT:
             )
             rule = self.settings.schedule(stage, linked.get(stage)).stage_rule
             self.stages.append(DelayedStage(newest, older, list(newest.parameters()), rule))
+        owners = {p: number for number, stage in reversed([*enumerate(self.stages)]) for p in stage.parameters}
+        self.own_parameters = [[p for p in owners if owners[p] == number] for number in range(len(self.stages))]
 
     def __call__(self, x: Tensor, mini_batch: int) -> Tensor:
         """Return the model's output for the samples ``x`` (batch, ...) of a whole mini-batch."""
@@ -163,8 +169,9 @@ class DelayedGPTModule(GPTModule):
         pipeline: arguments of ``DelayedGradientStrategy``.
         wire: what activations and their gradients are rounded to between stages: ``fp32`` (not at all), ``bf16``,
             ``fp8`` or ``int8``.
-        norm: norm that gradients are clipped by: the one that the pipeline's ``schedule`` has at hand, or always that
-            of the ``previous`` gradient.
+        norm: norm that gradients are clipped by: the one that the pipeline's ``schedule`` has at hand; always that of
+            the ``previous`` gradient; or, where that is used, the ``larger`` one of it and of the stage's own part of
+            this gradient.
         kwargs: arguments of ``GPTModule``.
     """
 
@@ -172,7 +179,7 @@ class DelayedGPTModule(GPTModule):
         self,
         pipeline: dict[str, Any] | None = None,
         wire: Wire = "fp32",
-        norm: Literal["schedule", "previous"] = "schedule",
+        norm: Literal["schedule", "previous", "larger"] = "schedule",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -209,12 +216,20 @@ class DelayedGPTModule(GPTModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the norm of this gradient or of the previous one."""
-        assert self.model is not None
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        squares = torch.stack(norms_of([p.grad for p in parameters if p.grad is not None])).square().sum()
-        norm, update = gradient_norm(float(squares), 1.0), self.trainer.global_step
-        lagged = self._delayed[0].clips_by_previous(update) or (self.norm == "previous" and update > 0)
-        if gradient_clip_val is not None:
-            clip_by_norm(parameters, self._norm_before if lagged else norm, gradient_clip_val)
+        """Clip by the norm of this gradient, or as ``norm`` says."""
+        update, stages = self.trainer.global_step, self._delayed[0].own_parameters
+        squares = [_sum_of_squares(parameters) for parameters in stages]
+        norm = gradient_norm(sum(squares), 1.0)
+        lagged = self._delayed[0].clips_by_previous(update) or (self.norm != "schedule" and update > 0)
+        for parameters, square in zip(stages, squares):
+            used = self._norm_before if lagged else norm
+            if lagged and self.norm == "larger":
+                used = max(used, gradient_norm(square, 1.0))
+            if gradient_clip_val is not None:
+                clip_by_norm(parameters, used, gradient_clip_val)
         self._norm_before = norm
+
+
+def _sum_of_squares(parameters: list[Tensor]) -> float:
+    norms = norms_of([p.grad for p in parameters if p.grad is not None])
+    return float(torch.stack(norms).square().sum()) if norms else 0.0

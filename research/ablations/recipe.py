@@ -109,6 +109,8 @@ class Recipe:
     def config(self, arm: Arm, lr: float, seed: int) -> Config:
         """All that decides the result of a training, as a recipe of ``asyncpp fit``."""
         config = self.base()
+        if self.delay_argument is not None:
+            set_at(config, self.delay_argument, dict(arm.delay))
         for place, value in arm.places.items():
             set_at(config, place, copy.deepcopy(value))
         config["seed_everything"] = seed
@@ -120,8 +122,6 @@ class Recipe:
         trainer["devices"] = 1
         if self.delay_argument is None:
             trainer["strategy"] = {"class_path": _STRATEGY, "init_args": dict(arm.delay)}
-        else:
-            set_at(config, self.delay_argument, dict(arm.delay))
         set_at(config, "model.init_args.optimizer", arm.optimizer_config(lr))
         return config
 
