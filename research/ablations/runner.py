@@ -30,6 +30,7 @@ class Slot:
     def __init__(self, threads: int, gpu: str = "") -> None:
         self._arguments = os.getpid(), threads, gpu
         self._process: ProcessPoolExecutor | None = None
+        self._training: Future[None] | None = None
         self._started = 0
 
     def start(self, folder: Path) -> Future[None]:
@@ -39,17 +40,19 @@ class Slot:
             self._process, self._started = ProcessPoolExecutor(1, get_context("spawn"), prepare, self._arguments), 0
         self._started += 1
         try:
-            return self._process.submit(train, folder)
+            self._training = self._process.submit(train, folder)
+            return self._training
         except BrokenProcessPool:  # it died between two trainings
             self.stop()
             return self.start(folder)
 
     def stop(self) -> None:
-        """Kill the process."""
+        """End the process, and with it a training."""
         if self._process is not None:
-            for process in list((self._process._processes or {}).values()):  # a shutdown alone waits for the training
-                process.kill()
-            self._process.shutdown(wait=False, cancel_futures=True)
+            trains = self._training is not None and not self._training.done()
+            for process in list((self._process._processes or {}).values()) if trains else ():
+                process.kill()  # a shutdown alone waits for the training
+            self._process.shutdown(wait=not trains, cancel_futures=True)
             self._process = None
 
 
