@@ -89,18 +89,16 @@ class DelayedGPT:
     def __call__(self, x: Tensor, mini_batch: int) -> Tensor:
         """Return the model's output for the samples ``x`` (batch, ...) of a whole mini-batch."""
         for stage in self.stages:
-            x = stage.run(rounded(x, self.wire) if stage is not self.stages[0] else x, mini_batch, self._microbatches)
+            x = rounded(x, self.wire) if stage is not self.stages[0] else x
+            x = stage.run(x, mini_batch, self.settings.microbatches)
         return x
-
-    @property
-    def _microbatches(self) -> int:
-        return self.settings.microbatches
 
     def delays(self, mini_batch: int) -> dict[Tensor, float]:
         """Return the age of each parameter's gradient, in updates; of a shared parameter, that on its first stage."""
         found: dict[Tensor, float] = {}
         for stage in self.stages:
-            found = dict.fromkeys(stage.parameters, stage.rule.staleness_of(mini_batch, self._microbatches)) | found
+            staleness = stage.rule.staleness_of(mini_batch, self.settings.microbatches)
+            found = dict.fromkeys(stage.parameters, staleness) | found
         return found
 
     def clips_by_previous(self, mini_batch: int) -> bool:

@@ -58,7 +58,6 @@ class Slot:
 
 def slots(workers: int, threads: int, gpus: Sequence[str]) -> list[Slot]:
     """Slots: one per GPU, else as many as ``workers``."""
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # of the processes
     return [Slot(threads, gpu) for gpu in gpus or [""] * workers]
 
 
