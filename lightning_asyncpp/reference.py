@@ -77,9 +77,10 @@ def train_reference(
         weight: microbatch -> its weight in the mean loss.
         split: (batch, number of microbatches) -> microbatches.
         skip_nonfinite: skip updates whose gradient is not finite, instead of raising.
-        held: for each listed stage, its parameters and h. From mini-batch N on, the gradient of a listed stage is
-            clipped by the norm of the previous mini-batch's whole gradient; with N = 0, the first mini-batch is not
-            clipped there. Error feedback does not correct listed stages with h = 0.
+        held: for each listed stage, its parameters and h; a shared parameter is listed on each of its stages. From
+            mini-batch N on, the parameters that are on the same listed stages are a part of the gradient that is
+            clipped by the larger one of its own norm and the norm of the previous mini-batch's whole gradient (0 in the
+            first mini-batch). Error feedback does not correct listed stages with h = 0.
         replicas: number of replicas R. A mini-batch lists its batches in groups of R, one batch per replica. Every
             replica runs h microbatches on the older weights.
         exact_norm: clip the gradients of ``held``, too, by the norm of the current mini-batch's whole gradient.
@@ -147,14 +148,11 @@ class MeanGradient:
 
     def norm(self, parameters: Iterable[Tensor]) -> float:
         """Return the 2-norm of the mean gradient of some parameters."""
-        used = [self.sums[p] for p in parameters if p in self.sums]
-        squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in used)
-        return float(torch.tensor(math.sqrt(squares) / self.weight if used else 0.0, dtype=torch.float32))
+        return norm_of([self.sums[p] for p in parameters if p in self.sums], self.weight)
 
-    def mean(self, parameter: Tensor, norm: float, max_norm: float | None) -> Tensor | None:
-        """Return the mean gradient of a parameter, clipped if ``norm`` exceeds ``max_norm``."""
-        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-        return (self.sums[parameter] / self.weight) * clip if parameter in self.sums else None
+    def means(self, parameters: Iterable[Tensor]) -> Weights:
+        """Return the mean gradients of those parameters that have one."""
+        return {p: self.sums[p] / self.weight for p in parameters if p in self.sums}
 
 
 class Trajectory:
@@ -183,6 +181,7 @@ class Trajectory:
         self.take()
         self.before = self.newest
         numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
+        self.stages = {p: tuple(i for i, (own, _) in enumerate(held) if p in set(own)) for p in numbers}
         self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.newest}
         self.step_before: Weights = {}  # u_{t-1} of parameters that have been updated
         self.norm_before = 0.0
@@ -212,18 +211,29 @@ class Trajectory:
         """Return phi, a gradient's mean age in updates: the share of its ``count`` microbatches on older weights."""
         return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
 
-    def norm_for(self, parameter: Tensor, norm: float) -> float:
-        """Return the norm by which a parameter's gradient is clipped: ``norm``, or the previous mini-batch's norm."""
-        steps_ahead = self.t >= self.start and parameter in self.held and not self.exact_norm
-        return self.norm_before if steps_ahead else norm
+    def norms(self, gradients: Weights, norm: float) -> dict[Tensor, float]:
+        """Return the norm by which each parameter's gradient is clipped: ``norm``, that of all gradients, if known.
+
+        If a stage steps before it knows this norm, the larger one of the previous mini-batch's norm and that of the
+        gradients of all parameters on the same stages.
+        """
+        if self.t < self.start or self.exact_norm:
+            return dict.fromkeys(gradients, norm)
+        parts: dict[tuple[int, ...], list[Tensor]] = {}
+        for p in (p for p in gradients if p in self.stages):
+            parts.setdefault(self.stages[p], []).append(gradients[p])
+        of_parts = {stages: max(self.norm_before, norm_of(part)) for stages, part in parts.items()}
+        return {p: of_parts[self.stages[p]] if p in self.stages else norm for p in gradients}
 
     def update(
         self, optimizer: Optimizer, gradient: MeanGradient, max_norm: float | None, strength: float | None, count: int
     ) -> None:
         """Step the optimizer from W_t to W_{t+1}."""
         norm = gradient.norm(self.parameters)
-        for p in self.parameters:
-            p.grad = gradient.mean(p, self.norm_for(p, norm), max_norm)
+        means = gradient.means(self.parameters)
+        norms = self.norms(means, norm)
+        for p, mean in means.items():
+            p.grad = mean if max_norm is None else mean * min(1.0, max_norm / (norms[p] + 1e-6))
         self.norm_before = norm
         moved = {p for p in self.parameters if p.grad is not None or p in self.step_before}
         optimizer.step()
@@ -237,6 +247,12 @@ class Trajectory:
         update_buffers(self.model, gradient.counts)
         self.stay()
         self.take(ahead)
+
+
+def norm_of(gradients: Sequence[Tensor], weight: float = 1.0) -> float:
+    """Return the 2-norm, rounded to fp32, of gradients divided by ``weight``."""
+    squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in gradients)
+    return float(torch.tensor(math.sqrt(squares) / weight if gradients else 0.0, dtype=torch.float32))
 
 
 @torch.no_grad()

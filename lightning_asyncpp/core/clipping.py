@@ -6,9 +6,10 @@ ranks in the update's control message (:class:`.ControlMessage`), so that every 
 gradient (:func:`gradient_norm`). At the update each stage clips its gradients by this norm (:func:`clip_by_norm`). With
 the Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives ``max_norm``.
 
-By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`), and clips by the norm
-of the previous mini-batch. The first mini-batch has no previous one. So it runs without delay, and its update waits
-for the norm of its own gradient.
+By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`). Then it clips by the
+larger one of two norms that it knows (:func:`clip_ahead`): that of the previous mini-batch's gradient, and that of its
+own part of this gradient, so that a gradient that has suddenly grown is clipped, too. The first mini-batch has no
+previous one. So it runs without delay, and its update waits for the norm of its own gradient.
 """
 
 from __future__ import annotations
@@ -38,16 +39,38 @@ def gradient_norm(sum_of_squares: float, weight: float) -> float:
     return float(torch.tensor(norm, dtype=torch.float32))
 
 
-def clip_by_norm(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
+def norm_of(parameters: Iterable[Tensor]) -> float | Tensor:
+    """Return the norm of some gradients, rounded to fp32; on a GPU as a tensor, so that the host need not wait."""
+    norms = norms_of([p.grad for p in parameters if p.grad is not None])
+    norm = torch.stack(norms).square().sum().sqrt().float().double() if norms else torch.zeros(())
+    return norm.item() if norm.is_cpu else norm
+
+
+def clip_ahead(parts: Iterable[Sequence[Tensor]], norm_before: float, max_norm: float) -> None:
+    """Clip each part of a stage's gradient by the larger one of ``norm_before`` and the part's own norm.
+
+    Args:
+        parts: parameters of this stage, those that it shares with other stages apart; see :func:`.parts_on`.
+        norm_before: norm over all stages of the previous mini-batch's gradient.
+        max_norm: largest norm.
+    """
+    for part in parts:
+        own = norm_of(part)
+        norm = own.clamp(min=norm_before) if isinstance(own, Tensor) else max(own, norm_before)
+        clip_by_norm(part, norm, max_norm)
+
+
+def clip_by_norm(parameters: Iterable[Tensor], norm: float | Tensor, max_norm: float) -> None:
     """Scale the gradients of a stage by the factor that limits a whole gradient of norm ``norm`` to ``max_norm``.
 
     Args:
         parameters: parameters of this stage.
-        norm: norm over all stages of this or the previous mini-batch's gradient; if it is 0, nothing is clipped.
+        norm: the norm; if it is 0, nothing is clipped.
         max_norm: largest norm.
     """
     factor = max_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
-    if factor < 1.0:
+    factor = factor.clamp(max=1.0) if isinstance(factor, Tensor) else factor
+    if isinstance(factor, Tensor) or factor < 1.0:
         # Scale one by one: torch._foreach_mul_ would round the factor to bf16 if the gradients are bf16.
         for parameter in parameters:
             if parameter.grad is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp import DelayedGradientStrategy, GPTModule
-from lightning_asyncpp.core.clipping import clip_by_norm, gradient_norm, norms_of
+from lightning_asyncpp.core.clipping import clip_by_norm, norm_of
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.ties import find_ties
 from lightning_asyncpp.core.cut.units import pipeline_units
@@ -63,7 +63,7 @@ class DelayedGPT:
 
     Attributes:
         stages: the stages, in order.
-        own_parameters: the parameters of each; a shared one is of its first stage.
+        parts: the parameters by the set of stages that have them.
     """
 
     def __init__(self, model: nn.Module, pipeline: Mapping[str, Any], wire: Wire = "fp32") -> None:
@@ -83,8 +83,10 @@ class DelayedGPT:
             )
             rule = self.settings.schedule(stage, linked.get(stage)).stage_rule
             self.stages.append(DelayedStage(newest, older, list(newest.parameters()), rule))
-        owners = {p: number for number, stage in reversed([*enumerate(self.stages)]) for p in stage.parameters}
-        self.own_parameters = [[p for p in owners if owners[p] == number] for number in range(len(self.stages))]
+        parts: dict[tuple[int, ...], list[Tensor]] = {}
+        for p in model.parameters():
+            parts.setdefault(tuple(i for i, s in enumerate(self.stages) if p in set(s.parameters)), []).append(p)
+        self.parts = [*parts.values()]
 
     def __call__(self, x: Tensor, mini_batch: int) -> Tensor:
         """Return the model's output for the samples ``x`` (batch, ...) of a whole mini-batch."""
@@ -101,8 +103,8 @@ class DelayedGPT:
             found = dict.fromkeys(stage.parameters, staleness) | found
         return found
 
-    def clips_by_previous(self, mini_batch: int) -> bool:
-        """Return whether stages clip this mini-batch's gradient by the norm of the previous one."""
+    def steps_ahead(self, mini_batch: int) -> bool:
+        """Return whether stages clip this mini-batch's gradient before they know its whole norm."""
         return self.settings.schedule(0).steps_ahead(mini_batch)
 
     @torch.no_grad()
@@ -167,9 +169,8 @@ class DelayedGPTModule(GPTModule):
         pipeline: arguments of ``DelayedGradientStrategy``.
         wire: what activations and their gradients are rounded to between stages: ``fp32`` (not at all), ``bf16``,
             ``fp8`` or ``int8``.
-        norm: norm that gradients are clipped by: the one that the pipeline's ``schedule`` has at hand; always that of
-            the ``previous`` gradient; or, where that is used, the ``larger`` one of it and of the stage's own part of
-            this gradient.
+        norm: norm that gradients are clipped by: as in a pipeline with this ``schedule``; always that of the
+            ``previous`` gradient; or always the ``larger`` one of it and of the stage's own part of this gradient.
         kwargs: arguments of ``GPTModule``.
     """
 
@@ -215,19 +216,10 @@ class DelayedGPTModule(GPTModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip by the norm of this gradient, or as ``norm`` says."""
-        update, stages = self.trainer.global_step, self._delayed[0].own_parameters
-        squares = [_sum_of_squares(parameters) for parameters in stages]
-        norm = gradient_norm(sum(squares), 1.0)
-        lagged = self._delayed[0].clips_by_previous(update) or (self.norm != "schedule" and update > 0)
-        for parameters, square in zip(stages, squares):
-            used = self._norm_before if lagged else norm
-            if lagged and self.norm == "larger":
-                used = max(used, gradient_norm(square, 1.0))
-            if gradient_clip_val is not None:
-                clip_by_norm(parameters, used, gradient_clip_val)
-        self._norm_before = norm
-
-
-def _sum_of_squares(parameters: list[Tensor]) -> float:
-    norms = norms_of([p.grad for p in parameters if p.grad is not None])
-    return float(torch.stack(norms).square().sum()) if norms else 0.0
+        (delayed,), update = self._delayed, self.trainer.global_step
+        whole = float(norm_of(self.parameters()))
+        is_ahead = delayed.steps_ahead(update) or (self.norm != "schedule" and update > 0)
+        for part in delayed.parts if gradient_clip_val is not None else ():
+            own = float(norm_of(part)) if self.norm != "previous" else 0.0
+            clip_by_norm(part, max(self._norm_before, own) if is_ahead else whole, gradient_clip_val or 0.0)
+        self._norm_before = whole

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_asyncpp.auxiliary import StatisticsLayer
 from lightning_asyncpp.core import checkpoint as state
 from lightning_asyncpp.core.cut.partition import Partition
-from lightning_asyncpp.core.cut.units import pipeline_units, stages_of_parameters
+from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.microbatch import BatchOutput, UserHooks
@@ -239,13 +239,14 @@ def ahead(stage: int, case: Case, num_stages: int) -> int:
 
 
 def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
-    """Parameters of each stage, those that it shares with a stage before left out, and what it holds back."""
+    """Parameters of each stage, and what it holds back."""
     if case.staleness == "uniform":
         return []
-    stages, first = stages_of_parameters(model, case.counts(num_stages)), first_of_those_that_share(case, num_stages)
+    stage_of = [stage for stage, count in enumerate(case.counts(num_stages)) for _ in range(count)]
+    units, first = pipeline_units(model), first_of_those_that_share(case, num_stages)
     found: list[Held] = []
     for stage in range(num_stages):
-        own = [p for name, p in model.named_parameters() if stages.get(name) == stage]
+        own = [p for unit, of in zip(units, stage_of, strict=True) if of == stage for p in unit.module.parameters()]
         least = (
             ahead(0, case, num_stages) if case.slack == "exact" else ahead(first[stage], case, num_stages) + case.slack
         )

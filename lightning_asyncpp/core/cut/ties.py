@@ -7,13 +7,15 @@ Each of these stages has a copy of the parameter. All copies are updated with th
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.errors import ConfigurationError
+
+T = TypeVar("T")
 
 
 class Tie(NamedTuple):
@@ -70,6 +72,21 @@ def trained_on(stage: int, ties: Sequence[Tie], trained: Container[str]) -> list
 def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
     """Return the names of a stage's parameters that it shares with other stages."""
     return frozenset(tie.name_on(stage) for tie in ties if stage in tie.stages)
+
+
+def parts_on(stage: int, ties: Sequence[Tie], parameters: Mapping[str, T]) -> list[list[T]]:
+    """Divide a stage's parameters by the set of stages that have them: its own ones, and for each set the shared ones.
+
+    Args:
+        stage: index of the stage.
+        ties: ties of the whole model.
+        parameters: name -> parameter of the stage.
+    """
+    holders = {tie.name_on(stage): tie.stages for tie in ties if stage in tie.stages}
+    parts: dict[tuple[int, ...], list[T]] = {}
+    for name, parameter in parameters.items():
+        parts.setdefault(holders.get(name, (stage,)), []).append(parameter)
+    return list(parts.values())
 
 
 def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:

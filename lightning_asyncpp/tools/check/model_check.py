@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,7 +131,7 @@ class _Check:
     layers: list[list[str]] = field(init=False)
     losses: list[float] = field(default_factory=list)
     _stages: Mapping[str, int] = field(default_factory=dict)
-    _held: Mapping[str, int] = field(default_factory=dict)
+    _held: list[tuple[Collection[str], int]] = field(default_factory=list)
 
     def compare_stages(self, name: str, **arguments: Any) -> Difference | str:
         """Compare a pipeline with the reference.
@@ -173,7 +173,7 @@ class _Check:
     def _plain(self, parts: int, seed: int = 0, **hooks: Any) -> tuple[Record, Rounding]:
         """Train on the initial weights, with batches cut into ``parts``; return the record and its tolerances."""
         settings = replace(self.settings, microbatches=parts, delay=0, staleness="uniform", slack=0)
-        strategy = ReferenceStrategy(settings, {}, self.seed + seed, self.device, at_first=True, **hooks)
+        strategy = ReferenceStrategy(settings, (), self.seed + seed, self.device, at_first=True, **hooks)
         found, eps = self._run(strategy), strategy.draws.eps
         return found, {LOSS: eps**0.75, GRADIENT: eps**0.5}  # sums lose digits when their terms cancel
 
@@ -194,8 +194,8 @@ class _Check:
         self.settings, counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
         stages = stages_of_parameters(cast(Any, network_in(module)), counts)
         self._stages = {prefix + name: stage for name, stage in stages.items()}
-        rules = [schedule.stage_rule for schedule in session.engine.schedules()]
-        self._held = {name: held for name, stage in stages.items() if (held := rules[stage].held) is not None}
+        held = [(engine.stage.parameters.keys(), engine.schedule.stage_rule.held) for engine in session.engine.parts]
+        self._held = [(names, number) for names, number in held if number is not None]
         units = iter([unit.name for unit in session.stage.units])
         self.layers = [telling(list(itertools.islice(units, count))) for count in counts]
 

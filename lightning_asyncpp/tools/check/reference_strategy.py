@@ -7,7 +7,7 @@ and steps the schedulers and the optimizer (for all parameters at once).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     Args:
         settings: settings of the pipeline.
-        held: name of a parameter -> number of microbatches per update that its stage runs on older weights.
+        held: for each stage, the names of its parameters, and its number of microbatches per update on older weights.
         seed: seed of the run.
         device: device of the training.
         at_first: whether to compute every gradient on the initial weights and independently of the number of
@@ -57,7 +57,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
     applies_statistics = materializes_stages = True
 
     def __init__(
-        self, settings: ResolvedSettings, held: Mapping[str, int], seed: int, device: torch.device,
+        self, settings: ResolvedSettings, held: Sequence[tuple[Collection[str], int]], seed: int, device: torch.device,
         at_first: bool = False, zeros: Collection[tuple[int, str]] = (), **hooks: Any,
     ) -> None:  # fmt: skip
         super().__init__(device)
@@ -78,7 +78,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})
         self.hooks = replace(UserHooks.of(module), **self.hooks)
-        held = [([self.network.get_parameter(name)], number) for name, number in self.held.items()]
+        held = [([self.network.get_parameter(name) for name in names], number) for names, number in self.held]
         exact_norm = settings.schedule(0).agrees_first
         self.run = Trajectory(self.network, settings.delay, held, exact_norm, settings.synchronous_start)
         for layer in module.modules() if self.at_first else ():
@@ -134,8 +134,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = cast(L.LightningModule, self.lightning_module)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        for parameter in self.run.parameters:
-            parameter.grad = self._gradient.mean(parameter, 0.0, None)
+        for parameter, mean in self._gradient.means(self.run.parameters).items():
+            parameter.grad = mean
         if callable(set_delay := getattr(self.optimizers[0], "set_delay", None)):
             set_delay({p: self.run.staleness(p, self.place) for p in self.run.parameters})
         return self.precision_plugin.post_backward(closure_loss, module)
@@ -152,18 +152,15 @@ class ReferenceStrategy(SingleDeviceStrategy):
         """Do nothing, since every update is applied at once."""
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the gradient as the user's hooks have left it.
-
-        A stage that steps before this norm is known clips by the norm of the previous update.
-        """
+        """Clip by the norm of the gradient as the user's hooks have left it."""
         parameters = self.run.parameters
         norm = self._gradient.norm(parameters)  # rounded as in a pipeline
-        grads = [p.grad for p in parameters if p.grad is not None]
-        raw = [g for p in parameters if (g := self._gradient.mean(p, 0.0, None)) is not None]
-        if len(raw) != len(grads) or not all(map(torch.equal, raw, grads)):
-            norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads))
-        for p in parameters:
-            clip_by_norm([p], self.run.norm_for(p, norm), clip_val)
+        grads = {p: p.grad for p in parameters if p.grad is not None}
+        raw = self._gradient.means(parameters)
+        if raw.keys() != grads.keys() or not all(torch.equal(raw[p], grads[p]) for p in grads):
+            norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads.values()))
+        for p, of_p in self.run.norms(grads, norm).items():
+            clip_by_norm([p], of_p, clip_val)
 
 
 class SameDraws(TorchDispatchMode):
