@@ -176,9 +176,13 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "clipping.py": [
-        ("if factor < 1.0:", "if True:"),
+        ("elif factor >= 1.0:", "elif False:"),
+        ("max(own, norm_before)", "norm_before"),
+        ("max(own, norm_before)", "own"),
         ("norm = math.sqrt(sum_of_squares) / weight if weight else 0.0", "norm = math.sqrt(sum_of_squares)"),
     ],
+    "cut/ties.py": [("parts.setdefault(holders.get(name, (stage,)), [])", "parts.setdefault((stage,), [])")],
+    "stage_optimizer.py": [("if engine.schedule.steps_ahead(self.update.mini_batch):", "if False:")],
     "updates/reduction.py": [
         (
             "pieces.append(like.new_full((len(list(run)),), float(there)))",

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.errors import ConfigurationError
 
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -69,27 +68,17 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float | Tensor, max_norm: f
         max_norm: largest norm.
     """
     factor = max_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
-    factor = factor.clamp(max=1.0) if isinstance(factor, Tensor) else factor
-    if isinstance(factor, Tensor) or factor < 1.0:
-        # Scale one by one: torch._foreach_mul_ would round the factor to bf16 if the gradients are bf16.
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    if isinstance(factor, Tensor):
+        factor = factor.clamp(max=1.0)
+    elif factor >= 1.0:
+        return
+    # Scale one by one: torch._foreach_mul_ would round the factor to bf16 if the gradients are bf16.
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
     """Clamp every element of the gradients; without gradients, as on some stages, torch would raise an error."""
     if with_gradient := [parameter for parameter in parameters if parameter.grad is not None]:
         clip_grad_value_(with_gradient, limit)
-
-
-def check_norm_type(norm_type: float) -> None:
-    """Check that a norm is the 2-norm, since the control message carries a sum of squares.
-
-    Raises:
-        ConfigurationError: ``norm_type`` is not 2.
-    """
-    if norm_type != 2.0:
-        raise ConfigurationError(
-            f"norm_type={norm_type}: pipeline stages clip gradients by their 2-norm only; leave norm_type out"
-        )

@@ -103,8 +103,8 @@ class StalenessRule:
 
     Attributes:
         delay: age, in updates, of the weights of the ``held`` microbatches: 0 or 1.
-        synchronous_start: number N of initial mini-batches without delay, each with a flush. It is 1 if stages clip by
-            the norm of the previous mini-batch, since the first mini-batch has no previous one.
+        synchronous_start: number N of initial mini-batches without delay, each with a flush. It is 1 if stages clip
+            with the norm of the previous mini-batch, since the first mini-batch has no previous one.
         held: number of delayed microbatches per mini-batch; None: all, as in PipeDream-2BW.
     """
 

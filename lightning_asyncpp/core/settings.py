@@ -245,7 +245,7 @@ class ResolvedSettings(PipelineSettings):
 
     @property
     def synchronous_start(self) -> int:
-        """Number of initial mini-batches without delay: 1 if stages clip by the previous mini-batch's norm, else 0."""
+        """Number of initial mini-batches without delay: 1 if stages clip with the previous mini-batch's norm, or 0."""
         return 0 if agrees_first(self.staleness, self.slack) else 1
 
     def describe(self, schedules: Sequence[Schedule] | None = None) -> str:

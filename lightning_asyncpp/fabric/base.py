@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
-from lightning_asyncpp.core.clipping import check_norm_type
 from lightning_asyncpp.core.cut.partition_choice import example_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.engine import Engine
@@ -229,12 +228,15 @@ class PipelineStrategy(PipelineCheckpoints):
     ) -> Any:
         """Clip this mini-batch's gradient to ``max_norm``, by a 2-norm over all stages, when its update is applied.
 
-        The norm is that of this mini-batch or, if stages step before they know it, that of the previous mini-batch.
+        If stages step before they know the norm, they clip as :func:`.clip_ahead` says.
 
         Returns:
             ``None``, since the norm is only known one mini-batch later; see ``gradient_norm``.
         """
-        check_norm_type(float(norm_type))
+        if norm_type != 2:
+            raise ConfigurationError(
+                f"norm_type={norm_type}: pipeline stages clip gradients by their 2-norm only; leave norm_type out"
+            )
         self._clip("max_norm", float(max_norm))
 
     @override

@@ -158,16 +158,6 @@ class GPTConfig:
         )
         return matrices * self.vocab_size * self.dim + blocks + self.dim
 
-    def num_active_parameters(self) -> int:
-        """Return the number of parameters that one token uses.
-
-        Of the routed experts, only those chosen for the token are counted.
-        """
-        if self.moe is None:
-            return self.num_parameters()
-        unused = (self.moe.num_experts - self.moe.top_k) * 3 * self.dim * self.expert_width
-        return self.num_parameters() - self.num_moe_layers * unused
-
     def flops_per_token(self) -> float:
         """Return the floating-point operations of a forward and its backward per token, at full context length.
 

@@ -125,10 +125,7 @@ class DelayCorrection(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step the base optimizer and correct; ``closure`` is evaluated once, before the weights move."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         params = [p for group in self.param_groups for p in group["params"]]
         acting = [p for p in params if self._acts_on(p)]
         with torch.no_grad():

@@ -91,9 +91,9 @@ class PipelineStrategyMixin:
             If a batch has fewer samples, the last microbatches are empty, and nothing is computed for them.
         staleness: choice of the microbatches of a mini-batch that run on the weights before the newest update.
             ``"least"`` (default): those that start before this update can be made, the first P - 1 - s on stage s. A
-            stage then steps before the norm over all stages is known. So it clips by the norm of the previous
-            mini-batch, and the first mini-batch has no delay. ``"uniform"`` (PipeDream-2BW): all microbatches, so that
-            gradients are one update old.
+            stage then steps before the norm over all stages is known. So it clips by the larger one of the previous
+            mini-batch's norm and that of its own gradients, and the first mini-batch has no delay. ``"uniform"``
+            (PipeDream-2BW): all microbatches, so that gradients are one update old.
         slack: with ``staleness="least"``, number of further microbatches on the older weights; while these run,
             gradients can be summed over replicas. ``"exact"``: all stages run as many microbatches on the older weights
             as the first stage, so that clipping is exact and non-finite gradients can be skipped.

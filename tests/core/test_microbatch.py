@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import HostBatch
-from lightning_asyncpp.core.microbatch import (
-    checked_weight,
-    cut_batch,
-    fingerprint,
-    split_batch,
-)
+from lightning_asyncpp.core.microbatch import checked_weight, cut_batch, fingerprint, split_batch
 from lightning_asyncpp.core.tree import map_tensors, merge_outputs
 from lightning_asyncpp.errors import ConfigurationError
 

@@ -44,8 +44,6 @@ def test_number_of_parameters(moe: MoEConfig | None, shape: dict[str, Any]) -> N
     assert config.num_parameters() == sum(parameter.numel() for parameter in model.parameters())
     stacks = [p for name, p in model.named_parameters() if ".experts." in name]
     assert len(stacks) == 3 * config.num_moe_layers
-    idle = sum(p[moe.top_k :].numel() for p in stacks) if moe is not None else 0
-    assert config.num_active_parameters() == config.num_parameters() - idle
 
 
 def _loop_flops(x_shape: Any, weight_shape: Any, ends_shape: Any, out_shape: Any = None, **_: Any) -> int:

@@ -75,13 +75,7 @@ def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
 
 
 def parts_on(stage: int, ties: Sequence[Tie], parameters: Mapping[str, T]) -> list[list[T]]:
-    """Divide a stage's parameters by the set of stages that have them: its own ones, and for each set the shared ones.
-
-    Args:
-        stage: index of the stage.
-        ties: ties of the whole model.
-        parameters: name -> parameter of the stage.
-    """
+    """Divide a stage's parameters by the set of stages that have them: its own ones, and the shared ones by set."""
     holders = {tie.name_on(stage): tie.stages for tie in ties if stage in tie.stages}
     parts: dict[tuple[int, ...], list[T]] = {}
     for name, parameter in parameters.items():

@@ -281,7 +281,7 @@ class UpdateQueue:
         return Reduction(self._buckets, group, late=late, apart=self._tied, clock=clock)
 
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
-        """Apply the update before other stages' gradients are known, clipped by the norm of the previous mini-batch.
+        """Apply the update before other stages' gradients are known; it is clipped as :func:`.clip_ahead` says.
 
         The first mini-batch is not delayed, so every later mini-batch has a previous norm. If no mini-batch had samples
         so far, the norm is 0, which clips nothing.

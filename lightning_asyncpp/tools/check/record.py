@@ -87,11 +87,6 @@ class CheckReport:
         """Whether there is no difference and all losses are finite."""
         return not self.differences and all(map(math.isfinite, self.losses))
 
-    @property
-    def bitwise(self) -> bool:
-        """Whether the comparisons ``pieces`` and ``delayed`` found equality to the last bit."""
-        return all(found == EQUAL for name, found in self.comparisons.items() if name != "whole")
-
     def __str__(self) -> str:
         lines = [f"stage {number}: {', '.join(names)}" for number, names in enumerate(self.stages)]
         of = f" ({self.accumulated} per update)" if self.accumulated != 1 else ""

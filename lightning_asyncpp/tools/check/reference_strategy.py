@@ -6,7 +6,6 @@ and steps the schedulers and the optimizer (for all parameters at once).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,7 +30,7 @@ from lightning_asyncpp.core.microbatch import BatchOutput, UserHooks, loss_of, o
 from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import name_parameters
-from lightning_asyncpp.reference import MeanGradient, Trajectory, gradient_of, load, update_buffers
+from lightning_asyncpp.reference import MeanGradient, Trajectory, gradient_of, load, norm_of, update_buffers
 from lightning_asyncpp.trainer.private import begins_accumulation
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -158,7 +157,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         grads = {p: p.grad for p in parameters if p.grad is not None}
         raw = self._gradient.means(parameters)
         if raw.keys() != grads.keys() or not all(torch.equal(raw[p], grads[p]) for p in grads):
-            norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads.values()))
+            norm = norm_of([*grads.values()])
         for p, of_p in self.run.norms(grads, norm).items():
             clip_by_norm([p], of_p, clip_val)
 

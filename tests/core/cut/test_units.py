@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_asyncpp.core.cut.partition import uniform
-from lightning_asyncpp.core.cut.units import (
-    Unit,
-    has_parameters,
-    ownership_problems,
-    pipeline_units,
-)
+from lightning_asyncpp.core.cut.units import Unit, has_parameters, ownership_problems, pipeline_units
 from lightning_asyncpp.errors import ConfigurationError
 
 
