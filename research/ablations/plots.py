@@ -38,7 +38,10 @@ Points = dict[str, dict[str, list[tuple[float, pd.Series]]]]
 
 
 def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[str]:
-    """Write every picture that the data suffice for, remove the others, and return the names of the files."""
+    """Write every picture that the data suffice for, remove the others, and return the names of the files.
+
+    The picture of the law replaces those of the same gaps.
+    """
     validation = curves[curves.metric == "val_loss"]
     figures: dict[str, Callable[[], Figure | None]] = {
         "gaps": lambda: draw_gaps(ablation),
@@ -51,6 +54,8 @@ def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[
         "length": lambda: draw_against("updates", gaps_by(ablation, lambda row: length_of(row.group), variant=None)),
         "law": lambda: draw_law(ablation),
     }  # fmt: skip
+    if _stages_of_least(ablation) > 1:
+        figures |= dict.fromkeys(("gaps", "depth"), lambda: None)
     written = []
     with style.context(["default", _STYLE]):
         for name, draw in figures.items():
@@ -242,7 +247,7 @@ def draw_law(ablation: Ablation) -> Figure | None:
     Returns:
         None unless the least staleness was run with several numbers of stages.
     """
-    if len({row.stages for row in ablation.results if row.kind == "least"}) < 2:
+    if _stages_of_least(ablation) < 2:
         return None
     laws = points_of(ablation)
     figure, panels = _panels(list(laws), "loss less L and c", "share of old gradients, root mean square", sharey=False)
@@ -257,6 +262,11 @@ def draw_law(ablation: Ablation) -> Figure | None:
             label = f"P = {stages:g}"
             axes.plot(ones.phi, ones.loss, label=label, **looks[label] | {"ls": ""})
     return _with_legend(figure, panels)
+
+
+def _stages_of_least(ablation: Ablation) -> int:
+    """With how many numbers of stages the least staleness was run."""
+    return len({row.stages for row in ablation.results if row.kind == "least"})
 
 
 def _panels(
