@@ -148,7 +148,9 @@ class MeanGradient:
 
     def norm(self, parameters: Iterable[Tensor]) -> float:
         """Return the 2-norm of the mean gradient of some parameters."""
-        return norm_of([self.sums[p] for p in parameters if p in self.sums], self.weight)
+        used = [self.sums[p] for p in parameters if p in self.sums]
+        squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in used)
+        return float(torch.tensor(math.sqrt(squares) / self.weight if used else 0.0, dtype=torch.float32))
 
     def means(self, parameters: Iterable[Tensor]) -> Weights:
         """Return the mean gradients of those parameters that have one."""
@@ -211,28 +213,27 @@ class Trajectory:
         """Return phi, a gradient's mean age in updates: the share of its ``count`` microbatches on older weights."""
         return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
 
-    def norms(self, gradients: Weights, norm: float) -> dict[Tensor, float]:
+    def norms(self, gradient: MeanGradient, norm: float) -> dict[Tensor, float]:
         """Return the norm by which each parameter's gradient is clipped: ``norm``, that of all gradients, if known.
 
         If a stage steps before it knows this norm, the larger one of the previous mini-batch's norm and that of the
         gradients of all parameters on the same stages.
         """
         if self.t < self.start or self.exact_norm:
-            return dict.fromkeys(gradients, norm)
+            return dict.fromkeys(self.parameters, norm)
         parts: dict[tuple[int, ...], list[Tensor]] = {}
-        for p in (p for p in gradients if p in self.stages):
-            parts.setdefault(self.stages[p], []).append(gradients[p])
-        of_parts = {stages: max(self.norm_before, norm_of(part)) for stages, part in parts.items()}
-        return {p: of_parts[self.stages[p]] if p in self.stages else norm for p in gradients}
+        for p in self.parameters:
+            parts.setdefault(self.stages.get(p, ()), []).append(p)
+        of_parts = {stages: max(self.norm_before, gradient.norm(part)) for stages, part in parts.items()} | {(): norm}
+        return {p: of_parts[self.stages.get(p, ())] for p in self.parameters}
 
     def update(
         self, optimizer: Optimizer, gradient: MeanGradient, max_norm: float | None, strength: float | None, count: int
     ) -> None:
         """Step the optimizer from W_t to W_{t+1}."""
         norm = gradient.norm(self.parameters)
-        means = gradient.means(self.parameters)
-        norms = self.norms(means, norm)
-        for p, mean in means.items():
+        norms = self.norms(gradient, norm)
+        for p, mean in gradient.means(self.parameters).items():
             p.grad = mean if max_norm is None else mean * min(1.0, max_norm / (norms[p] + 1e-6))
         self.norm_before = norm
         moved = {p for p in self.parameters if p.grad is not None or p in self.step_before}
@@ -247,12 +248,6 @@ class Trajectory:
         update_buffers(self.model, gradient.counts)
         self.stay()
         self.take(ahead)
-
-
-def norm_of(gradients: Sequence[Tensor], weight: float = 1.0) -> float:
-    """Return the 2-norm, rounded to fp32, of gradients divided by ``weight``."""
-    squares = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in gradients)
-    return float(torch.tensor(math.sqrt(squares) / weight if gradients else 0.0, dtype=torch.float32))
 
 
 @torch.no_grad()

@@ -176,13 +176,12 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "clipping.py": [
-        ("elif factor >= 1.0:", "elif False:"),
-        ("max(own, norm_before)", "norm_before"),
-        ("max(own, norm_before)", "own"),
+        ("elif not factor < 1.0:", "elif False:"),
+        ("else max(norm_before, own)", "else norm_before"),
+        ("else max(norm_before, own)", "else own"),
         ("norm = math.sqrt(sum_of_squares) / weight if weight else 0.0", "norm = math.sqrt(sum_of_squares)"),
     ],
-    "cut/ties.py": [("parts.setdefault(holders.get(name, (stage,)), [])", "parts.setdefault((stage,), [])")],
-    "stage_optimizer.py": [("if engine.schedule.steps_ahead(self.update.mini_batch):", "if False:")],
+    "cut/ties.py": [("parts.setdefault(tie.stages, [])", "parts.setdefault((stage,), [])")],
     "updates/reduction.py": [
         (
             "pieces.append(like.new_full((len(list(run)),), float(there)))",

@@ -7,9 +7,9 @@ gradient (:func:`gradient_norm`). At the update each stage clips its gradients b
 the Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives ``max_norm``.
 
 By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`). Then it clips by the
-larger one of two norms that it knows (:func:`clip_ahead`): that of the previous mini-batch's gradient, and that of its
-own part of this gradient, so that a gradient that has suddenly grown is clipped, too. The first mini-batch has no
-previous one. So it runs without delay, and its update waits for the norm of its own gradient.
+larger one of two norms that it knows (:func:`larger`): that of the previous mini-batch's gradient, and that of its own
+part of this gradient, so that a gradient that has suddenly grown is clipped, too. What several stages share is a part
+of its own. The first mini-batch has no previous one. So it runs without delay, and its update waits for the norm.
 """
 
 from __future__ import annotations
@@ -29,38 +29,30 @@ def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     return list(foreach.norm(gradients, 2, dtype=torch.float64)) if gradients else []
 
 
-def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Return the norm, rounded to fp32, of the mean gradient: the summed gradient divided by ``weight``.
+def gradient_norm(sum_of_squares: float | Tensor, weight: float) -> float | Tensor:
+    """Return the norm, rounded to fp32, of a mean gradient: a summed gradient divided by ``weight``.
 
-    Rounding hides the last bits of the fp64 sum, since its order of summation depends on the number of stages.
+    Rounding hides the last bits of the fp64 sum, since its order of summation depends on the number of stages. A sum on
+    a GPU gives a norm on the GPU, so that the host need not wait.
     """
+    if isinstance(sum_of_squares, Tensor) and not sum_of_squares.is_cpu:
+        return (sum_of_squares.sqrt() / weight).float().double()
     norm = math.sqrt(sum_of_squares) / weight if weight else 0.0
     return float(torch.tensor(norm, dtype=torch.float32))
 
 
-def norm_of(parameters: Iterable[Tensor]) -> float | Tensor:
-    """Return the norm of some gradients, rounded to fp32; on a GPU as a tensor, so that the host need not wait."""
-    norms = norms_of([p.grad for p in parameters if p.grad is not None])
-    norm = torch.stack(norms).square().sum().sqrt().float().double() if norms else torch.zeros(())
-    return norm.item() if norm.is_cpu else norm
-
-
-def clip_ahead(parts: Iterable[Sequence[Tensor]], norm_before: float, max_norm: float) -> None:
-    """Clip each part of a stage's gradient by the larger one of ``norm_before`` and the part's own norm.
+def larger(norm_before: float, own: float | Tensor) -> float | Tensor:
+    """Return the norm to clip a stage's part by in a step ahead of the agreement.
 
     Args:
-        parts: parameters of this stage, those that it shares with other stages apart; see :func:`.parts_on`.
         norm_before: norm over all stages of the previous mini-batch's gradient.
-        max_norm: largest norm.
+        own: norm of the part. On a GPU a NaN counts as 0, since such a gradient has been replaced by zeros.
     """
-    for part in parts:
-        own = norm_of(part)
-        norm = own.clamp(min=norm_before) if isinstance(own, Tensor) else max(own, norm_before)
-        clip_by_norm(part, norm, max_norm)
+    return own.nan_to_num(0.0).clamp(min=norm_before) if isinstance(own, Tensor) else max(norm_before, own)
 
 
 def clip_by_norm(parameters: Iterable[Tensor], norm: float | Tensor, max_norm: float) -> None:
-    """Scale the gradients of a stage by the factor that limits a whole gradient of norm ``norm`` to ``max_norm``.
+    """Scale gradients by the factor that limits a gradient of norm ``norm`` to ``max_norm``.
 
     Args:
         parameters: parameters of this stage.
@@ -69,10 +61,10 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float | Tensor, max_norm: f
     """
     factor = max_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
     if isinstance(factor, Tensor):
-        factor = factor.clamp(max=1.0)
-    elif factor >= 1.0:
+        factor = factor.clamp(max=1.0)  # rounded to bf16 if the gradients are bf16
+    elif not factor < 1.0:
         return
-    # Scale one by one: torch._foreach_mul_ would round the factor to bf16 if the gradients are bf16.
+    # Scale one by one: torch._foreach_mul_ would round any factor to bf16.
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_asyncpp.core.clipping import clip_by_norm
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition
@@ -221,7 +222,7 @@ class PipelineSession:
 
     def check_drain(self) -> None:
         """Raise RuntimeError if an update is being applied, since :meth:`drain` would find the update incomplete."""
-        if self._stepping is not None:
+        if self._update is not None:
             raise RuntimeError(
                 "weights cannot be gathered, saved, loaded or evaluated while an update is applied, as in a hook of the"
                 " optimizer's step: do this in on_train_batch_end, or in a Fabric loop after optimizer.step()"
@@ -244,10 +245,10 @@ class PipelineSession:
         Raises:
             RuntimeError: no update is being applied, so there are no gradients.
         """
-        stepping = self._stepping
-        if stepping is None:
+        if self._update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        stepping.clip(max_norm)
+        for parameters, norm in self._update.parts:
+            clip_by_norm(parameters, norm, max_norm)
 
     def close(self) -> None:
         """End the run after all messages have arrived; a collective call unless the session failed.
@@ -282,9 +283,9 @@ class PipelineSession:
             self.watch.close()
 
     @property
-    def _stepping(self) -> AttachedOptimizer | None:
-        """Optimizer that is applying an update; None if there is none."""
-        return next((attached for attached in self._attached if attached.update is not None), None)
+    def _update(self) -> Update | None:
+        """Update that is being applied; None if there is none."""
+        return next((attached.update for attached in self._attached if attached.update is not None), None)
 
     def _connected(self) -> Mesh:
         assert self.mesh is not None, "call connect() first"

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.core.clipping import clip_ahead, clip_by_norm
-from lightning_asyncpp.core.cut.ties import parts_on
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Update
 from lightning_asyncpp.errors import ConfigurationError
@@ -210,16 +208,6 @@ class AttachedOptimizer:
         engine, rule = self._engine, self._engine.schedule.stage_rule
         if self._set_optimizer_delay is not None:
             self._set_optimizer_delay(rule.staleness_of(engine.mini_batch, engine.settings.microbatches))
-
-    def clip(self, max_norm: float) -> None:
-        """Clip the gradients of the update being applied; see :mod:`lightning_asyncpp.core.clipping`."""
-        assert self.update is not None
-        engine, norm = self._engine, self.update.message.norm
-        parameters = engine.weights.parameters
-        if engine.schedule.steps_ahead(self.update.mini_batch):
-            clip_ahead(parts_on(engine.mesh.stage, engine.stage.whole.ties, parameters), norm, max_norm)
-        else:
-            clip_by_norm(parameters.values(), norm, max_norm)
 
     def _apply(self, update: Update) -> None:
         if self._set_optimizer_delay is not None:

@@ -51,8 +51,7 @@ class SyncPipelineStrategy(PipelineStrategy):
 class DelayedGradientStrategy(OneDeviceMixin, PipelineStrategy):
     """Simulation of a pipeline on one device, to find out whether delayed gradients suit a model.
 
-    The training loop is that of the pipeline strategies. Their engine runs all stages in this process, one after the
-    other, on one whole model.
+    Loop and engine are those of the pipeline strategies, with all stages in this process, on one whole model.
 
     Arguments as for :class:`OneDeviceMixin`.
     """

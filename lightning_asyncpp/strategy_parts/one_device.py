@@ -14,7 +14,7 @@ class OneDeviceMixin(PipelineStrategyMixin):
     """Mixin, before a strategy, whose stages are all in this process.
 
     Args:
-        stages: number of stages. With one stage the model need not have layers, so any model works.
+        stages: number of stages. With one stage, a model that declares no layers is not cut, so any one works.
         delay: 1 to train like ``async_pipeline``, 0 like ``sync_pipeline``.
         microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
         staleness: as for ``async_pipeline``; with one stage always ``"uniform"``: gradients are ``delay`` updates old.

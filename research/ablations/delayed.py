@@ -8,7 +8,7 @@ newest weights. Which samples these are is what the package's schedule says; the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp import DelayedGradientStrategy, GPTModule
-from lightning_asyncpp.core.clipping import clip_by_norm, norm_of
+from lightning_asyncpp.core.clipping import clip_by_norm, gradient_norm, norms_of
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.ties import find_ties
 from lightning_asyncpp.core.cut.units import pipeline_units
@@ -217,9 +217,15 @@ class DelayedGPTModule(GPTModule):
     ) -> None:
         """Clip by the norm of this gradient, or as ``norm`` says."""
         (delayed,), update = self._delayed, self.trainer.global_step
-        whole = float(norm_of(self.parameters()))
+        whole = _norm_of(self.parameters())
         is_ahead = delayed.steps_ahead(update) or (self.norm != "schedule" and update > 0)
-        for part in delayed.parts if gradient_clip_val is not None else ():
-            own = float(norm_of(part)) if self.norm != "previous" else 0.0
-            clip_by_norm(part, max(self._norm_before, own) if is_ahead else whole, gradient_clip_val or 0.0)
+        if gradient_clip_val:
+            for part in delayed.parts:
+                own = _norm_of(part) if self.norm != "previous" else 0.0
+                clip_by_norm(part, max(self._norm_before, own) if is_ahead else whole, gradient_clip_val)
         self._norm_before = whole
+
+
+def _norm_of(parameters: Iterable[Tensor]) -> float:
+    norms = norms_of([p.grad for p in parameters if p.grad is not None])
+    return float(gradient_norm(sum(norm.square() for norm in norms), 1.0))

@@ -4,8 +4,8 @@
 
 For each optimizer and correction the losses of all rows, without a delay or with one, are taken to be ``L + a phi^b +
 c`` with errors of equal size; every seed has an L of its own. phi is the root of the mean square, over the stages, of
-the shares that the schedule says; c, the cost of clipping by the norm of the gradient before, counts only for rows
-that do. Intervals are those of a bootstrap that draws both seeds and rows with replacement, since of either there are
+the shares that the schedule says; c, the cost of clipping before the whole norm is known, counts only for rows that
+do. Intervals are those of a bootstrap that draws both seeds and rows with replacement, since of either there are
 few. With one seed they leave out the error of its run without a delay.
 """
 
@@ -29,7 +29,7 @@ POWERS = np.arange(0.5, 4.01, 0.05)
 """Values of b that are tried."""
 AT = (0.1, 0.2, 0.3, 0.5)
 """Shares whose cost is printed."""
-CLIPPING = "previous_norm"
+CLIPPING = "clips_ahead"
 """Column of c in the data."""
 BESIDES = ("log2_stages", "lookahead", "equal_stages")
 """What else might cost something at the same phi."""

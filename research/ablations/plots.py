@@ -242,7 +242,7 @@ def draw_against(what: str, points: Points, levels: Mapping[str, pd.Series] | No
 def draw_law(ablation: Ablation) -> Figure | None:
     """The cost of old gradients against their share, and what it was in the mean over the seeds, by number of stages.
 
-    What clipping by the norm before costs is taken away.
+    What clipping before the whole norm is known costs is taken away.
 
     Returns:
         None unless the least staleness was run with several numbers of stages.

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
-from lightning_asyncpp.core.clipping import clip_ahead, clip_by_norm, norm_of
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
@@ -237,17 +236,6 @@ def test_stages_that_step_ahead_are_clipped_after_a_batch_without_samples(empty:
     check(2, case)
     unclipped = run_oracle(replace(case, max_norm=None), 2)[0]
     assert any((a != b).any() for a, b in zip(unclipped.values(), run_oracle(case, 2)[0].values()))
-
-
-def test_a_gradient_that_has_suddenly_grown_is_clipped_ahead_too() -> None:
-    parts = [[*nn.Linear(4, 4).parameters()] for _ in range(3)]
-    for parameter in itertools.chain(*parts):
-        parameter.grad = torch.full_like(parameter, 100.0)
-    clip_ahead(parts, 0.5, 1.0)
-    assert norm_of(itertools.chain(*parts)) == pytest.approx(3**0.5)
-    for norm, clipped in ((0.5, 3**0.5), (2.0, 3**0.5 / 2)):
-        clip_by_norm(itertools.chain(*parts), torch.tensor(norm, dtype=torch.float64), 1.0)  # as on a GPU
-        assert norm_of(itertools.chain(*parts)) == pytest.approx(clipped)
 
 
 def trained(case: Case, num_stages: int, batches: int) -> Training:

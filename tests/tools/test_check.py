@@ -137,6 +137,10 @@ def schedule_free(parameters: Any) -> Any:
     return pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW(parameters, lr=1e-3)
 
 
+def all_but_the_first(parameters: Any) -> Any:
+    return torch.optim.SGD([*parameters][1:], lr=0.1)
+
+
 class Texts(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
         return self.model(input_ids=batch, labels=batch).loss
@@ -151,6 +155,7 @@ EXPERTS = functools.partial(gpt, moe=MoEConfig(num_experts=4, router="sigmoid"))
 RIGHT: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "three-stages-exact": (Net, batches(7), {"stages": 3, "slack": "exact", "gradient_clip_val": 0.1, **TWICE}),
     "hooks-around-an-update": (Hooked, batches(), {"partition": [3, 4]}),
+    "one-is-not-trained": (lambda: Net(optimizer=all_but_the_first), batches(), {"gradient_clip_val": 0.1}),
     "a-sum": (Sums, batches(7), {"microbatches": 3, "delay": 0}),
     "gpt": (gpt, tokens(), {"gradient_clip_val": 1.0, "lookahead": 1, "microbatches": 6, "updates": 2}),
 }

@@ -7,15 +7,13 @@ Each of these stages has a copy of the parameter. All copies are updated with th
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_asyncpp.core.cut.units import Unit
 from lightning_asyncpp.errors import ConfigurationError
-
-T = TypeVar("T")
 
 
 class Tie(NamedTuple):
@@ -74,13 +72,19 @@ def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
     return frozenset(tie.name_on(stage) for tie in ties if stage in tie.stages)
 
 
-def parts_on(stage: int, ties: Sequence[Tie], parameters: Mapping[str, T]) -> list[list[T]]:
-    """Divide a stage's parameters by the set of stages that have them: its own ones, and the shared ones by set."""
-    holders = {tie.name_on(stage): tie.stages for tie in ties if stage in tie.stages}
-    parts: dict[tuple[int, ...], list[T]] = {}
-    for name, parameter in parameters.items():
-        parts.setdefault(holders.get(name, (stage,)), []).append(parameter)
-    return list(parts.values())
+def parts_on(stage: int, ties: Sequence[Tie], names: Iterable[str]) -> list[list[str]]:
+    """Divide the names of a stage's parameters by the set of stages that have them.
+
+    Args:
+        stage: index of the stage.
+        ties: ties of the stage, in the order of the whole model, which the names of shared parameters then have.
+        names: names of all parameters of the stage.
+    """
+    parts: dict[tuple[int, ...], list[str]] = {}
+    for tie in ties:
+        parts.setdefault(tie.stages, []).append(tie.name_on(stage))
+    tied = names_on(stage, ties)
+    return [[name for name in names if name not in tied], *parts.values()]
 
 
 def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:

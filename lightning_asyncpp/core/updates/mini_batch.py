@@ -12,7 +12,7 @@ stage, which passes it on. So each stage's number of messages does not grow with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +41,8 @@ class ControlMessage:
 
     Attributes:
         weight: sum of the microbatches' weights w_k in the mean loss, over the mini-batch and the replicas.
-        norm: norm by which gradients are clipped: the 2-norm of the mean gradient over all stages, from fp64 sums,
-            rounded to fp32. In a step ahead of the agreement, the norm of the previous mini-batch.
+        norm: 2-norm of the mean gradient over all stages, from fp64 sums, rounded to fp32; in a step ahead of the
+            agreement, that of the previous mini-batch.
         finite: whether all elements of the gradient are finite.
         interrupted: number of ranks that were asked to end, by a signal or ``request_stop``.
         finished: number of ranks that want training to stop early.
@@ -220,6 +220,17 @@ class MiniBatch:
         self._count, counted = None, total.cpu()
         return float(counted[0]), self._is_finite(), counted[1:]
 
+    def part_norm(self, names: Iterable[str], weight: float) -> float | Tensor:
+        """Return the norm of some gradients over ``weight``, before the agreement; on a GPU it may be a tensor."""
+        norms, squares = self._norms or {}, list[float | Tensor]()
+        for name in names:
+            gradient = self.gradients.get(name)
+            if name in self.squares:
+                squares.append(self.squares[name])
+            elif gradient is not None:  # another stage may count its norm
+                squares.append((norms[name] if name in norms else norms_of([gradient])[0]).square())
+        return gradient_norm(sum(squares), weight)
+
     def release(self) -> None:
         """Free the gradients; only the control message is still needed."""
         self.gradients.clear()
@@ -236,7 +247,7 @@ class MiniBatch:
         if self.tied is not None and not self.stepped:
             self.tied.take_whole_sums(self.gradients)
         weight, squares, non_finite, interrupted, finished = total[:_FIXED].tolist()
-        norm = gradient_norm(squares, weight)
+        norm = float(gradient_norm(squares, weight))
         return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), total[_FIXED:])
 
     def send_message(self) -> Tensor:
@@ -344,6 +355,7 @@ class Update:
         note: value that the strategy gave for mini-batch t.
         message: control message summed over all ranks; in a step ahead of the agreement, this stage's values and the
             norm of the previous mini-batch.
+        parts: parameters, and the norm that their gradients are clipped by.
         weights_before: during the step, parameter -> its weights W_t before the update, which the older version keeps;
             None with room for only one version, or with masters (fp32 weights that the optimizer updates).
         staleness: mean age phi of this stage's gradient, in updates.
@@ -353,5 +365,6 @@ class Update:
     hyper_parameters: HyperParameters
     note: Any
     message: ControlMessage
+    parts: Sequence[tuple[Sequence[nn.Parameter], float | Tensor]] = ()
     weights_before: dict[nn.Parameter, Tensor] | None = None
     staleness: float = 0

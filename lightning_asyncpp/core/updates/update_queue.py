@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.core.cut.ties import names_on, trained_on
+from lightning_asyncpp.core.clipping import larger
+from lightning_asyncpp.core.cut.ties import names_on, parts_on, trained_on
 from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -85,6 +86,8 @@ class UpdateQueue:
         self._late = torch.empty(0, device=runner.device).is_cuda and not is_local
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         self._tied = names_on(mesh.stage, self._ties)
+        self._parts = parts_on(mesh.stage, self._ties, weights.parameters)
+        self._in_parts = [[weights.parameters[name] for name in names] for names in self._parts]
         self.train_only(weights.parameters)
         self._no_statistics = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._next_backward = 0
@@ -281,10 +284,10 @@ class UpdateQueue:
         return Reduction(self._buckets, group, late=late, apart=self._tied, clock=clock)
 
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
-        """Apply the update before other stages' gradients are known; it is clipped as :func:`.clip_ahead` says.
+        """Apply the update before other stages' gradients are known; see :func:`.larger` for clipping.
 
-        The first mini-batch is not delayed, so every later mini-batch has a previous norm. If no mini-batch had samples
-        so far, the norm is 0, which clips nothing.
+        The first mini-batch is not delayed, so every later mini-batch has a previous norm; it is 0 if no mini-batch had
+        samples so far.
 
         This waits for replicas and for gradients of shared parameters. If the host knows that the gradient is not
         finite, the optimizer does not step. If only the device can tell, the device replaces such a gradient by zeros,
@@ -298,12 +301,13 @@ class UpdateQueue:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, statistics)
+        norms = [larger(norm, mini_batch.part_norm(names, weight)) for names in self._parts]
         if isinstance(finite, Tensor):
             for gradient in mini_batch.gradients.values():
                 if gradient is not None:
                     gradient.masked_fill_(~finite, 0.0)
             finite = True
-        self._step(mini_batch, message, finite and weight > 0)
+        self._step(mini_batch, message, finite and weight > 0, norms)
         mini_batch.release()
         mini_batch.stepped = True
 
@@ -325,10 +329,16 @@ class UpdateQueue:
             return Update(mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message)
         return self._step(mini_batch, message, message.finite and message.weight > 0)
 
-    def _step(self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool) -> Update:
-        """Add a weight version; step the optimizer if ``is_sound``: finite gradient, and weight in the loss above 0."""
+    def _step(
+        self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool, norms: Sequence[float | Tensor] = ()
+    ) -> Update:
+        """Add a weight version; step the optimizer if ``is_sound``: finite gradient, and weight in the loss above 0.
+
+        Each part of the gradient is clipped by its norm in ``norms``; by default by the message's.
+        """
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
-        args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message
+        parts = list(zip(self._in_parts, norms or [message.norm] * len(self._parts)))
+        args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message, parts
         update = Update(*args, self.weights.advance(), rule.staleness_of(mini_batch.index, count))
         if is_sound:
             self._step_with(mini_batch.gradients, update)

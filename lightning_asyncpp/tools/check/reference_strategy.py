@@ -6,6 +6,7 @@ and steps the schedulers and the optimizer (for all parameters at once).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from lightning_asyncpp.core.microbatch import BatchOutput, UserHooks, loss_of, o
 from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import name_parameters
-from lightning_asyncpp.reference import MeanGradient, Trajectory, gradient_of, load, norm_of, update_buffers
+from lightning_asyncpp.reference import MeanGradient, Trajectory, gradient_of, load, update_buffers
 from lightning_asyncpp.trainer.private import begins_accumulation
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -124,6 +125,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
                 self.seed, self.done, self._gradient,
             )  # fmt: skip
         load(self.run.newest)
+        sums, optimized = self._gradient.sums, {p for group in self.optimizers[0].param_groups for p in group["params"]}
+        self._gradient.sums = {p: gradient for p, gradient in sums.items() if p in optimized}
         self.done, self.place = self.done + parts, self.place + parts
         for name, parameter in module.named_parameters():
             if (self.run.t, name) in self.zeros:
@@ -152,13 +155,12 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of the gradient as the user's hooks have left it."""
-        parameters = self.run.parameters
-        norm = self._gradient.norm(parameters)  # rounded as in a pipeline
-        grads = {p: p.grad for p in parameters if p.grad is not None}
-        raw = self._gradient.means(parameters)
+        norm = self._gradient.norm(self.run.parameters)  # rounded as in a pipeline
+        grads = {p: p.grad for p in self.run.parameters if p.grad is not None}
+        raw = self._gradient.means(self.run.parameters)
         if raw.keys() != grads.keys() or not all(torch.equal(raw[p], grads[p]) for p in grads):
-            norm = norm_of([*grads.values()])
-        for p, of_p in self.run.norms(grads, norm).items():
+            norm = math.sqrt(sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads.values()))
+        for p, of_p in self.run.norms(self._gradient, norm).items():
             clip_by_norm([p], of_p, clip_val)
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_asyncpp.core.clipping import clip_by_norm, larger
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags
 from lightning_asyncpp.core.updates.reduction import TiedGradients
@@ -36,6 +37,17 @@ def test_norms_are_summed_in_double_precision() -> None:
     assert launched(gradients).wait().norm == float(torch.tensor(exact, dtype=torch.float32))
     overflows = {"overflows in fp32": torch.tensor([1e30, 1e30]), "none": None}
     assert launched(overflows).wait().norm == pytest.approx(math.sqrt(0.5) * 1e30, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "own", "expected"), [(0.5, 2.0, 0.5), (4.0, 2.0, 0.25), (0.5, 0.1, 1.0), (4.0, math.nan, 0.25)]
+)
+def test_a_gradient_that_has_suddenly_grown_is_clipped_ahead_too(before: float, own: float, expected: float) -> None:
+    for norm in (own, torch.tensor(own, dtype=torch.float64)):  # as on a GPU
+        parameter = torch.ones(3, requires_grad=True)
+        parameter.grad = torch.ones(3)
+        clip_by_norm([parameter], larger(before, norm), 1.0)
+        assert parameter.grad.tolist() == pytest.approx([expected] * 3)
 
 
 class ArrivesLate:
