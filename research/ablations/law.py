@@ -27,8 +27,8 @@ from research.ablations.summary import NO_DELAY, Ablation
 
 POWERS = np.arange(0.5, 4.01, 0.05)
 """Values of b that are tried."""
-AT = (0.1, 0.2, 0.3, 0.5)
-"""Shares whose cost is printed."""
+AT = (0.1169, 0.2338, 0.4677, 1.0)
+"""Shares whose cost is printed: four stages with 16, 8 and 4 microbatches, and PipeDream-2BW."""
 CLIPPING = "clips_ahead"
 """Column of c in the data."""
 BESIDES = ("log2_stages", "lookahead", "equal_stages")
