@@ -42,11 +42,9 @@ def gradient_norm(sum_of_squares: float | Tensor, weight: float) -> float | Tens
 
 
 def larger(norm_before: float, own: float | Tensor) -> float | Tensor:
-    """Return the norm to clip a stage's part by in a step ahead of the agreement.
+    """Return the larger norm: of the previous mini-batch's whole gradient, and of a stage's own part of this one.
 
-    Args:
-        norm_before: norm over all stages of the previous mini-batch's gradient.
-        own: norm of the part. On a GPU a NaN counts as 0, since such a gradient has been replaced by zeros.
+    On a GPU a NaN counts as 0, since such a gradient has been replaced by zeros.
     """
     return own.nan_to_num(0.0).clamp(min=norm_before) if isinstance(own, Tensor) else max(norm_before, own)
 
@@ -61,13 +59,15 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: float | Tensor, max_norm: f
     """
     factor = max_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
     if isinstance(factor, Tensor):
-        factor = factor.clamp(max=1.0)  # rounded to bf16 if the gradients are bf16
+        factor = factor.clamp(max=1.0)
     elif not factor < 1.0:
         return
-    # Scale one by one: torch._foreach_mul_ would round any factor to bf16.
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    # Scale one by one, and by a tensor as by a number: torch._foreach_mul_ would round the factor to bf16.
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        if isinstance(factor, Tensor):
+            gradient.mul_(factor.to(torch.promote_types(gradient.dtype, torch.float32)).view([1] * gradient.dim()))
+        else:
+            gradient.mul_(factor)
 
 
 def clip_values(parameters: Iterable[Tensor], limit: float) -> None:

@@ -117,8 +117,7 @@ def test_where_it_may_be_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"),
-    [(Net, 1), (nets.Added, 1), (nets.Frozen, 1), (nets.Skipping, 2), (nets.Ladder, 3)],
+    ("kind", "most"), [(Net, 1), (nets.Added, 1), (nets.Frozen, 1), (nets.Skipping, 2), (nets.Ladder, 3)]
 )
 def test_nothing_travels_that_nobody_needs(kind: type[Net], most: int) -> None:
     """Neither what the model is called with where its values are not needed, nor other results of blocks."""

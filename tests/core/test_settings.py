@@ -16,11 +16,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"nonfinite_gradients": "ignore"}, 2, "must be 'stop' or 'skip'"),
     ({"data_parallel_size": 3}, 4, "devices=4 is not divisible by data_parallel_size=3"),
     ({"microbatches": 3}, 4, "use microbatches >= 4, or strategy 'sync_pipeline'"),
-    (
-        {"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"},
-        2,
-        "nonfinite_gradients='skip' could not skip",
-    ),
+    ({"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"}, 2, "nonfinite_gradients='skip' could not skip"),
     ({"staleness": "least", "delay": 0}, 2, "has no meaning without a delay"),
     ({"staleness": "least", "slack": 1.5}, 2, "slack=1.5 must be a number of microbatches, 0 or more, or 'exact'"),
     ({"slack": "exact"}, 2, "has a meaning only with staleness='least'"),

@@ -89,9 +89,7 @@ def test_it_equals_the_oracle(by_the_rules: EnginePools, name: str, stages: int)
 
 
 @pytest.mark.parametrize(
-    "seeds",
-    [(1029,), pytest.param((1003, *range(1030, 1060)), marks=pytest.mark.slow)],
-    ids=["replicas", "more"],
+    "seeds", [(1029,), pytest.param((1003, *range(1030, 1060)), marks=pytest.mark.slow)], ids=["replicas", "more"]
 )
 def test_random_cases(by_the_rules: EnginePools, seeds: Iterable[int]) -> None:
     """The reductions of replicas are then NCCL's."""

@@ -30,12 +30,7 @@ def predict(base, params, steps, reach):
 @pytest.mark.parametrize("base", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize(
     ("delay", "options", "reach"),
-    [
-        (1, {}, 1.0),
-        (3, {"horizon": 2.5}, 2.5),
-        (1, {"ahead": 1.5}, 2.5),
-        (0, {"ahead": 0.5, "horizon": 3.0}, 0.5),
-    ],
+    [(1, {}, 1.0), (3, {"horizon": 2.5}, 2.5), (1, {"ahead": 1.5}, 2.5), (0, {"ahead": 0.5, "horizon": 3.0}, 0.5)],
 )
 def test_formula(base, delay, options, reach):
     params, twin = make_params(), make_params()

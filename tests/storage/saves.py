@@ -39,10 +39,7 @@ def save_sharded(path: str, version: int) -> None:
         raise
 
 
-SAVES: dict[str, Callable[[str, int], None]] = {
-    "full": save_full,
-    "sharded": save_sharded,
-}
+SAVES: dict[str, Callable[[str, int], None]] = {"full": save_full, "sharded": save_sharded}
 
 
 def version_of(path: Path) -> int:

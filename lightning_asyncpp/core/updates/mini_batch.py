@@ -222,14 +222,14 @@ class MiniBatch:
 
     def part_norm(self, names: Iterable[str], weight: float) -> float | Tensor:
         """Return the norm of some gradients over ``weight``, before the agreement; on a GPU it may be a tensor."""
-        norms, squares = self._norms or {}, list[float | Tensor]()
+        squares, rest, norms = 0.0, list[Tensor](), self._norms or {}
         for name in names:
             gradient = self.gradients.get(name)
             if name in self.squares:
-                squares.append(self.squares[name])
+                squares += self.squares[name]
             elif gradient is not None:  # another stage may count its norm
-                squares.append((norms[name] if name in norms else norms_of([gradient])[0]).square())
-        return gradient_norm(sum(squares), weight)
+                rest.append(norms[name] if name in norms else norms_of([gradient])[0])
+        return gradient_norm(squares + torch.stack(rest).square().sum() if rest else squares, weight)
 
     def release(self) -> None:
         """Free the gradients; only the control message is still needed."""

@@ -96,10 +96,7 @@ class StageList:
 
 
 def check(
-    schedules: Sequence[Schedule],
-    microbatches: int,
-    num_replicas: int = 1,
-    drains: Collection[int] = (),
+    schedules: Sequence[Schedule], microbatches: int, num_replicas: int = 1, drains: Collection[int] = ()
 ) -> list[str]:
     """Check the lists that schedules make, of four mini-batches after a synchronous start: see above.
 

@@ -50,6 +50,18 @@ def test_a_gradient_that_has_suddenly_grown_is_clipped_ahead_too(before: float, 
         assert parameter.grad.tolist() == pytest.approx([expected] * 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1000,), (10, 10)])
+def test_a_norm_on_a_device_clips_as_one_on_the_host(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    gradient, clipped = torch.randn(shape).to(dtype), []
+    for norm in (3.0007, torch.tensor(3.0007, dtype=torch.float64)):
+        parameter = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        parameter.grad = gradient.clone()
+        clip_by_norm([parameter], norm, 1.0)
+        clipped.append(parameter.grad)
+    assert torch.equal(*clipped)
+
+
 class ArrivesLate:
     """The shared gradients of a mini-batch: all that is not seen to arrive at the first look arrives after it."""
 

@@ -54,9 +54,7 @@ class Recording:
             for stage, schedule in enumerate(self.schedules()):
                 rank = replica * self.stages + self.stages - 1 - stage
                 file = TraceFile(
-                    folder / f"rank-{rank:05d}.json",
-                    Meta(rank, replica, self.replicas, 3, "host", schedule),
-                    500.0,
+                    folder / f"rank-{rank:05d}.json", Meta(rank, replica, self.replicas, 3, "host", schedule), 500.0
                 )
                 file.add(lanes[stage], lambda k: divmod(k, self.microbatches))
                 file.close()

@@ -53,10 +53,7 @@ def test_training_is_that_without_evaluation(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stages", "replicas"),
-    [
-        pytest.param("torch's own shuffling", 3, 1, marks=pytest.mark.slow),
-        ("while an update is outstanding", 2, 2),
-    ],
+    [pytest.param("torch's own shuffling", 3, 1, marks=pytest.mark.slow), ("while an update is outstanding", 2, 2)],
 )
 def test_over_processes(pools: Pools, name: str, stages: int, replicas: int) -> None:
     check(pools, CASES[name], stages, replicas)
