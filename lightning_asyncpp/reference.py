@@ -183,7 +183,8 @@ class Trajectory:
         self.take()
         self.before = self.newest
         numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
-        self.stages = {p: tuple(i for i, (own, _) in enumerate(held) if p in set(own)) for p in numbers}
+        owned = [set(parameters) for parameters, _ in held]
+        self.stages = {p: tuple(stage for stage, own in enumerate(owned) if p in own) for p in numbers}
         self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.newest}
         self.step_before: Weights = {}  # u_{t-1} of parameters that have been updated
         self.norm_before = 0.0

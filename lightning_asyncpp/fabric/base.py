@@ -228,7 +228,7 @@ class PipelineStrategy(PipelineCheckpoints):
     ) -> Any:
         """Clip this mini-batch's gradient to ``max_norm``, by a 2-norm over all stages, when its update is applied.
 
-        If stages step before they know the norm, they clip by :func:`.larger`.
+        Stages that step before they know the norm clip by the larger one of two: see :func:`.larger`.
 
         Returns:
             ``None``, since the norm is only known one mini-batch later; see ``gradient_norm``.

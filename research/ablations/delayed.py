@@ -83,9 +83,10 @@ class DelayedGPT:
             )
             rule = self.settings.schedule(stage, linked.get(stage)).stage_rule
             self.stages.append(DelayedStage(newest, older, list(newest.parameters()), rule))
+        owned = [set(stage.parameters) for stage in self.stages]
         parts: dict[tuple[int, ...], list[Tensor]] = {}
         for p in model.parameters():
-            parts.setdefault(tuple(i for i, s in enumerate(self.stages) if p in set(s.parameters)), []).append(p)
+            parts.setdefault(tuple(stage for stage, own in enumerate(owned) if p in own), []).append(p)
         self.parts = [*parts.values()]
 
     def __call__(self, x: Tensor, mini_batch: int) -> Tensor:

@@ -365,6 +365,6 @@ class Update:
     hyper_parameters: HyperParameters
     note: Any
     message: ControlMessage
-    parts: Sequence[tuple[Sequence[nn.Parameter], float | Tensor]] = ()
+    parts: Sequence[tuple[Iterable[nn.Parameter], float | Tensor]] = ()
     weights_before: dict[nn.Parameter, Tensor] | None = None
     staleness: float = 0

@@ -86,8 +86,8 @@ class UpdateQueue:
         self._late = torch.empty(0, device=runner.device).is_cuda and not is_local
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         self._tied = names_on(mesh.stage, self._ties)
-        self._parts = parts_on(mesh.stage, self._ties, weights.parameters)
-        self._in_parts = [[weights.parameters[name] for name in names] for names in self._parts]
+        here = weights.parameters
+        self._parts = [{name: here[name] for name in names} for names in parts_on(mesh.stage, self._ties, here)]
         self.train_only(weights.parameters)
         self._no_statistics = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._next_backward = 0
@@ -286,8 +286,7 @@ class UpdateQueue:
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before other stages' gradients are known; see :func:`.larger` for clipping.
 
-        The first mini-batch is not delayed, so every later mini-batch has a previous norm; it is 0 if no mini-batch had
-        samples so far.
+        The first mini-batch is not delayed, so a later one has a previous norm, which is 0 if none had samples so far.
 
         This waits for replicas and for gradients of shared parameters. If the host knows that the gradient is not
         finite, the optimizer does not step. If only the device can tell, the device replaces such a gradient by zeros,
@@ -301,7 +300,7 @@ class UpdateQueue:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, statistics)
-        norms = [larger(norm, mini_batch.part_norm(names, weight)) for names in self._parts]
+        norms = [larger(norm, mini_batch.part_norm(part, weight)) for part in self._parts]
         if isinstance(finite, Tensor):
             for gradient in mini_batch.gradients.values():
                 if gradient is not None:
@@ -337,7 +336,7 @@ class UpdateQueue:
         Each part of the gradient is clipped by its norm in ``norms``; by default by the message's.
         """
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
-        parts = list(zip(self._in_parts, norms or [message.norm] * len(self._parts)))
+        parts = list(zip(map(dict.values, self._parts), norms or [message.norm] * len(self._parts)))
         args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message, parts
         update = Update(*args, self.weights.advance(), rule.staleness_of(mini_batch.index, count))
         if is_sound:
